@@ -1,0 +1,67 @@
+"""rlhf-core: state, sharding, checkpoints, data and plugins for RLHF in JAX.
+
+Public names are resolved on first use, so that importing this package does not import jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
+    from rlhf_core.contracts import DATASET as DATASET
+    from rlhf_core.contracts import LOGGER as LOGGER
+    from rlhf_core.contracts import MODEL as MODEL
+    from rlhf_core.contracts import OPTIMIZER as OPTIMIZER
+    from rlhf_core.contracts import PAIRWISE_LOSS as PAIRWISE_LOSS
+    from rlhf_core.contracts import POLICY_LOSS as POLICY_LOSS
+    from rlhf_core.contracts import REWARD as REWARD
+    from rlhf_core.contracts import TRAINER as TRAINER
+    from rlhf_core.contracts import AdvantageInputs as AdvantageInputs
+    from rlhf_core.contracts import Artifact as Artifact
+    from rlhf_core.contracts import Kind as Kind
+    from rlhf_core.contracts import LossOutput as LossOutput
+    from rlhf_core.contracts import ModelFamily as ModelFamily
+    from rlhf_core.contracts import PairInputs as PairInputs
+    from rlhf_core.contracts import PolicyInputs as PolicyInputs
+    from rlhf_core.contracts import RewardInputs as RewardInputs
+    from rlhf_core.contracts import Rows as Rows
+    from rlhf_core.contracts import Trainer as Trainer
+    from rlhf_core.hookspecs import hookimpl as hookimpl
+    from rlhf_core.models import load_model as load_model
+    from rlhf_core.options import TrainerConfig as TrainerConfig
+    from rlhf_core.pipeline import run_pipeline as run_pipeline
+    from rlhf_core.registry import Registry as Registry
+    from rlhf_core.stage import Stage as Stage
+    from rlhf_core.state import TrainState as TrainState
+    from rlhf_core.state import create_state as create_state
+
+_CONTRACTS = (
+    "ADVANTAGE DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD TRAINER AdvantageInputs Artifact Kind "
+    "LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows Trainer"
+)
+_HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
+    "hookimpl": "hookspecs",
+    "load_model": "models",
+    "TrainerConfig": "options",
+    "run_pipeline": "pipeline",
+    "Registry": "registry",
+    "Stage": "stage",
+    "TrainState": "state",
+    "create_state": "state",
+}
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rlhf_core' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"rlhf_core.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

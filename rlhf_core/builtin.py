@@ -1,0 +1,52 @@
+"""Core's own components, registered through the same hook as a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from rlhf_core import data, loggers, optimizers, rewards
+from rlhf_core.contracts import DATASET, LOGGER, MODEL, OPTIMIZER, REWARD
+from rlhf_core.data.files import FORMATS
+from rlhf_core.hookspecs import hookimpl
+from rlhf_core.models import DECODER
+from rlhf_core.registry import Registry
+
+
+@hookimpl
+def rlhf_register(registry: Registry) -> None:
+    registry.add(MODEL, "decoder", DECODER)
+    for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
+        registry.add(OPTIMIZER, name, getattr(optimizers, name))
+    for name in FORMATS:
+        registry.add(DATASET, name, _file(name))
+    registry.add(DATASET, "hub", hub)
+    registry.add(LOGGER, "console", loggers.Console)
+    registry.add(LOGGER, "jsonl", loggers.JsonLines)
+    registry.add(LOGGER, "wandb", wandb)
+    registry.add(REWARD, "length", rewards.length)
+    registry.add(REWARD, "exact_match", rewards.exact_match)
+
+
+def _file(kind: str) -> Callable[..., data.Records]:
+    def read(*, path: str, split: str | None = None) -> data.Records:
+        """The rows of one file."""
+        return data.load({"name": kind, "path": path} | ({} if split is None else {"split": split}))
+
+    return read
+
+
+def hub(*, path: str, subset: str | None = None, split: str = "train") -> data.Records:
+    """A dataset of the Hugging Face hub; `path` is its name there."""
+    return data.load({"name": path, "split": split} | ({} if subset is None else {"subset": subset}))
+
+
+def wandb(
+    *,
+    project: str = "rlhf",
+    entity: str | None = None,
+    run_name: str | None = None,
+    mode: Literal["online", "offline", "disabled"] | None = None,
+) -> loggers.Wandb:
+    """`loggers.Wandb` from a file, where `name` is the logger's own: the run's is `run_name`."""
+    return loggers.Wandb(project=project, entity=entity, name=run_name, mode=mode)

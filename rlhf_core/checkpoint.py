@@ -1,0 +1,269 @@
+"""Training states on disk: saved in the background, whole or not there, and checked byte by byte when read.
+
+checkpoints/
+    120/
+        state/          the arrays of the state, by orbax
+        arrays.npz      the caller's numpy arrays
+        host.json       step, the caller's counters, dtype and shape of every array of the state
+        manifest.json   size and hash of every file above; written last
+    .160.tmp/           a save in progress, or one that was killed
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1
+
+from rlhf_core.artifacts import attempt, damage, describe, replace_directory, write_atomic
+from rlhf_core.errors import InputError, RunError
+
+FORMAT = 1
+_PLAIN_KINDS = "biufcSU"  # numpy dtypes that an .npz holds without pickle
+_CONTEXT = v1.Context()
+# Made in the background, a directory that fails leaves threads waiting, and the process never exits.
+_CONTEXT.asynchronous.create_directories_asynchronously = False
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` found: the step it was saved at, and what `save` was given."""
+
+    step: int
+    state: Any
+    host: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class Checkpoints:
+    """The checkpoints in a directory, of which the newest `keep` stay (None: all).
+
+    One save is in flight at a time; its failure is raised by the next call of `save`, `wait` or `close`. Call
+    `close` in a `finally`: a save still running when the interpreter exits is lost. With several processes,
+    all of them make the same calls.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int | None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, or None for all checkpoints; got {keep}")
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self._damaged: set[int] = set()
+        self._pending: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, ascending. They are not verified here."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        host: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray] | None = None,
+        block: bool = False,
+    ) -> None:
+        """Save a state, returning as soon as its arrays may be donated; `block` waits for the end.
+
+        state: any pytree of jax arrays, typed keys included. host: JSON. arrays: numpy arrays of any shape,
+        copied here. A checkpoint of the same step is replaced.
+
+        Raises RunError where the disk is full or not writable, with the older checkpoints untouched.
+        """
+        self.wait()
+        leaves = _leaves(state)
+        kept = {name: _plain(name, array) for name, array in (arrays or {}).items()}
+        shapes = {name: _shape(leaf) for name, leaf in leaves.items()}
+        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes})
+        beside = self.directory / f".{step}.tmp"
+
+        def start() -> v1.AsyncResponse[None]:
+            if jax.process_index() == 0:
+                self._clean()
+                beside.mkdir(parents=True)
+            with _CONTEXT:
+                return v1.save_async(beside / "state", leaves)
+
+        def finish(response: v1.AsyncResponse[None]) -> None:
+            response.result()
+            if jax.process_index() == 0:
+                np.savez(beside / "arrays.npz", **{f"arrays/{name}": array for name, array in kept.items()})  # type: ignore[arg-type]
+                write_atomic(beside / "host.json", described)
+                manifest = {"format": FORMAT, "files": describe(beside)}
+                write_atomic(beside / "manifest.json", json.dumps(manifest, indent=1))
+                replace_directory(beside, self.directory / str(step))
+                self._retire(step)
+
+        what, final = f"the checkpoint of step {step}", self.directory / str(step)
+        response = attempt(start, what, final, leftover=beside)
+        self._pending = self._pool.submit(attempt, lambda: finish(response), what, final, leftover=beside)
+        if block:
+            self.wait()
+
+    def restore(self, abstract_state: Any) -> Restored | None:
+        """The newest whole checkpoint, or None where there is none at all.
+
+        abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays); each array is put on
+        the sharding given there, whatever it was saved from. A damaged checkpoint is passed over with a
+        warning.
+
+        Raises RunError where there are checkpoints and none is whole; InputError where the newest whole one
+        was saved from another tree, shape or dtype, naming the arrays.
+        """
+        self.wait()
+        step = self._newest_whole()
+        if step is None:
+            return None
+        directory = self.directory / str(step)
+        saved = json.loads((directory / "host.json").read_text())
+        wanted = _leaves(abstract_state)
+        _compare(directory, saved["leaves"], {name: _shape(leaf) for name, leaf in wanted.items()})
+        try:
+            found = v1.load(directory / "state", {name: _abstract(leaf) for name, leaf in wanted.items()})
+        except Exception as error:  # its bytes are as they were written: an older one would fail as well
+            raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
+        with np.load(directory / "arrays.npz", allow_pickle=False) as file:
+            arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
+        return Restored(step, state, saved["host"], arrays)
+
+    def wait(self) -> None:
+        """Until the running save is on disk. Raises what it failed with."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """`wait`, and release the thread. Safe to call twice."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def _newest_whole(self) -> int | None:
+        """Decided by the first process for all, who might otherwise see a shared disk at different times."""
+        chosen, problems = -1, []
+        if jax.process_index() == 0 and self.directory.is_dir():
+            self._recover()
+            for step in reversed(self.steps()):
+                problem = _problem(self.directory / str(step))
+                if problem is None:
+                    chosen = step
+                    break
+                problems.append(problem)
+                self._damaged.add(step)
+        if problems and chosen < 0:
+            chosen = -2
+        if jax.process_count() > 1:
+            chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+        if chosen == -2:
+            raise RunError(
+                f"none of the checkpoints in {self.directory} is whole: {'; '.join(problems)}. "
+                "Delete that directory to start this stage from its beginning."
+            )
+        for problem in problems:
+            warnings.warn(f"damaged checkpoint: {problem}; going on from step {chosen}", stacklevel=3)
+        return None if chosen < 0 else chosen
+
+    def _retire(self, newest: int) -> None:
+        """Delete what retention does not keep, after step `newest` was committed; never that one."""
+        self._damaged.discard(newest)
+        whole = [step for step in self.steps() if step not in self._damaged]
+        surplus = set() if self.keep is None else set(whole[: -self.keep])
+        for step in (surplus | self._damaged) - {newest}:
+            aside = (
+                self.directory / f".{step}.tmp"
+            )  # renamed first: a deletion that is killed leaves nothing half
+            if (self.directory / str(step)).exists():
+                os.rename(self.directory / str(step), aside)
+                shutil.rmtree(aside, ignore_errors=True)
+        self._damaged.clear()
+
+    def _clean(self) -> None:
+        """Delete what killed saves left. Nothing is in flight when this is called."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._recover()
+        for path in self.directory.glob(".*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _recover(self) -> None:
+        """Put back a checkpoint that was being replaced when the process was killed between two renames."""
+        for aside in self.directory.glob(".*.replaced"):
+            final = self.directory / aside.name[1:].removesuffix(".replaced")
+            if not final.exists():
+                os.rename(aside, final)
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """{dotted path: leaf}; the names a checkpoint is stored and compared under."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
+    if len(leaves) != len(pairs):
+        raise ValueError("two arrays of the state have the same dotted path: a key of it contains a dot")
+    return leaves
+
+
+def _shape(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _plain(name: str, array: Any) -> np.ndarray:
+    copy = np.array(array)
+    if copy.dtype.kind not in _PLAIN_KINDS:
+        raise TypeError(
+            f"arrays['{name}'] has dtype {copy.dtype}, which a checkpoint cannot hold; convert it"
+        )
+    return copy
+
+
+def _problem(directory: Path) -> str | None:
+    """Why a checkpoint is not whole, None where it is."""
+    manifest = directory / "manifest.json"
+    try:
+        described = json.loads(manifest.read_bytes())
+        if described["format"] != FORMAT:
+            return f"{manifest} has format {described['format']}, this version reads {FORMAT}"
+        problems = damage(directory, described["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{manifest} cannot be read ({error})"
+    return problems[0] if problems else None
+
+
+def _compare(directory: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    problems = [
+        f"{name}: saved as {saved.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
+        for name in sorted({*saved, *wanted})
+        if saved.get(name) != wanted.get(name)
+    ]
+    if problems:
+        more = [f"and {len(problems) - 10} more arrays"] if len(problems) > 10 else []
+        head = f"{directory} was saved from another model or optimizer; use another --dir, or delete it:"
+        raise InputError(head, *(f"  {line}" for line in problems[:10] + more))
+
+
+def _not_a_second_report(record: logging.LogRecord) -> bool:
+    """Each thread of orbax logs the traceback of a failed save; the save itself raises the same error."""
+    return "_SignalingThread.run() raised an exception" not in str(record.msg)
+
+
+logging.getLogger("absl").addFilter(_not_a_second_report)

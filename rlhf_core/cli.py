@@ -1,0 +1,195 @@
+"""The command `rlhf`. Nothing heavy is imported before a command runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_core import __version__
+from rlhf_core.errors import InputError, RunError, Stopped
+
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+
+app = typer.Typer(
+    name="rlhf",
+    help="Preference data into a better policy: SFT, reward models and RL as stages of one pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="Override a field, or `seed=1`; repeatable."),
+]
+RunDirectory = Annotated[
+    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")
+]
+Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
+]
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except InputError as error:
+        _fail(str(error), BAD_INPUT)
+    except Stopped as stopped:
+        _fail(str(stopped), STOPPED)
+    except RunError as error:
+        _fail(str(error), FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        _fail(f"no space left on the disk{where}; free some, and the same command goes on", FAILED)
+
+
+@app.callback(invoke_without_command=True)
+def _rlhf(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"rlhf {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(pipeline: Pipeline, sets: Sets = None, plugin: Plugins = None, dir: RunDirectory = None) -> None:
+    """Run or continue a pipeline; finished stages are skipped."""
+    from rlhf_core.pipeline import run_pipeline
+
+    run_pipeline(pipeline, sets=sets or (), plugins=plugin or (), dir=dir)
+
+
+@app.command()
+def check(pipeline: Pipeline, sets: Sets = None, plugin: Plugins = None, dir: RunDirectory = None) -> None:
+    """Everything that can be wrong with a pipeline, all at once; else what it would do. Uses no device."""
+    from rlhf_core import commands
+
+    commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir)
+
+
+@app.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "allow_extra_args": True,
+    }
+)
+def train(
+    context: typer.Context,
+    trainer: Annotated[
+        str, typer.Argument(metavar="TRAINER", show_default=False, help="sft, reward, grpo, …")
+    ],
+) -> None:
+    """One stage from flags: rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN.
+
+    The flags are the fields of the trainer's config: `rlhf train TRAINER --help` lists them. `--field value`,
+    `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are understood. Also --dir,
+    --mesh.AXIS and --plugin FILE.py.
+    """
+    from rlhf_core import train_flags
+
+    train_flags.train(trainer, context.args)
+
+
+@app.command()
+def score(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A reward model: an artifact, directory or hub name.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
+    output: Output = None,
+) -> None:
+    """Add `score` to rows with prompt and completion, or messages; to pairs chosen_score, rejected_score."""
+    from rlhf_core import commands
+
+    commands.score(model, file, output)
+
+
+@app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory or hub name.")
+    ],
+    file: Annotated[Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt`.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
+    output: Output = None,
+    max_completion_length: Annotated[
+        int, typer.Option("--max_completion_length", min=1, help="Tokens.")
+    ] = 256,
+    max_prompt_length: Annotated[int, typer.Option("--max_prompt_length", min=1, help="Tokens.")] = 512,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: the likeliest token.")
+    ] = 1.0,
+    top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
+    min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
+    num_generations: Annotated[
+        int, typer.Option("--num_generations", min=1, help="Completions a prompt.")
+    ] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
+    ] = None,
+) -> None:
+    """Completions of prompts: plain text for --prompt, rows with `completion` for a file or with -o."""
+    from rlhf_core import commands
+
+    sampling: dict[str, Any] = {
+        "max_completion_length": max_completion_length,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+    }
+    commands.generate(
+        model,
+        file,
+        prompt or [],
+        output,
+        sampling=sampling,
+        max_prompt_length=max_prompt_length,
+        num_generations=num_generations,
+        seed=seed,
+        chat_template=chat_template,
+    )
+
+
+@app.command()
+def plugins(
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None
+) -> None:
+    """Every installed distribution: version, state, and what it registers by kind."""
+    from rlhf_core import commands
+
+    commands.plugins(as_json=json, files=plugin or [])
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(message, err=True)
+    sys.exit(code)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    typer.echo(f"warning: {message}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What the commands other than run and train do, and print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core import plugins as plugin_loading
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline_file import read
+from rlhf_core.plan import StagePlan, plan
+from rlhf_core.preview import previews
+from rlhf_core.stage_record import StageRecord
+
+if TYPE_CHECKING:
+    from rlhf_core.plugins import PluginInfo
+
+SEQUENCES_AT_ONCE = 64
+
+
+def check(
+    pipeline: Path, *, sets: Sequence[str] = (), plugins: Sequence[Path] = (), dir: Path | None = None
+) -> None:
+    """Print what a pipeline would do, stage by stage. Raises InputError with every problem."""
+    host = plugin_loading.load(files=list(plugins))
+    planned = plan(read(pipeline, sets=sets, dir=dir), host)
+    problems: list[str] = []
+    states: dict[str, str] = {}
+    for stage in planned.stages:
+        try:
+            record = StageRecord(stage)
+            record.refuse_changes()
+            states[stage.name] = {"new": "runs", "running": "continues", "done": "done, skipped"}[
+                record.state
+            ]
+        except InputError as error:
+            problems += error.problems
+    try:
+        said = previews(planned, host)
+    except InputError as error:
+        problems += error.problems
+    if problems:
+        raise InputError(*problems)
+    table = Table(title=f"{pipeline} → {planned.dir}", title_justify="left", show_lines=True, expand=False)
+    for column in ("stage", "trainer", "model", "data", "what happens"):
+        table.add_column(column, overflow="fold")
+    for stage in planned.stages:
+        lines = [f"{states[stage.name]}, seed {stage.seed}", *said[stage.name]]
+        table.add_row(
+            stage.name, stage.trainer_name, _model(stage), _data(stage.written.train_data), "\n".join(lines)
+        )
+    _console().print(table)
+
+
+def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
+    """Print every distribution in the entry-point group `rlhf`, its state and what it registered."""
+    host = plugin_loading.load(files=list(files))
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(info) for info in host.plugins], indent=2, default=str))
+        return
+    table = Table(show_lines=True, expand=False)
+    for column in ("distribution", "version", "state", "registers"):
+        table.add_column(column, overflow="fold")
+    for info in host.plugins:
+        table.add_row(info.distribution or info.name, info.version or "", info.state, _registered(info))
+    _console().print(table)
+
+
+def score(model: str, file: Path, output: Path | None) -> None:
+    """Write the rows of `file` with their scores, and print the accuracy where they are preferences."""
+    import numpy as np
+
+    from rlhf_core import data, runtime
+    from rlhf_core.scoring import Scorer
+
+    runtime.prepare()
+    records = data.load(str(file))
+    scores = Scorer.load(model).score_rows(records)
+    rows = (
+        {**records[i], **{name: _number(s[i]) for name, s in scores.items()}} for i in range(len(records))
+    )
+    _write_rows(rows, output)
+    if "chosen_score" in scores:
+        chosen, rejected = scores["chosen_score"], scores["rejected_score"]
+        right, ties = int((chosen > rejected).sum()), int((chosen == rejected).sum())
+        scored = int(np.isfinite(chosen).sum())
+        counts = f"{right:,} of {scored:,} pairs scored higher; {ties:,} tied"
+        line = f"accuracy {right / max(scored, 1):.4f}: {counts}"
+        typer.echo(line, err=output is None)
+
+
+def generate(
+    model: str,
+    file: Path | None,
+    prompts: Sequence[str],
+    output: Path | None,
+    *,
+    sampling: Mapping[str, Any],
+    max_prompt_length: int,
+    num_generations: int,
+    seed: int,
+    chat_template: str | None,
+) -> None:
+    """Sample completions of the prompts given as text, or of the rows of `file`."""
+    if (file is None) == (not prompts):
+        raise InputError("rlhf generate: give either --prompt TEXT (repeatable) or a file with `prompt` rows")
+    import jax
+    import numpy as np
+
+    from rlhf_core import data, runtime
+    from rlhf_core.models import load_model
+    from rlhf_core.sampling import Sampler, SamplingOptions
+
+    runtime.prepare()
+    records = data.load([{"prompt": text} for text in prompts] if file is None else str(file))
+    loaded = load_model(model)
+    if loaded.tokenizer is None:
+        raise InputError(
+            f"{model}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
+        )
+    encoded = data.encode_prompts(
+        records,
+        loaded.tokenizer,
+        max_prompt_length=max_prompt_length,
+        chat_template=chat_template,
+        overlong="truncate",
+    )
+    sampler = Sampler(
+        loaded.definition,
+        SamplingOptions(**sampling),
+        mesh=loaded.mesh,
+        stop_ids=loaded.stop_ids,
+        num_generations=num_generations,
+        prompts_per_call=min(len(encoded), max(1, SEQUENCES_AT_ONCE // num_generations)),
+        max_prompt_length=max_prompt_length,
+    )
+    rollouts = sampler(loaded.params, encoded.ids, jax.random.key(seed))
+    rows = []
+    for i, (tokens, length) in enumerate(
+        zip(np.asarray(rollouts.tokens), np.asarray(rollouts.lengths), strict=True)
+    ):
+        text = loaded.tokenizer.decode(tokens[:length].tolist(), skip_special_tokens=True)
+        rows.append(
+            {**records[i // num_generations], "completion": text, "finished": bool(rollouts.finished[i])}
+        )
+    if file is None and output is None:
+        for row in rows:
+            typer.echo(row["completion"])
+    else:
+        _write_rows(rows, output)
+
+
+def _write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n" for row in rows)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    from rlhf_core.artifacts import write_atomic
+
+    write_atomic(output, text)
+
+
+def _number(value: Any) -> float | None:
+    """JSON has no NaN: a row that could not be scored gets null."""
+    return None if math.isnan(value) else float(value)
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
+
+
+def _registered(info: PluginInfo) -> str:
+    if info.error:
+        return str(info.error)
+    return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in info.components.items())
+
+
+def _model(stage: StagePlan) -> str:
+    model = stage.written.model
+    if isinstance(model, Mapping):
+        shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
+        return f"fresh {model.get('model_type', '')} ({shape})"
+    return "" if model is None else _short(str(model))
+
+
+def _data(data: Any) -> str:
+    if isinstance(data, list):
+        return "\n".join(_data(part) for part in data)
+    if isinstance(data, Mapping):
+        return _short(str(data.get("path", data.get("name", ""))))
+    return "" if data is None else _short(str(data))
+
+
+def _short(path: str) -> str:
+    """A path inside the current directory as the user would type it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _console() -> Console:
+    """Wide where nobody watches: a table in a log is not cut at 80 columns."""
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)

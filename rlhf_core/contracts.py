@@ -1,0 +1,239 @@
+"""What plugins and core say to each other: kinds of components and the structs that cross between them.
+
+Nothing here imports jax, so that a command line can read it in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import optax
+
+    from rlhf_core.options import TrainerConfig
+    from rlhf_core.stage import Stage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """A kind of component, the key under which the registry keeps names. Kinds are open: a plugin may declare its own.
+
+    name: what messages call it, such as "policy loss".
+    arguments: the names a component is called with; a function's other keyword parameters with defaults are options.
+    factory: True where the component is an object, so that a registered function is called to make it.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    factory: bool = False
+
+
+class Rows(NamedTuple):
+    """The one batch layout, arrays [rows, time]. Several sequences, and trees with a shared prompt, fit one row."""
+
+    tokens: jax.Array | np.ndarray
+    """int32, 0 where unused."""
+    positions: jax.Array | np.ndarray
+    """int32, position within the token's own sequence, prompt included."""
+    visible_until: jax.Array | np.ndarray
+    """int32, the key at index k is seen by the queries q with k <= q < visible_until[k]; 0 where unused."""
+    parent: jax.Array | np.ndarray
+    """int32, index in the row of the token whose hidden state predicts this one; -1 for a first token."""
+    sequence: jax.Array | np.ndarray
+    """int32, which sequence of the row the token belongs to; -1 for a shared prompt and for unused."""
+    weight: jax.Array | np.ndarray
+    """float32, 0 where the token is not trained on."""
+
+
+class LossOutput(NamedTuple):
+    """What a loss returns: per-element values and per-element metrics, all of the inputs' shape."""
+
+    loss: jax.Array
+    metrics: Mapping[str, jax.Array] = {}
+
+
+class PairInputs(NamedTuple):
+    """One element a preference pair, float32 [pairs], reward units; `margin` is 0 where the data has none."""
+
+    chosen: jax.Array
+    rejected: jax.Array
+    margin: jax.Array
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """One element a token, [N, T]. Authors write element by element and use `sequence_mean` for the rest."""
+
+    logps: jax.Array
+    """float32 [N, T], nats, differentiable: log-probability of the token under the policy."""
+    old_logps: jax.Array
+    """float32 [N, T], nats: under the policy that the ratio is taken against; no gradient."""
+    advantages: jax.Array
+    """float32 [N, T], unitless."""
+    mask: jax.Array
+    """float32 [N, T], 1 where the token is trained on."""
+    ref_logps: jax.Array | None = None
+    """float32 [N, T], nats: under the reference policy, or None where no reference is kept."""
+    entropies: jax.Array | None = None
+    """float32 [N, T], nats: of the policy's distribution at the token, or None."""
+    sequence: jax.Array | None = None
+    """int32 [N, T] in [0, sequences): which sequence of its row a token belongs to; None: a row is one sequence."""
+    sequences: int = 1
+    """How many sequences a row holds at most (static)."""
+
+    def sequence_sum(self, x: jax.Array) -> jax.Array:
+        """Each token's sequence's sum of `x` over the mask, float32 [N, T]."""
+        import jax.numpy as jnp
+
+        if self.sequence is None:
+            return jnp.broadcast_to((x * self.mask).sum(-1, keepdims=True), self.mask.shape)
+        member = (self.sequence[:, :, None] == jnp.arange(self.sequences)).astype(
+            x.dtype
+        )  # [N, T, sequences]
+        return jnp.einsum("nts,ns->nt", member, jnp.einsum("nts,nt->ns", member, x * self.mask))
+
+    def sequence_mean(self, x: jax.Array) -> jax.Array:
+        """Each token's sequence's mean of `x` over the mask, float32 [N, T]; 0 where the sequence has no token."""
+        import jax.numpy as jnp
+
+        return self.sequence_sum(x) / jnp.maximum(self.sequence_sum(jnp.ones_like(self.mask)), 1.0)
+
+
+class AdvantageInputs(NamedTuple):
+    """Rewards of one rollout, grouped by prompt."""
+
+    rewards: jax.Array
+    """float32 [prompts, samples], the weighted sum over functions; NaN: not scored."""
+    rewards_by_function: jax.Array
+    """float32 [prompts, samples, functions]; NaN: the function does not apply."""
+    weights: jax.Array
+    """float32 [functions]."""
+    lengths: jax.Array
+    """int32 [prompts, samples], completion tokens."""
+
+
+class RewardInputs(NamedTuple):
+    """What a reward function may ask for by name; every other dataset column is passed under its own name."""
+
+    prompts: Sequence[Any]
+    """Texts, or message lists for chat data, one a completion."""
+    completions: Sequence[Any]
+    """Texts, or message lists for chat data."""
+    completion_ids: Sequence[Sequence[int]]
+    """The sampled tokens, stop token included."""
+    columns: Mapping[str, Sequence[Any]]
+    """The dataset's other columns, one value a completion."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer as the pipeline sees it.
+
+    config: the options it takes, a subclass of `TrainerConfig`.
+    outputs: {output name: artifact kind}, all of which `run` must save.
+    run: does the work; reads its inputs from the config and the stage.
+    plan: optional; a few lines that say what `run` would do, without touching a device.
+    """
+
+    config: type[TrainerConfig]
+    outputs: Mapping[str, str]
+    run: Callable[[Any, Stage], None]
+    plan: Callable[[Any, Stage], Sequence[str]] | None = None
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A family of language models, as pure functions over a nested dict of parameters.
+
+    `config` below is whatever hashable value `parse` returned; `params` the dict `init` or `load` made.
+
+    name: the `model_type` values of config.json that it reads, such as ("llama", "qwen2").
+    parse(hf_config: Mapping, head: "lm" | "score") -> config: raises InputError naming a field it cannot honour.
+    abstract(config) -> params of jax.ShapeDtypeStruct, float32.
+    axes(config) -> params of tuples of logical axis names, one name (or None) a dimension.
+    init(config, key) -> params, float32.
+    hidden(config, params, tokens, positions, visible_until) -> [rows, time, hidden] after the last norm, compute dtype;
+        tokens, positions, visible_until int32 [rows, time] as in `Rows`.
+    unembedding(config, params) -> (kernel [hidden, vocab], softcap float | None).
+    score(config, params, hidden [..., hidden]) -> float32 [...]: the reward head.
+    prefill(config, params, tokens, positions, visible_until, cache_length) -> (hidden, cache): as `hidden`, and the
+        key/value cache of the `time` tokens with room for `cache_length`.
+    repeat(config, cache, times) -> cache with every row repeated `times` times, neighbours together.
+    prepare(config, params) -> params as `decode` reads them fastest; called once a rollout, inside jit.
+    decode(config, params, cache, tokens [B], positions [B], visible [B, cache_length] bool, slot) -> (hidden
+        [B, hidden], cache): one token a row, written at cache index `slot`; `visible` includes it.
+    load(config, directory, shardings) -> params: from a Hugging Face directory onto the given shardings; a missing
+        score head is left out of the result.
+    save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
+    """
+
+    name: tuple[str, ...]
+    parse: Callable[..., Any]
+    abstract: Callable[..., Any]
+    axes: Callable[..., Any]
+    init: Callable[..., Any]
+    hidden: Callable[..., Any]
+    unembedding: Callable[..., Any]
+    score: Callable[..., Any]
+    prefill: Callable[..., Any]
+    repeat: Callable[..., Any]
+    prepare: Callable[..., Any]
+    decode: Callable[..., Any]
+    load: Callable[..., Any]
+    save: Callable[..., Any]
+
+
+class PairwiseLoss(Protocol):
+    def __call__(self, inputs: PairInputs, /) -> LossOutput: ...
+
+
+class PolicyLoss(Protocol):
+    def __call__(self, inputs: PolicyInputs, /) -> LossOutput: ...
+
+
+class Advantage(Protocol):
+    def __call__(self, inputs: AdvantageInputs, /) -> jax.Array | np.ndarray: ...
+
+
+class Reward(Protocol):
+    def __call__(self, *args: Any, **columns: Any) -> Any: ...
+
+
+class Dataset(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+class OptimizerFactory(Protocol):
+    def __call__(self, learning_rate: Any, **options: Any) -> optax.GradientTransformation: ...
+
+
+TRAINER: Kind[Trainer] = Kind("trainer")
+PAIRWISE_LOSS: Kind[PairwiseLoss] = Kind("pairwise loss", ("inputs",))
+POLICY_LOSS: Kind[PolicyLoss] = Kind("policy loss", ("inputs",))
+ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",))
+REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"))
+MODEL: Kind[ModelFamily] = Kind("model")
+DATASET: Kind[Dataset] = Kind("dataset", factory=True)
+LOGGER: Kind[object] = Kind("logger", factory=True)
+OPTIMIZER: Kind[OptimizerFactory] = Kind("optimizer", ("learning_rate",))
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished output of a stage: a directory in Hugging Face layout with a manifest.
+
+    kind: "language_model" or "reward_model", or what a plugin declares.
+    metadata: the manifest `rlhf_artifact.json`.
+    """
+
+    name: str
+    kind: str
+    path: Any
+    metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,25 @@
+"""Data in: files, hub datasets and objects to token ids, with every problem named by file and row."""
+
+from rlhf_core.data.order import schedule, updates
+from rlhf_core.data.preferences import Pair, Pairs, encode_pairs
+from rlhf_core.data.prompts import Prompts, encode_prompts
+from rlhf_core.data.records import Records, Source, load
+from rlhf_core.data.report import Report
+from rlhf_core.data.texts import Text, Texts, encode_texts
+
+__all__ = [
+    "Pair",
+    "Pairs",
+    "Prompts",
+    "Records",
+    "Report",
+    "Source",
+    "Text",
+    "Texts",
+    "encode_pairs",
+    "encode_prompts",
+    "encode_texts",
+    "load",
+    "schedule",
+    "updates",
+]

@@ -1,0 +1,101 @@
+"""What a cell may hold: a text or a conversation. Checks that every kind of data shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.data.records import Source
+from rlhf_core.encoding import Encoder, Turns
+from rlhf_core.errors import InputError, near
+
+T = TypeVar("T", bound=np.generic)
+
+
+def message_problem(value: Any) -> str | None:
+    """What is wrong with a conversation, or None."""
+    if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
+        return f"is {kind(value)}, not a list of messages"
+    if not len(value):
+        return "is an empty conversation"
+    for i, message in enumerate(value, 1):
+        if not isinstance(message, Mapping):
+            return f"message {i} is {kind(message)}, not an object with role and content"
+        if not isinstance(message.get("role"), str):
+            return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
+        if content is not None and not isinstance(content, str):
+            return f"message {i}'s content is {kind(content)}, not text"
+    return None
+
+
+def kind(value: Any) -> str:
+    """A value's type in the words of a data file."""
+    names = {type(None): "null", str: "text", bool: "a truth value", int: "a number", float: "a number"}
+    if isinstance(value, Mapping):
+        return "an object"
+    return names.get(type(value), "a list" if isinstance(value, list | tuple) else type(value).__name__)
+
+
+def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
+    """What is wrong with a cell that must hold a text, or (chat) a conversation; None where nothing is."""
+    value = row.get(column)
+    if column not in row:
+        return f"has no '{column}' (it has {', '.join(map(str, row)) or 'nothing'})"
+    if value is None:
+        return f"'{column}' is null"
+    if chat:
+        problem = message_problem(value)
+        return problem and f"'{column}' {problem}"
+    return None if isinstance(value, str) else f"'{column}' is {kind(value)}, not text"
+
+
+def is_chat(source: Source, column: str) -> bool:
+    """Whether a column holds conversations, by its first value that is not null."""
+    first = next((row[column] for row in source.rows if row.get(column) is not None), "")
+    return not isinstance(first, str) and isinstance(first, Sequence | np.ndarray)
+
+
+def is_blank(turns: Turns) -> bool:
+    """Whether a completion says nothing: white space, or a last turn of it."""
+    if isinstance(turns, str):
+        return not turns.strip()
+    last = turns[-1] if len(turns) else {}
+    return not (last.get("content") or "").strip() and not last.get("tool_calls")
+
+
+def missing(source: Source, wanted: Sequence[str], accepted: str) -> InputError:
+    """The error for columns that are not there. `accepted`: the formats that would do."""
+    have = source.columns
+    absent = [column for column in wanted if column not in have]
+    hints = "".join(near(column, have) for column in absent)
+    columns = ", ".join(f"'{column}'" for column in absent)
+    return InputError(
+        f"{source.name} has no column {columns}; it has {', '.join(have)}.{hints} Accepted: {accepted}"
+    )
+
+
+def require_template(source: Source, encoder: Encoder) -> None:
+    """Raise InputError where conversations meet a tokenizer without a chat template."""
+    if encoder.template is None:
+        raise InputError(
+            f"{source.name} has conversations, and the tokenizer has no chat template: set "
+            'chat_template = "plain", or give a template file'
+        )
+
+
+def cut(ids: NDArray[T], limit: int, mode: str) -> NDArray[T]:
+    """At most `limit` tokens: the last ones ("keep_end") or the first ("keep_start")."""
+    if mode not in ("keep_end", "keep_start"):
+        raise InputError(f"truncation_mode '{mode}' is neither keep_end nor keep_start")
+    return ids[-limit:] if mode == "keep_end" else ids[:limit]
+
+
+def check_overlong(overlong: str) -> None:
+    if overlong not in ("filter", "truncate"):
+        raise InputError(f"overlong '{overlong}' is neither filter nor truncate")

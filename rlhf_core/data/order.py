@@ -1,0 +1,48 @@
+"""Which examples each update takes: a pure function of the seed and the update's number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
+    """Updates in a run: `max_steps` where given, else what `epochs` passes over `size` examples take.
+
+    `max_steps` may ask for more than the epochs: the data is then gone through again.
+    """
+    return max_steps if max_steps is not None else int(-(-(size * epochs) // batch_size))
+
+
+def schedule(
+    size: int,
+    batch_size: int,
+    *,
+    seed: int,
+    shuffle: bool = True,
+    epochs: float | None = None,
+    start: int = 0,
+) -> Iterator[NDArray[np.int64]]:
+    """Example indices of updates `start`, `start` + 1, …, int64 [batch_size] each.
+
+    Every epoch is a new permutation; batches run across its end, so no example is skipped. Batch k is the
+    same whatever `start` was.
+
+    epochs: passes over the data, the last batch then holds what is left; None: without end.
+    """
+    import grain
+
+    if size < 1:
+        raise ValueError("a schedule needs at least one example")
+    examples = grain.MapDataset.source(range(size)).seed(seed)
+    if shuffle:
+        examples = examples.shuffle()
+    examples = examples.repeat(None)
+    total = None if epochs is None else int(size * epochs)
+    first = start * batch_size
+    while total is None or first < total:
+        last = first + batch_size if total is None else min(first + batch_size, total)
+        yield np.fromiter((examples[i] for i in range(first, last)), np.int64, last - first)
+        first = last

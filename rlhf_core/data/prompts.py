@@ -1,0 +1,122 @@
+"""Prompts for rollouts, with whatever else their rows hold for the reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.contracts import REWARD
+from rlhf_core.data import conversations as cells
+from rlhf_core.data.records import Records, Source
+from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.tokens import digest_ids
+from rlhf_core.encoding import Encoder, Ints, Turns
+from rlhf_core.errors import InputError
+
+ACCEPTED = "prompt as a text or a conversation; every other column reaches the reward functions"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Encoded prompts."""
+
+    ids: list[Ints]
+    """int32 [n] each: what a completion is sampled after."""
+    raw: list[Turns]
+    """Each prompt as the data has it: a text, or a list of messages."""
+    chat: bool
+    """Whether the prompts are conversations: completions then reach the reward functions as messages."""
+    columns: dict[str, list[Any]]
+    """The other columns, one value a prompt, None where a row lacks it."""
+    report: Report
+    places: list[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def where(self, i: int) -> str:
+        """Names the row of prompt `i`, such as "prompts.jsonl row 17"."""
+        return self.places[i]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the prompts' tokens, in order."""
+        return digest_ids(self.ids)
+
+
+def encode_prompts(
+    records: Records,
+    tokenizer: Any,
+    *,
+    max_prompt_length: int | None,
+    overlong: str = "filter",
+    truncation_mode: str = "keep_end",
+    chat_template: str | None = None,
+) -> Prompts:
+    """Tokenise prompts; conversations open an assistant turn.
+
+    max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
+    Raises InputError naming file and row of the first few problems, and where no prompt is left.
+    """
+    cells.check_overlong(overlong)
+    encoder = Encoder(tokenizer, chat_template)
+    reserved = [name for name in REWARD.arguments if name in records.columns]
+    if reserved:
+        taken = ", ".join(map(repr, reserved))
+        raise InputError(f"{records.name}: rename column {taken}: reward functions are called with that name")
+    chat = [cells.is_chat(source, "prompt") for source in records.sources]
+    if len(set(chat)) > 1:
+        names = [records.sources[chat.index(kind)].name for kind in (True, False)]
+        raise InputError(
+            f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
+        )
+    report = Report("prompts", max_prompt_length)
+    out = Prompts([], [], chat[0], {name: [] for name in records.columns if name != "prompt"}, report, [])
+    lengths: list[int] = []
+    for source in records.sources:
+        for i, ids in enumerate(_encode(source, encoder, chat[0])):
+            report.total += 1
+            row, place = source.rows[i], source.where(i)
+            if not len(ids):
+                report.empty.append(place)
+                continue
+            lengths.append(len(ids))
+            if max_prompt_length is not None and len(ids) > max_prompt_length:
+                if overlong == "filter":
+                    report.filtered.append(place)
+                    continue
+                report.truncated.append(place)
+                ids = cells.cut(ids, max_prompt_length, truncation_mode)
+            out.ids.append(ids)
+            out.raw.append(row["prompt"])
+            out.places.append(place)
+            for name, values in out.columns.items():
+                values.append(row.get(name))
+    report.kept = len(out)
+    report.require_some(records.name, lengths, "max_prompt_length")
+    return out
+
+
+def _encode(source: Source, encoder: Encoder, chat: bool) -> list[Ints]:
+    """Ids of every row; none for a prompt that is an empty text and that the tokenizer adds nothing to."""
+    if "prompt" not in source.columns:
+        raise cells.missing(source, ("prompt",), ACCEPTED)
+    if chat:
+        cells.require_template(source, encoder)
+    problems = Problems()
+    texts: list[tuple[str, bool]] = []
+    for i, row in enumerate(source.rows):
+        if problem := cells.cell_problem(row, "prompt", chat):
+            problems.add(f"{source.where(i)}: {problem}")
+            continue
+        try:
+            texts.append(_opened(encoder, row))
+        except InputError as error:
+            problems.add(f"{source.where(i)}: {error}")
+    problems.stop()
+    return encoder.opened(texts)
+
+
+def _opened(encoder: Encoder, row: Mapping[str, Any]) -> tuple[str, bool]:
+    return encoder.text(row["prompt"], open_turn=True, tools=row.get("tools"))

@@ -1,0 +1,298 @@
+"""Where rows come from: files, hub datasets, registered datasets and objects in memory, as one sequence."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.contracts import DATASET
+from rlhf_core.data.files import FORMATS, read
+from rlhf_core.errors import InputError, near
+
+if TYPE_CHECKING:
+    from rlhf_core.registry import Registry
+
+# What a row of data may have and a table that names a dataset does not.
+DATA_COLUMNS = {"prompt", "chosen", "rejected", "messages", "text", "completion", "input_ids"}
+PREFIXES = ("input_ids_", "chosen_", "rejected_")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one file or dataset."""
+
+    name: str
+    """What messages call it."""
+    rows: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
+    """1-based number of each row in the file; rows that were drawn more than once repeat theirs."""
+    fingerprint: str
+    """Of the content."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that some row has, in order of appearance."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
+
+    def where(self, i: int) -> str:
+        return f"{self.name} row {self.numbers[i]}"
+
+    def take(self, indices: Sequence[int], how: str) -> Source:
+        return Source(
+            self.name,
+            [self.rows[i] for i in indices],
+            [self.numbers[i] for i in indices],
+            digest(self.fingerprint, how),
+        )
+
+
+class Records(Sequence[Mapping[str, Any]]):
+    """The rows of all sources, one after another."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self._ends = list(itertools.accumulate(len(source.rows) for source in self.sources))
+
+    @property
+    def name(self) -> str:
+        return ", ".join(dict.fromkeys(source.name for source in self.sources))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that some row has."""
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(s.columns for s in self.sources)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the content, in order; another one means other data."""
+        return digest(*(source.fingerprint for source in self.sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        source, k = self._find(range(len(self))[i])
+        return source.rows[k]
+
+    def where(self, i: int) -> str:
+        """Names row `i`, such as "prefs.jsonl row 17"."""
+        source, k = self._find(range(len(self))[i])
+        return source.where(k)
+
+    def _find(self, i: int) -> tuple[Source, int]:
+        at = bisect.bisect_right(self._ends, i)
+        return self.sources[at], i - (self._ends[at - 1] if at else 0)
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def load(spec: Any, *, registry: Registry | None = None, base: Path | None = None) -> Records:
+    """The rows that `spec` names.
+
+    spec: a path (jsonl, json, csv, parquet, arrow, txt with a text a line, or what `datasets` saved);
+        the name of a registered or a `datasets` dataset; a table {name, path | subset, split, weight}; a list
+        of these, concatenated; or rows in memory: a list of mappings, a `datasets.Dataset`, any object with
+        `__len__` and `__getitem__`.
+    base: directory that relative paths start from (the current one).
+
+    `split` is a name, or part of the rows as in "train[:90%]". `weight` w takes every row w times; a fraction
+    takes rows evenly spread.
+
+    Raises InputError for what is missing or cannot be read.
+    """
+    if isinstance(spec, Records):
+        return spec
+    if isinstance(spec, list | tuple):
+        if not spec:
+            raise InputError("the data is an empty list: give rows, or names of files")
+        if not all(map(_is_row, spec)):
+            return Records(
+                [source for item in spec for source in load(item, registry=registry, base=base).sources]
+            )
+        return Records([_from_memory(spec, "dataset")])
+    if isinstance(spec, str | Path):
+        return Records([_from_name(str(spec), {}, registry, base)])
+    if isinstance(spec, Mapping):
+        return Records([_from_table(spec, registry, base)])
+    return Records([_from_memory(spec, "dataset")])
+
+
+def _is_row(item: Any) -> bool:
+    if not isinstance(item, Mapping):
+        return False
+    has_data = any(k in DATA_COLUMNS or str(k).startswith(PREFIXES) for k in item)
+    return has_data or not ({"name", "path"} & set(item))
+
+
+def _from_table(table: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Source:
+    options = dict(table)
+    if options and all(hasattr(value, "column_names") for value in options.values()):
+        raise InputError(f"the data has several splits ({', '.join(options)}): give one of them")
+    name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
+    if name is None and path is None:
+        raise InputError(
+            f"a data table needs a name or a path; it has {', '.join(map(str, table)) or 'nothing'}: "
+            '{ name = "jsonl", path = "pairs.jsonl" }'
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        raise InputError(f"weight of {name or path} is {weight!r}: give a number above 0")
+    if registry is not None and name not in FORMATS and name in registry.names(DATASET):
+        given = options if path is None else {**options, "path": path}
+        source = _from_memory(registry.get(DATASET, name, **given), name)
+    else:
+        if unknown := [key for key in options if key not in ("split", "subset")]:
+            known = ["name", "path", "split", "subset", "weight"]
+            raise InputError(
+                *(f"data table {name or path}: no option '{k}'.{near(k, known)}" for k in unknown)
+            )
+        if path is not None:
+            if name is not None and name not in FORMATS:
+                raise InputError(f"'{name}' is no file format ({', '.join(FORMATS)}).{near(name, FORMATS)}")
+            source = _from_file(_resolve(str(path), base), str(path), name, options.get("split"))
+        elif name in FORMATS:
+            raise InputError(
+                f'{{ name = "{name}" }} needs a path: {{ name = "{name}", path = "pairs.{name}" }}'
+            )
+        else:
+            source = _from_name(str(name), options, registry, base)
+    if weight == 1:
+        return source
+    n, whole = len(source.rows), int(weight)
+    extra = max(round((weight - whole) * n), 0 if whole else 1)
+    return source.take([*range(n)] * whole + [i * n // extra for i in range(extra)], f"weight {weight}")
+
+
+def _resolve(name: str, base: Path | None) -> Path:
+    return (base or Path()) / Path(name).expanduser()
+
+
+def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Source:
+    path = _resolve(name, base)
+    if path.exists():
+        return _from_file(path, name, None, options.get("split"))
+    if registry is not None and name in registry.names(DATASET):
+        return _from_memory(registry.get(DATASET, name), name)
+    known = path.suffix.lstrip(".").lower() in FORMATS
+    if known or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+        raise InputError(_missing(path, name))
+    return _from_hub(name, options, path, registry)
+
+
+def _missing(path: Path, name: str) -> str:
+    if not path.parent.is_dir():
+        above = path.parent.parent
+        hint = near(path.parent.name, [p.name for p in above.iterdir()]) if above.is_dir() else ""
+        return f"no file {name}: its directory does not exist.{hint}"
+    return f"no file {name}.{near(path.name, [p.name for p in path.parent.iterdir()])}"
+
+
+def _from_file(path: Path, name: str, kind: str | None, split: str | None) -> Source:
+    if not path.exists():
+        raise InputError(_missing(path, name))
+    if path.is_dir():
+        return _from_directory(path, name, split)
+    kind = kind or path.suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        raise InputError(
+            f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); to say which it is: "
+            f'{{ name = "jsonl", path = "{name}" }}'
+        )
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from error
+    rows, numbers = read(name, kind, content)
+    source = Source(name, rows, numbers, hashlib.sha256(content).hexdigest())
+    return source if split is None else _part(source, split)
+
+
+def _part(source: Source, split: str) -> Source:
+    """The part of a file that `datasets` would call "train", "train[:100]", "[10%:]"."""
+    match = re.fullmatch(r"(?:train)?(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
+    if match is None:
+        raise InputError(
+            f"split '{split}' of {source.name}: a file has only train; parts are written train[:90%]"
+        )
+    n = len(source.rows)
+    start, stop = (
+        None if end is None else round(n * int(end[:-1]) / 100) if end.endswith("%") else int(end)
+        for end in match.groups()
+    )
+    chosen = range(n)[start:stop]
+    if not chosen:
+        raise InputError(f"split '{split}' of {source.name} has no rows: the file has {n:,}")
+    return source.take(chosen, f"split {split}")
+
+
+def _from_directory(path: Path, name: str, split: str | None) -> Source:
+    if not any((path / marker).is_file() for marker in ("dataset_info.json", "dataset_dict.json")):
+        files = sorted(p.name for p in path.iterdir() if p.suffix.lstrip(".") in FORMATS)
+        hint = f"; it has {', '.join(files[:8])}: give one of these, or a list" if files else ""
+        raise InputError(f"{name} is a directory, not a file or a saved `datasets` dataset{hint}")
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(str(path))
+    if isinstance(dataset, Mapping):
+        if split not in dataset:
+            splits = ", ".join(dataset)
+            raise InputError(
+                f'{name} has the splits {splits}: {{ name = "{name}", split = "{next(iter(dataset))}" }}'
+            )
+        dataset = dataset[split]
+    return _from_memory(dataset, name)
+
+
+def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Registry | None) -> Source:
+    """A dataset of the Hugging Face hub, or of its cache where HF_HUB_OFFLINE is set."""
+    import datasets
+    from huggingface_hub import dataset_info
+
+    here = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    registered = [] if registry is None else registry.names(DATASET)
+    hint = near(path.name, here) or near(name, registered)
+    offline = any(os.environ.get(v, "0") not in ("", "0") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
+    try:
+        if not offline:
+            dataset_info(name, timeout=10)  # one request, where loading would retry for long
+        dataset = datasets.load_dataset(name, options.get("subset"), split=options.get("split") or "train")
+    except Exception as error:  # the network, the hub and the dataset's files fail in many ways
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}).{hint}"
+        ) from error
+    return _from_memory(dataset, name)
+
+
+def _from_memory(data: Any, name: str) -> Source:
+    """Rows of an object with `__len__` and `__getitem__`."""
+    if isinstance(data, Records) and len(data.sources) == 1:
+        return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
+    if hasattr(data, "column_names") and hasattr(data, "to_list"):
+        rows: list[Any] = data.with_format(None).to_list()
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        rows = [data[i] for i in range(len(data))]
+    else:
+        raise InputError(
+            f"{name} is {type(data).__name__}: data in memory needs __len__ and __getitem__; try list(...)"
+        )
+    if not rows:
+        raise InputError(f"{name} has no rows")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return Source(name, rows, range(1, len(rows) + 1), content.hexdigest())

@@ -1,0 +1,86 @@
+"""Token ids that come ready-made, and fingerprints of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.data.records import Source
+from rlhf_core.data.report import Problems
+from rlhf_core.encoding import Ints
+
+
+def pretokenised(source: Source, column: str, tokenizer: Any, problems: Problems) -> list[Ints]:
+    """int32 [n] for every row of a column of token ids, padding removed by the attention mask beside it.
+
+    A column of prompt ids (`prompt_ids`, `prompt_input_ids`, `input_ids_prompt`) goes in front.
+    Rows that are wrong are added to `problems` and come back empty.
+    """
+    side = "chosen" if "chosen" in column else "rejected"
+    columns = source.columns
+    mask = _first(columns, f"attention_mask_{side}", f"{side}_attention_mask", f"{side}_mask")
+    prompt = _first(columns, "prompt_ids", "prompt_input_ids", "input_ids_prompt")
+    prompt_mask = _first(columns, "attention_mask_prompt", "prompt_attention_mask", "prompt_mask")
+    vocabulary = len(tokenizer) if tokenizer is not None else None
+    out = []
+    for i, row in enumerate(source.rows):
+        place = source.where(i)
+        parts = [_ids(row, prompt, prompt_mask, vocabulary, place, problems)] if prompt else []
+        parts.append(_ids(row, column, mask, vocabulary, place, problems))
+        out.append(np.concatenate(parts))
+    return out
+
+
+def _first(columns: Sequence[str], *names: str) -> str | None:
+    return next((name for name in names if name in columns), None)
+
+
+def _ids(
+    row: Any, column: str, mask: str | None, vocabulary: int | None, place: str, problems: Problems
+) -> Ints:
+    ids = _integers(row, column, place, problems)
+    if ids is None:
+        return np.zeros(0, np.int32)
+    if len(ids) and (ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary)):
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        problems.add(
+            f"{place}: '{column}' holds {bad}, which is no token of the tokenizer (0 to {vocabulary})"
+        )
+        return np.zeros(0, np.int32)
+    if mask is not None:
+        seen = _integers(row, mask, place, problems)
+        if seen is None:
+            return np.zeros(0, np.int32)
+        if len(seen) != len(ids):
+            problems.add(f"{place}: '{mask}' has {len(seen)} elements, '{column}' has {len(ids)}")
+            return np.zeros(0, np.int32)
+        ids = ids[seen != 0]
+    return ids.astype(np.int32)
+
+
+def _integers(row: Any, column: str, place: str, problems: Problems) -> NDArray[np.int64] | None:
+    if row.get(column) is None:
+        problems.add(f"{place}: '{column}' is {'null' if column in row else 'missing'}")
+        return None
+    try:
+        values = np.asarray(row[column])
+    except ValueError:  # a list of lists of several lengths
+        values = np.asarray(None)
+    if values.size == 0 and values.ndim == 1:
+        return np.zeros(0, np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iub":
+        problems.add(f"{place}: '{column}' is not a list of integers")
+        return None
+    return values.astype(np.int64)
+
+
+def digest_ids(sequences: Sequence[NDArray[Any]], *more: NDArray[Any]) -> str:
+    """sha256 of token sequences and of arrays beside them."""
+    content = hashlib.sha256(np.array([len(ids) for ids in sequences], np.int64).tobytes())
+    for array in (*sequences, *more):
+        content.update(np.ascontiguousarray(array).tobytes())
+    return content.hexdigest()

@@ -1,0 +1,189 @@
+"""How a trainer gets what its config and its caller name, and how it is run from Python."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import data, plugins, runtime
+from rlhf_core.contracts import TRAINER, Artifact
+from rlhf_core.errors import InputError
+from rlhf_core.execution import execute
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import Head, Model, fresh_model, load_model
+from rlhf_core.stage import Stage
+from rlhf_core.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from rlhf_core.data import Records
+    from rlhf_core.data.report import Report
+    from rlhf_core.options import TrainerConfig
+
+C = TypeVar("C", bound="TrainerConfig")
+SPELLINGS = {"arguments": "config", "args": "config", "processing_class": "tokenizer"}
+
+
+def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
+    """The model a stage starts from: given as an object, a directory or hub name, or a table for a fresh one.
+
+    head: "lm" or "score". An object's parameters are copied, since training donates them.
+    """
+    given = stage.inputs.get("model")
+    if given is None:
+        given = config.model
+    if given is None:
+        raise InputError(
+            f"stage '{stage.name}'.model: missing; give a directory, a hub name, an earlier STAGE.OUTPUT or a table"
+        )
+    mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
+    if isinstance(given, Model):
+        shardings = given.definition.shardings(mesh)
+        params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), given.params, shardings)
+        model = replace(given, params=params, mesh=mesh).with_head(head, seed=stage.seed)
+    elif isinstance(given, Mapping):
+        table = dict(given)
+        named = table.pop("tokenizer", None)
+        if tokenizer is None and named is None:
+            raise InputError(
+                f"stage '{stage.name}'.model.tokenizer: missing; a fresh model needs a tokenizer directory"
+            )
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(named)
+        model = fresh_model(
+            table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
+        )
+    else:
+        model = load_model(str(given), head, mesh=mesh, seed=stage.seed, registry=stage.registry)
+    if tokenizer is not None:
+        model = replace(model, tokenizer=tokenizer)
+    if model.tokenizer is None:
+        raise InputError(
+            f"stage '{stage.name}'.model: {given!r} has no tokenizer files; put tokenizer.json and "
+            "tokenizer_config.json beside its config.json"
+        )
+    return model
+
+
+def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: bool = True) -> Records | None:
+    """The rows of `train_data` or `eval_data`; None where they are not given and not needed."""
+    given = stage.inputs.get(field.replace("_data", "_dataset"))
+    spec = given if given is not None else getattr(config, field)
+    if spec is None:
+        if needed:
+            raise InputError(
+                f"stage '{stage.name}'.{field}: missing; give a file, a dataset name, or a table"
+            )
+        return None
+    return data.load(spec, registry=stage.registry)
+
+
+def tell(report: Report, stage: Stage, field: str) -> None:
+    """Warn where rows of `train_data` or `eval_data` were dropped, cut, or teach nothing; once, not a process.
+
+    A stage that is only checked has it in its plan.
+    """
+    if stage.is_main and stage.mesh is not None and not report.all_as_given:
+        warnings.warn(f"stage '{stage.name}'.{field}: {report}", stacklevel=2)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trainer run from Python leaves: its main artifact, all of them by output name, and the last metrics."""
+
+    artifact: Artifact
+    artifacts: Mapping[str, Artifact]
+    metrics: Mapping[str, float]
+
+
+class _Last:
+    """A logger that keeps the newest value of every metric."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    @plugins.hookimpl
+    def rlhf_step_end(self, metrics: Mapping[str, float]) -> None:
+        self.metrics.update(metrics)
+
+
+def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
+    """Load the plugins and run one trainer outside a pipeline.
+
+    inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`.
+    Writes to `config.save_directory`, or to a fresh temporary directory. Continues a run that was interrupted there.
+    """
+    runtime.prepare()
+    last = _Last()
+    host = plugins.load(objects=[last])
+    component = host.registry.get(TRAINER, trainer)
+    directory = Path(config.save_directory or tempfile.mkdtemp(prefix=f"rlhf-{trainer}-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    stage = Stage(
+        name=trainer,
+        dir=directory,
+        seed=config.seed if config.seed is not None else 0,
+        mesh=make_mesh(),
+        is_main=jax.process_index() == 0,
+        registry=host.registry,
+        hook=host.hook,
+        inputs={name: value for name, value in inputs.items() if value is not None},
+    )
+    artifacts = execute(component, config, stage, host)
+    return Result(next(iter(artifacts.values())), artifacts, last.metrics)
+
+
+def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
+    """A trainer class's arguments, with the other spellings that users of other libraries type.
+
+    Raises InputError for a name nobody knows or given twice, TypeError for a config of another class.
+    """
+    inputs = dict(inputs)
+    for spelling, name in SPELLINGS.items():
+        if spelling not in inputs:
+            continue
+        value = inputs.pop(spelling)
+        if name == "config":
+            if config is not None and value is not None:
+                raise InputError(f"{spelling}: the config is given twice")
+            config = value if config is None else config
+        elif inputs.get(name) is not None:
+            raise InputError(f"{spelling}: {name} is given twice")
+        else:
+            inputs[name] = value
+    config = cls() if config is None else config
+    if not isinstance(config, cls):
+        raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
+    unknown = set(inputs) - {"model", "train_dataset", "eval_dataset", "tokenizer", "rewards"}
+    if unknown:
+        raise InputError(f"{', '.join(sorted(unknown))}: unknown argument of the trainer of {cls.__name__}")
+    return config, inputs
+
+
+def plan_lines(
+    config: TrainerConfig, stage: Stage, *, unit: str, encode: Callable[[str], Any] | None
+) -> Sequence[str]:
+    """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens.
+
+    encode: tokenises `train_data` or `eval_data`, None for a field that is not given, raising InputError for every row
+    that does not fit; None where the model's tokenizer is not at hand, and rows are only counted.
+    """
+    if encode is None:
+        records = open_records(config, stage, "train_data")
+        assert records is not None
+        count, said = len(records), f"{len(records):,} {unit} before length limits"
+    else:
+        encoded = encode("train_data")
+        encode("eval_data")
+        count, said = len(encoded), str(encoded.report)
+    total = data.updates(count, config.total_batch_size, config.num_train_epochs, config.max_training_steps)
+    epochs = total * config.total_batch_size / count
+    tokens = f"at most {total * config.total_batch_size * config.max_sequence_length:,} tokens"
+    if encode is not None:
+        tokens = f"about {round(epochs * sum(tree.size for tree in encoded.trees())):,} tokens, shared prompts once"
+    return [said, f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs", tokens]

@@ -1,0 +1,70 @@
+"""One stage run from its first event to its last, for pipelines and for the Python doors alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import artifacts
+from rlhf_core.contracts import LOGGER, Artifact, Trainer
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.loggers import Console, JsonLines
+
+if TYPE_CHECKING:
+    from rlhf_core.options import TrainerConfig
+    from rlhf_core.plugins import Host
+    from rlhf_core.stage import Stage
+
+
+def execute(trainer: Trainer, config: TrainerConfig, stage: Stage, host: Host) -> dict[str, Artifact]:
+    """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; every declared output, {name: Artifact}.
+
+    The loggers that `config` names listen during this stage only. `rlhf_stage_end` comes last whatever
+    happened, and what was raised is raised after it. Raises RunError where the trainer returned without an
+    output it declares.
+    """
+    stage.dir.mkdir(parents=True, exist_ok=True)
+    listeners = make_loggers(config, stage) if stage.is_main else []
+    for listener in listeners:
+        host.pm.register(listener)
+    error: BaseException | None = None
+    try:
+        host.hook.rlhf_stage_start(stage=stage)
+        trainer.run(config, stage)
+        return read_outputs(trainer, stage)
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        try:
+            host.hook.rlhf_stage_end(stage=stage, error=error)
+        finally:
+            for listener in listeners:
+                host.pm.unregister(listener)
+
+
+def make_loggers(config: TrainerConfig, stage: Stage) -> list[Any]:
+    """The console in the form that `progress_bar_type` names, metrics.jsonl, and what `logger` lists."""
+    named = [stage.registry.get(LOGGER, each.name, **each.options) for each in config.logger]
+    always = {"console": Console(progress=config.progress_bar_type), "jsonl": JsonLines()}
+    configured = {each.name for each in config.logger}
+    return [logger for name, logger in always.items() if name not in configured] + named
+
+
+def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
+    """What `trainer` declares, read back and verified. Raises RunError for an output that is missing."""
+    outputs = {}
+    for name, kind in trainer.outputs.items():
+        path = stage.dir / "artifacts" / name
+        if not path.exists():
+            raise RunError(f"stage '{stage.name}': the trainer returned without its output '{name}' ({kind})")
+        try:
+            artifact = artifacts.read(path)
+        except InputError as error:
+            raise RunError(f"stage '{stage.name}': output '{name}' is not whole: {error}") from error
+        if artifact.kind != kind:
+            raise RunError(
+                f"stage '{stage.name}': output '{name}' should be a {kind}, and the trainer saved a "
+                f"{artifact.kind}"
+            )
+        outputs[name] = artifact
+    return outputs

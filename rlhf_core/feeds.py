@@ -1,0 +1,196 @@
+"""Where the loop gets its updates from, and the source for trainers whose data is known before they start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from rlhf_core.contracts import Rows
+from rlhf_core.data import schedule, updates
+from rlhf_core.mesh import row_multiple
+from rlhf_core.rows import Layout, Packed, Tree, choose_layout, pack
+from rlhf_core.trees import trained_per_branch
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.options import TrainerConfig
+    from rlhf_core.state import TrainState
+
+
+class Update(NamedTuple):
+    """One update's work, on the host."""
+
+    batches: Sequence[Packed]
+    """Micro-batches, in order."""
+    tokens: int
+    """Tokens the model reads, shared prompts once and padding never."""
+    where: Callable[[int], str]
+    """Names the example that `Packed.example` numbers, as "pairs.jsonl row 17"."""
+    metrics: Mapping[str, float] = {}
+    """Metrics the host knows already; averaged over the updates of a logged step."""
+
+
+class Feed(Protocol):
+    """Where updates come from. What it gives at a step depends on the step, the seed and (rollouts) the state alone."""
+
+    total: int
+    """Updates in the whole run."""
+    updates_per_epoch: float
+    fingerprint: str
+    """Of the data; a run is not continued on other data."""
+
+    def shapes(self) -> Sequence[Packed]:
+        """An empty micro-batch of every shape there will be, so that all programs compile before the first update."""
+        ...
+
+    def needs_state(self, step: int) -> bool:
+        """True where `update(step)` reads the state, so that earlier updates are checked before it."""
+        ...
+
+    def update(self, step: int, state: TrainState) -> Update: ...
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What a checkpoint at `step` must hold beside the state: JSON, and arrays."""
+        ...
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None: ...
+
+
+MICRO_BATCH_TOKENS = 16384
+"""Slots of a micro-batch at most, however large an update is: what keeps activations in bounds."""
+
+
+def empty(
+    layout: Layout, *, token_names: Sequence[str] = (), sequence_names: Sequence[str] = ()
+) -> list[Packed]:
+    """A micro-batch without a sequence in it, of every class of `layout`."""
+
+    def one(time: int, rows: int, sequences: int, trained: int) -> Packed:
+        def full(width: int, value: int) -> Any:
+            return np.full((rows, width), value, np.int32)
+
+        return Packed(
+            rows=Rows(
+                tokens=full(time, 0),
+                positions=full(time, 0),
+                visible_until=full(time, 0),
+                parent=full(time, -1),
+                sequence=full(time, -1),
+                weight=np.zeros((rows, time), np.float32),
+            ),
+            last=full(sequences, -1),
+            trained=full(trained, -1),
+            token_values={name: np.zeros((rows, trained), np.float32) for name in token_names},
+            sequence_values={name: np.zeros((rows, sequences), np.float32) for name in sequence_names},
+            example=full(sequences, -1),
+        )
+
+    classes = zip(layout.time, layout.rows, layout.sequences, layout.trained, strict=True)
+    return [one(*shape) for shape in classes]
+
+
+def layout_for(
+    trees: Sequence[Tree], config: TrainerConfig, mesh: Mesh, hidden_size: int, *, reads_tokens: bool
+) -> Layout:
+    """Rows for these trees. `gradient_accumulation_steps` splits an update into about so many micro-batches.
+
+    reads_tokens: whether the objective reads log-probs of trained tokens (not so for reward models).
+    """
+    sizes = np.array([tree.size for tree in trees])
+    per_update = min(config.total_batch_size, len(trees))
+    update_tokens = int(np.ceil(sizes.mean() * per_update))
+    return choose_layout(
+        sizes,
+        max(len(tree.branches) for tree in trees),
+        hidden_size=hidden_size,
+        max_tokens=min(MICRO_BATCH_TOKENS, max(1, -(-update_tokens // config.gradient_accumulation_steps))),
+        trees_per_update=per_update,
+        trained_counts=[sum(trained_per_branch(tree)) for tree in trees] if reads_tokens else None,
+        row_multiple=row_multiple(mesh),
+    )
+
+
+def evaluation_batches(
+    trees: Sequence[Tree],
+    config: TrainerConfig,
+    mesh: Mesh,
+    hidden_size: int,
+    *,
+    reads_tokens: bool,
+    sequence_names: Sequence[str] = (),
+    group: int = 1,
+) -> list[Packed]:
+    """Micro-batches that hold every tree once, or the first `max_evaluation_steps` batches of `eval_batch_size`."""
+    at_once = config.eval_batch_size or config.total_batch_size
+    if config.max_evaluation_steps is not None:
+        trees = trees[: at_once * config.max_evaluation_steps]
+    layout = layout_for(trees, config, mesh, hidden_size, reads_tokens=reads_tokens)
+    return [
+        batch
+        for start in range(0, len(trees), at_once)
+        for batch in pack(trees[start : start + at_once], layout, sequence_names=sequence_names, group=group)
+    ]
+
+
+class TreeFeed:
+    """Shuffled epochs over trees, `total_batch_size` an update; batches run across the ends of epochs.
+
+    Stateless: update `n` is a function of the trees, the seed and `n`, so a checkpoint needs to keep nothing.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[Tree],
+        config: TrainerConfig,
+        layout: Layout,
+        *,
+        seed: int,
+        fingerprint: str,
+        where: Callable[[int], str],
+        sequence_names: Sequence[str] = (),
+        group: int = 1,
+    ) -> None:
+        self.trees, self.config, self.layout = trees, config, layout
+        self.fingerprint = fingerprint
+        self.where = where
+        self.sequence_names, self.group = sequence_names, group
+        self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
+        self.total = updates(
+            len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
+        )
+        self.updates_per_epoch = len(trees) / config.total_batch_size
+        self._order: Iterator[np.ndarray] | None = None
+        self._next = -1
+
+    def shapes(self) -> list[Packed]:
+        return empty(self.layout, sequence_names=self.sequence_names)
+
+    def needs_state(self, step: int) -> bool:
+        return False
+
+    def update(self, step: int, state: TrainState | None = None) -> Update:
+        if self._order is None or step != self._next:
+            self._order = schedule(
+                len(self.trees),
+                self.config.total_batch_size,
+                seed=self.seed,
+                shuffle=self.config.shuffle_train_dataset,
+                epochs=None if self.config.max_training_steps else self.config.num_train_epochs,
+                start=step,
+            )
+        chosen = next(self._order)
+        self._next = step + 1
+        trees = [self.trees[i] for i in chosen]
+        batches = pack(trees, self.layout, sequence_names=self.sequence_names, group=self.group)
+        return Update(
+            batches, sum(tree.size for tree in trees), lambda example: self.where(int(chosen[example]))
+        )
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return {}, {}
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Nothing to restore."""

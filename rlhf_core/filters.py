@@ -1,0 +1,71 @@
+"""Drawing a token from a distribution, and the usual ways of cutting its tail.
+
+Everything works on masses, float32 [B, V]: probabilities up to a factor a row. A token with mass 0 is never
+drawn. Masses need not sum to 1, so that a filter is one comparison and nothing is normalised twice.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def top_k_filter(mass: jax.Array, k: int) -> jax.Array:
+    """The `k` likeliest tokens, and those exactly as likely as the last of them."""
+    largest, _ = lax.top_k(mass, min(k, mass.shape[-1]))
+    # `min` and not the last column: XLA on a CPU turns a slice of top_k into a sort of the whole vocabulary.
+    return jnp.where(mass >= largest.min(-1, keepdims=True), mass, 0.0)
+
+
+def top_p_filter(mass: jax.Array, p: float) -> jax.Array:
+    """The likeliest tokens, until their share of the mass reaches `p` in (0, 1) (Holtzman et al. 2020).
+
+    A token stays while the tokens strictly likelier than it hold less than `p`. There is no sort: floats that
+    are not negative are ordered as their bits, so 31 halvings find the exact threshold.
+    """
+    bits = lax.bitcast_convert_type(mass, jnp.int32)
+    limit = p * mass.sum(-1, keepdims=True)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        cut, stays = bounds
+        middle = cut + (stays - cut) // 2
+        likelier = jnp.where(bits > middle, mass, 0.0).sum(-1, keepdims=True)
+        return jnp.where(likelier < limit, cut, middle), jnp.where(likelier < limit, middle, stays)
+
+    none = jnp.full(limit.shape, -1, jnp.int32)
+    cut, _ = lax.fori_loop(0, 31, halve, (none, bits.max(-1, keepdims=True)))
+    return jnp.where(bits > cut, mass, 0.0)
+
+
+def min_p_filter(mass: jax.Array, p: float) -> jax.Array:
+    """The tokens at least `p` times as likely as the likeliest (Nguyen et al. 2024)."""
+    return jnp.where(mass >= p * mass.max(-1, keepdims=True), mass, 0.0)
+
+
+def draw(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """One token a row by inversion of the cumulative distribution, int32 [B].
+
+    uniforms: float32 [B, 2] in [0, 1). The first number chooses a block of about sqrt(V) neighbours, the
+    second a token inside it: two short cumulative sums in place of V random numbers, in full resolution.
+    """
+    rows, vocab = mass.shape
+    size = math.isqrt(vocab - 1) + 1
+    blocks = -(-vocab // size)
+    grid = jnp.pad(mass, ((0, 0), (0, blocks * size - vocab))).reshape(rows, blocks, size)
+    block = _invert(grid.sum(-1), uniforms[:, 0])
+    inside = jnp.take_along_axis(grid, block[:, None, None], axis=1)[:, 0]
+    return block * size + _invert(inside, uniforms[:, 1])
+
+
+def _invert(mass: jax.Array, uniform: jax.Array) -> jax.Array:
+    """First index at which the cumulative sum of mass [B, n] passes the share `uniform` [B] of its total."""
+    cumulative = jnp.cumsum(mass, axis=-1)
+    index = jnp.arange(mass.shape[-1], dtype=jnp.int32)
+    possible = mass > 0  # rounded sums may pass the mark at an index that holds nothing
+    passed = possible & (cumulative > (uniform * cumulative[:, -1])[:, None])
+    first = jnp.where(passed, index, mass.shape[-1]).min(-1)
+    # Rounding may also leave the mark unpassed: then the last index that holds something.
+    return jnp.minimum(first, jnp.where(possible, index, 0).max(-1))

@@ -1,0 +1,293 @@
+"""The one supervised loop: next update, step, log, evaluate, save."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.checkpoint import Checkpoints
+from rlhf_core.doors import run_alone as run_alone
+from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.feeds import Feed, Update
+from rlhf_core.interval import Interval
+from rlhf_core.loggers import JsonLines
+from rlhf_core.mesh import put_rows
+from rlhf_core.metrics import Metric, Metrics, merge, read
+from rlhf_core.rows import Packed
+from rlhf_core.signals import stop_signals
+from rlhf_core.state import TrainState, abstract_state
+from rlhf_core.step import Objective, Programs, programs
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.optimizers import Schedule
+    from rlhf_core.options import TrainerConfig
+    from rlhf_core.stage import Stage
+
+DEFAULT_SAVE_MINUTES = 10.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How a loop ended: the state, the last metrics logged, and whether the time limit ended it."""
+
+    state: TrainState
+    metrics: dict[str, float]
+    out_of_time: bool = False
+
+
+def fit(
+    stage: Stage,
+    config: TrainerConfig,
+    state: TrainState,
+    objective: Objective,
+    feed: Feed,
+    *,
+    schedule: Schedule,
+    evaluate: Callable[[TrainState], dict[str, float]] | None = None,
+    after_update: Callable[[int, TrainState], None] | None = None,
+) -> Fitted:
+    """Run `feed.total` updates, continuing from the newest whole checkpoint of the stage.
+
+    objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, reported with `eval_` in front, every
+    `evaluation_steps` updates and at the end. after_update: called with the number of updates done and the state.
+
+    `state` is donated: its arrays, and those of the model it was made from, are gone afterwards.
+
+    Raises RunError where a loss or gradient is not finite, naming the examples; the last good state is on disk then.
+    Raises Stopped after SIGTERM or SIGINT, with the state saved.
+    """
+    run = _Run(stage, config, objective, feed, schedule, evaluate)
+    checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
+    try:
+        with stop_signals() as stop:
+            return run.loop(state, checkpoints, stop, after_update)
+    finally:
+        checkpoints.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        stage: Stage,
+        config: TrainerConfig,
+        objective: Objective,
+        feed: Feed,
+        schedule: Schedule,
+        evaluate: Callable[[TrainState], dict[str, float]] | None,
+    ) -> None:
+        self.stage, self.config, self.objective, self.feed = stage, config, objective, feed
+        self.evaluate = evaluate
+        self.rate = jax.jit(schedule)
+        self.mesh = stage.devices()
+        self.tokens = 0
+        self.elapsed = 0.0
+        self.metrics: dict[str, float] = {}
+        self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
+        self.interval = Interval()
+
+    def loop(
+        self,
+        state: TrainState,
+        checkpoints: Checkpoints,
+        stop: threading.Event,
+        after_update: Callable[[int, TrainState], None] | None,
+    ) -> Fitted:
+        config, feed = self.config, self.feed
+        start, state = self.restore(state, checkpoints)
+        if self.stage.is_main:
+            plan = {"updates": feed.total, "start": start, "updates_per_epoch": feed.updates_per_epoch}
+            write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
+            JsonLines.cut(self.stage.dir / "metrics.jsonl", start)
+        steps = programs(self.objective, state)
+        if start < feed.total:
+            self.warm_up(steps, state)
+        began, saved_at = time.perf_counter() - self.elapsed, time.perf_counter()
+        self.interval.started = time.perf_counter()
+        out_of_time = False
+        for step in range(start, feed.total):
+            if feed.needs_state(step):
+                self.check(steps, state, checkpoints)
+            update = feed.update(step, state)
+            done = None
+            for batch in update.batches:
+                done = steps.accumulate(state.params, put_rows(self.mesh, batch), done)
+            if done is None:
+                raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
+            state, metrics = steps.apply(state, done)
+            self.check(steps, state, checkpoints)  # the one before: this one is still being computed
+            self.pending.append((step, jnp.copy(state.guard), update, metrics))
+            count = step + 1
+            if after_update is not None:
+                after_update(count, state)
+            self.elapsed = time.perf_counter() - began
+            limit = config.training_time_limit
+            out_of_time = limit is not None and _agreed(self.elapsed >= limit)[0]
+            ends = count == feed.total or out_of_time
+            logs = ends or count % config.log_steps == 0
+            evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
+            if logs or (evaluates and self.evaluate):
+                self.check(steps, state, checkpoints)
+                self.report(count, state, logs=logs, evaluates=evaluates)
+            # Asked last, so that a signal that comes during an evaluation stops after this update.
+            saves, stops = _agreed(self.save_due(count, saved_at), stop.is_set())
+            if saves and not ends:
+                self.check(steps, state, checkpoints)
+                self.save(count, state, checkpoints)
+                saved_at = time.perf_counter()
+            if stops:
+                self.check(steps, state, checkpoints)
+                self.save(count, state, checkpoints)
+                checkpoints.wait()
+                raise Stopped(
+                    f"stage '{self.stage.name}': stopped after update {count} of {feed.total}, state saved; "
+                    "the same command goes on from here"
+                )
+            if out_of_time:
+                break
+        checkpoints.wait()
+        if out_of_time and count < feed.total:
+            warnings.warn(
+                f"stage '{self.stage.name}': training_time_limit reached after update {count} of {feed.total}; "
+                "the stage ends here",
+                stacklevel=2,
+            )
+        return Fitted(state, self.metrics, out_of_time)
+
+    def restore(self, state: TrainState, checkpoints: Checkpoints) -> tuple[int, TrainState]:
+        found = checkpoints.restore(abstract_state(state))
+        if found is None:
+            return 0, state
+        if found.host["data"] != self.feed.fingerprint:
+            raise InputError(
+                f"stage '{self.stage.name}': the training data changed since the checkpoint at update {found.step}; "
+                f"give back the data it had, use another --dir, or delete {self.stage.dir}"
+            )
+        self.tokens, self.elapsed = found.host["tokens"], found.host["elapsed"]
+        self.interval = Interval.from_json(found.host["interval"])
+        self.feed.restore(found.step, found.host["feed"], found.arrays)
+        # orbax gives a typed key back with the sharding of its data, which has one axis more.
+        key = jax.jit(lambda k: k, out_shardings=state.key.sharding)(found.state.key)
+        return found.step, replace(found.state, key=key)
+
+    def warm_up(self, steps: Programs, state: TrainState) -> None:
+        """Compile every program but `apply`, which the first update does: it cannot run without moving the state."""
+        for empty in self.feed.shapes():
+            batch = put_rows(self.mesh, empty)
+            steps.accumulate(state.params, batch, steps.accumulate(state.params, batch, None))
+
+    def check(self, steps: Programs, state: TrainState, checkpoints: Checkpoints) -> None:
+        """Read the guards of updates that have not been looked at; a step late, the device is never waited for."""
+        while self.pending:
+            step, guard, update, metrics = self.pending.pop(0)
+            if int(guard) < 0:
+                self.tokens += update.tokens
+                self.interval.add(update, metrics)
+                continue
+            sound = replace(state, guard=jax.device_put(np.int32(-1), state.guard.sharding))
+            self.save(step, sound, checkpoints)
+            checkpoints.wait()
+            culprits = self.diagnose(steps, sound, update)
+            listed = "; ".join(culprits[:5]) + (
+                f"; and {len(culprits) - 5} more" if len(culprits) > 5 else ""
+            )
+            raise RunError(
+                f"stage '{self.stage.name}': loss or gradient of update {step + 1} is not finite. "
+                f"It comes from {listed or 'the sum of its rows, each of which is finite by itself'}. "
+                f"The state before it is kept in {self.stage.dir / 'checkpoints'}. Lower learning_rate, set "
+                "max_grad_norm, or look at these examples."
+            )
+
+    def diagnose(self, steps: Programs, state: TrainState, update: Update) -> list[str]:
+        """The rows of an update whose own loss or gradient is not finite, with the examples in them."""
+        empty = {batch.rows.tokens.shape: batch for batch in self.feed.shapes()}
+        found = []
+        for number, batch in enumerate(update.batches):
+            blank = empty[batch.rows.tokens.shape]
+            for row in range(len(batch.example)):
+                examples = sorted({int(i) for i in batch.example[row] if i >= 0})
+                if not examples:
+                    continue
+                alone = jax.tree.map(lambda x, b, r=row: _only(x, b, r), batch, blank)
+                done = steps.accumulate(state.params, put_rows(self.mesh, alone), None)
+                leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
+                if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
+                    names = ", ".join(update.where(i) for i in examples)
+                    found.append(f"row {row} of micro-batch {number} ({names})")
+        return found
+
+    def report(self, count: int, state: TrainState, *, logs: bool, evaluates: bool) -> None:
+        """One event a step, whether it logs, evaluates or both."""
+        metrics: dict[str, float] = {}
+        if logs:
+            metrics = self.interval.read(self.tokens)
+            metrics["learning_rate"] = float(self.rate(jnp.int32(count - 1)))
+            metrics["epoch"] = count / self.feed.updates_per_epoch
+            self.interval = Interval()
+        if evaluates and self.evaluate is not None:
+            began = time.perf_counter()
+            metrics |= {f"eval_{name}": value for name, value in self.evaluate(state).items()}
+            self.interval.started += time.perf_counter() - began
+        self.metrics.update(metrics)
+        self.stage.hook.rlhf_step_end(stage=self.stage, step=count, metrics=metrics)
+
+    def save_due(self, count: int, saved_at: float) -> bool:
+        config = self.config
+        minutes = config.save_interval_minutes
+        if minutes is None and config.save_steps is None:
+            minutes = DEFAULT_SAVE_MINUTES
+        by_time = minutes is not None and time.perf_counter() - saved_at >= 60 * minutes
+        return by_time or (config.save_steps is not None and count % config.save_steps == 0)
+
+    def save(self, step: int, state: TrainState, checkpoints: Checkpoints) -> None:
+        host, arrays = self.feed.snapshot(step)
+        kept = {
+            "feed": host,
+            "data": self.feed.fingerprint,
+            "tokens": self.tokens,
+            "elapsed": self.elapsed,
+            "interval": self.interval.to_json(),
+        }
+        checkpoints.save(step, state, host=kept, arrays=arrays)
+
+
+def evaluator(
+    objective: Objective, mesh: Mesh, batches: Sequence[Packed]
+) -> Callable[[TrainState], dict[str, float]]:
+    """A function of the state: the objective's loss and metrics over `batches`, every example once, no gradient."""
+    forward = jax.jit(objective)
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        total: dict[str, Metric] = {}
+        for batch in batches:
+            loss, metrics = forward(state.params, put_rows(mesh, batch))
+            total = merge(total, {**metrics, "loss": loss})
+        return read(total)
+
+    return evaluate
+
+
+def _agreed(*flags: bool) -> list[bool]:
+    """Each flag on every process, where it is true on any: clocks and signals differ, collectives must not."""
+    if jax.process_count() == 1:
+        return list(flags)
+    from jax.experimental import multihost_utils
+
+    return [bool(flag) for flag in multihost_utils.process_allgather(np.array(flags)).any(axis=0)]
+
+
+def _only(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:
+    out = np.array(blank)
+    out[row] = x[row]
+    return out

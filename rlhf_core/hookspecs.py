@@ -1,0 +1,58 @@
+"""The five hooks of the host `rlhf`, complete.
+
+    register (once a plugin, when it loads)
+    stage_start → step_end × n → artifact_saved × outputs → stage_end
+
+Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
+hook has. Nothing may rely on the order in which implementations of a hook are called. Exceptions propagate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import Artifact
+    from rlhf_core.registry import Registry
+    from rlhf_core.stage import Stage
+
+hookspec = pluggy.HookspecMarker("rlhf")
+hookimpl = pluggy.HookimplMarker("rlhf")
+"""Decorates a plugin's implementation of a hook; without it pluggy would not see the function."""
+
+
+@hookspec(historic=True)
+def rlhf_register(registry: Registry) -> None:
+    """Add named components with `registry.add(KIND, "name", thing)`. Which plugin comes first never matters.
+
+    Called once for every plugin, also for one that arrives late (a file, a notebook, a test).
+    """
+
+
+@hookspec
+def rlhf_stage_start(stage: Stage) -> None:
+    """A trainer is about to run in `stage`."""
+
+
+@hookspec
+def rlhf_step_end(stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
+    """An update is done and its metrics are read: host floats under the names in metrics.jsonl.
+
+    step: updates done so far, from 1.
+    """
+
+
+@hookspec
+def rlhf_artifact_saved(stage: Stage, artifact: Artifact) -> None:
+    """The artifact is complete on disk, its manifest included."""
+
+
+@hookspec
+def rlhf_stage_end(stage: Stage, error: BaseException | None) -> None:
+    """The stage is over: always called, and last.
+
+    error: what ended it, raised again afterwards; None if all went well.
+    """

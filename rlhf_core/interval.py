@@ -1,0 +1,74 @@
+"""What the training loop gathers between two logged steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from rlhf_core.metrics import Metric, Metrics, from_json, merge, read, to_json
+
+if TYPE_CHECKING:
+    from rlhf_core.feeds import Update
+
+
+@dataclass
+class Interval:
+    """Metrics of the sound updates since the last logged step."""
+
+    device: list[Metrics] = field(default_factory=list)
+    host: list[Mapping[str, float]] = field(default_factory=list)
+    tokens: int = 0
+    updates: int = 0
+    before: float = 0.0  # seconds, in the process that was interrupted
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, update: Update, metrics: Metrics) -> None:
+        self.device.append(metrics)
+        self.host.append(update.metrics)
+        self.tokens += update.tokens
+        self.updates += 1
+
+    def elapsed(self) -> float:
+        return self.before + time.perf_counter() - self.started
+
+    def merged(self) -> dict[str, Metric]:
+        total: dict[str, Metric] = {}
+        for metrics in jax.device_get(self.device):
+            total = merge(total, metrics)
+        return total
+
+    def read(self, total_tokens: int) -> dict[str, float]:
+        elapsed = self.elapsed()
+        names = dict.fromkeys(name for metrics in self.host for name in metrics)
+        averages = {}
+        for name in names:
+            values = [m[name] for m in self.host if name in m and np.isfinite(m[name])]
+            averages[name] = float(np.mean(values)) if values else float("nan")
+        return {
+            **read(self.merged()),
+            **averages,
+            "num_tokens": float(total_tokens),
+            "tokens_per_second": self.tokens / elapsed,
+            "step_time": elapsed / max(self.updates, 1),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint between two logged steps: the next one then says the same as without a stop."""
+        return {
+            "device": to_json(self.merged()),
+            "host": [dict(metrics) for metrics in self.host],
+            "tokens": self.tokens,
+            "updates": self.updates,
+            "elapsed": self.elapsed(),
+        }
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any]) -> Interval:
+        return cls(
+            [from_json(kept["device"])], kept["host"], kept["tokens"], kept["updates"], kept["elapsed"]
+        )

@@ -1,0 +1,73 @@
+"""metrics.jsonl: one JSON object a logged step, for programs to read."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from rlhf_core.stage import Stage
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(eq=False)
+class JsonLines:
+    """Appends to STAGE_DIR/metrics.jsonl: `step` (updates done), `time` (seconds since 1970), the metrics.
+
+    Strict JSON: a metric that is not finite is null. A killed run tears at most the last row.
+    """
+
+    @hookimpl
+    def rlhf_step_end(self, stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
+        if not stage.is_main:
+            return
+        row = {"step": step, "time": round(time.time(), 3), **strict(metrics)}
+        stage.dir.mkdir(parents=True, exist_ok=True)
+        with open(stage.dir / FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    @staticmethod
+    def cut(path: str | Path, step: int) -> None:
+        """Drop the rows after `step` and a torn last line, so that a resumed run does not log a step twice.
+
+        A line in the middle that is no JSON object is dropped with a warning. A missing file is left missing.
+        """
+        path = Path(path)
+        if not path.exists():
+            return
+        before = path.read_bytes()
+        lines = before.splitlines(keepends=True)
+        kept = []
+        for number, line in enumerate(lines, 1):
+            row = _row(line)
+            if row is None and number < len(lines):
+                warnings.warn(f"{path} line {number} is no JSON object with a step; dropped", stacklevel=2)
+            elif row is not None and row <= step:
+                kept.append(line)
+        after = b"".join(kept)
+        if after != before:
+            write_atomic(path, after)
+
+
+def strict(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Plain floats, None in place of what JSON cannot hold."""
+    return {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
+
+
+def _row(line: bytes) -> int | None:
+    """The step of a whole row; None for a torn one, also where only its line end is missing."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+        return int(row["step"]) if row is not None else None
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,117 @@
+"""Weights & Biases, without ever asking for a login and without being able to stop a run."""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlparse
+
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from rlhf_core.stage import Stage
+
+Mode = Literal["online", "offline", "disabled"]
+
+
+@dataclass(eq=False)
+class Wandb:
+    """Logs config and metrics under the names they have here, in one run a stage, grouped by run directory.
+
+    project, entity, name: as in wandb; name's default is "RUN_DIRECTORY/STAGE".
+    mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
+    without. A run that is continued goes on under the same wandb id. What goes wrong in wandb is a warning,
+    not an error.
+    """
+
+    project: str = "rlhf"
+    entity: str | None = None
+    name: str | None = None
+    mode: Mode | None = None
+    _run: Any = field(default=None, init=False, repr=False)
+
+    @hookimpl
+    def rlhf_stage_start(self, stage: Stage) -> None:
+        if not stage.is_main:
+            return
+        mode = self._mode()
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=self.project,
+                entity=self.entity,
+                name=self.name or f"{stage.dir.parent.name}/{stage.name}",
+                group=stage.dir.parent.name,
+                job_type=stage.name,
+                id=_run_id(stage),
+                resume="allow"
+                if mode == "online"
+                else None,  # offline, wandb joins runs of one id when they are synced
+                mode=mode,
+                dir=str(stage.dir),
+                config=_config(stage),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except Exception as error:
+            warnings.warn(f"wandb did not start, going on without it: {error}", stacklevel=2)
+
+    @hookimpl
+    def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._run is not None:
+            self._guarded(lambda: self._run.log(dict(metrics), step=step))
+
+    @hookimpl
+    def rlhf_stage_end(self, error: BaseException | None) -> None:
+        if self._run is not None:
+            self._guarded(lambda: self._run.finish(exit_code=0 if error is None else 1))
+            self._run = None
+
+    def _mode(self) -> Any:
+        chosen = self.mode or os.environ.get("WANDB_MODE") or "online"
+        return "offline" if chosen == "online" and not _has_key() else chosen
+
+    def _guarded(self, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            warnings.warn(f"wandb failed, going on without it: {error}", stacklevel=3)
+            self._run = None
+
+
+def _run_id(stage: Stage) -> str:
+    """Chosen once a stage and kept in its directory, so that a continued run is the same one to wandb."""
+    path = stage.dir / "wandb_run_id.txt"
+    if not path.exists():
+        write_atomic(path, secrets.token_hex(8) + "\n")
+    return path.read_text().strip()
+
+
+def _config(stage: Stage) -> dict[str, Any]:
+    """The stage's resolved configuration, where the pipeline wrote one."""
+    path = stage.dir / "stage.json"
+    config = json.loads(path.read_text()).get("config") if path.exists() else None
+    return {**(config or {}), "stage": stage.name, "seed": stage.seed}
+
+
+def _has_key() -> bool:
+    """Whether wandb would find a key by itself; asking wandb could prompt."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if netrc.netrc(path).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

@@ -1,0 +1,150 @@
+"""Metrics that merge: sums, counts and extremes, turned into floats only when someone reads them.
+
+Merging is associative and commutative, so micro-batches, devices and steps give the same number in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Sum(NamedTuple):
+    """A total."""
+
+    total: Any
+
+    @classmethod
+    def of(cls, x: Any) -> Sum:
+        return cls(jnp.sum(x, dtype=jnp.float32))
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def result(self) -> Any:
+        return self.total
+
+
+class Mean(NamedTuple):
+    """A weighted average; NaN when nothing was counted."""
+
+    total: Any
+    count: Any
+
+    @classmethod
+    def of(cls, x: Any, weight: Any = None) -> Mean:
+        """Average of `x`, each element counting `weight` times (default 1)."""
+        x = jnp.asarray(x, jnp.float32)
+        weight = jnp.ones_like(x) if weight is None else jnp.broadcast_to(weight, x.shape).astype(jnp.float32)
+        # An element that does not count must not poison the sum, whatever it holds.
+        return cls(jnp.sum(jnp.where(weight != 0, x * weight, 0.0)), jnp.sum(weight))
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def result(self) -> Any:
+        xp = _library(self.total)
+        return xp.where(self.count != 0, self.total / xp.where(self.count != 0, self.count, 1.0), math.nan)
+
+
+class Max(NamedTuple):
+    """The largest element; -inf when nothing was counted."""
+
+    maximum: Any
+
+    @classmethod
+    def of(cls, x: Any, where: Any = None) -> Max:
+        x = jnp.asarray(x, jnp.float32)
+        return cls(jnp.max(x if where is None else jnp.where(where, x, -jnp.inf), initial=-jnp.inf))
+
+    def merge(self, other: Max) -> Max:
+        return Max(_library(self.maximum).maximum(self.maximum, other.maximum))
+
+    def result(self) -> Any:
+        return self.maximum
+
+
+class Min(NamedTuple):
+    """The smallest element; inf when nothing was counted."""
+
+    minimum: Any
+
+    @classmethod
+    def of(cls, x: Any, where: Any = None) -> Min:
+        x = jnp.asarray(x, jnp.float32)
+        return cls(jnp.min(x if where is None else jnp.where(where, x, jnp.inf), initial=jnp.inf))
+
+    def merge(self, other: Min) -> Min:
+        return Min(_library(self.minimum).minimum(self.minimum, other.minimum))
+
+    def result(self) -> Any:
+        return self.minimum
+
+
+class Moments(NamedTuple):
+    """Standard deviation (n - 1), merged by Chan's parallel formula; 0 for a single element, NaN for none."""
+
+    count: Any
+    mean: Any
+    squares: Any
+
+    @classmethod
+    def of(cls, x: Any, weight: Any = None) -> Moments:
+        x = jnp.asarray(x, jnp.float32)
+        weight = jnp.ones_like(x) if weight is None else jnp.broadcast_to(weight, x.shape).astype(jnp.float32)
+        x = jnp.where(weight != 0, x, 0.0)
+        count = jnp.sum(weight)
+        mean = jnp.sum(x * weight) / jnp.maximum(count, 1.0)
+        return cls(count, mean, jnp.sum(weight * jnp.square(x - mean)))
+
+    def merge(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        safe = _library(count).maximum(count, 1.0)
+        delta = other.mean - self.mean
+        squares = self.squares + other.squares + delta * delta * self.count * other.count / safe
+        return Moments(count, self.mean + delta * other.count / safe, squares)
+
+    def result(self) -> Any:
+        xp = _library(self.count)
+        return xp.where(self.count != 0, xp.sqrt(self.squares / xp.maximum(self.count - 1.0, 1.0)), math.nan)
+
+
+def _library(x: Any) -> Any:
+    """Metrics already read from the device merge on the host, without waking it."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+Metric: TypeAlias = Sum | Mean | Max | Min | Moments
+Metrics: TypeAlias = Mapping[str, Metric]
+
+
+def merge(a: Metrics, b: Metrics) -> dict[str, Metric]:
+    """Metrics of two disjoint sets of elements; a name in one of them only is kept."""
+    return {k: a[k].merge(b[k]) if k in a and k in b else (a[k] if k in a else b[k]) for k in {**a, **b}}  # type: ignore[arg-type]
+
+
+def read(metrics: Metrics) -> dict[str, float]:
+    """Floats, after one transfer from the device."""
+    host = jax.device_get(dict(metrics))
+    return {name: float(metric.result()) for name, metric in host.items()}
+
+
+def results(metrics: Metrics) -> dict[str, Any]:
+    """float32 [] arrays, for use inside jit."""
+    return {name: metric.result() for name, metric in metrics.items()}
+
+
+def to_json(metrics: Metrics) -> dict[str, list[Any]]:
+    """{name: [kind, number, ...]} of metrics on the host; `from_json` gives back the same bits."""
+    return {name: [type(metric).__name__, *map(float, metric)] for name, metric in metrics.items()}
+
+
+def from_json(kept: Mapping[str, list[Any]]) -> dict[str, Metric]:
+    """The inverse of `to_json`."""
+    kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Sum, Mean, Max, Min, Moments)}
+    return {name: kinds[kind](*map(np.float32, numbers)) for name, (kind, *numbers) in kept.items()}

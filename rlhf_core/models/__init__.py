@@ -1,0 +1,12 @@
+"""Language and reward models: load, run, save. Everything public of the package is here."""
+
+from rlhf_core.models.config import DecoderConfig as DecoderConfig
+from rlhf_core.models.config import Head as Head
+from rlhf_core.models.loading import DECODER as DECODER
+from rlhf_core.models.loading import find_family as find_family
+from rlhf_core.models.loading import fresh_model as fresh_model
+from rlhf_core.models.loading import load_model as load_model
+from rlhf_core.models.model import Definition as Definition
+from rlhf_core.models.model import Model as Model
+from rlhf_core.models.model import padded_rows as padded_rows
+from rlhf_core.models.model import padded_scores as padded_scores

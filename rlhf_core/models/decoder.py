@@ -1,0 +1,230 @@
+"""One decoder-only transformer for the families of `config.ARCHITECTURES`: what a `ModelFamily` is made of.
+
+Parameters are a nested dict under Hugging Face's names, with `kernel` [in, out] for a linear layer; those of the
+layers are stacked, float32 [layers, …]. The dict is merged with the (cached) module definition inside jit, which
+costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from rlhf_core.models.attention import attend, attend_cached, rotation
+from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
+
+Params = dict[str, Any]
+REMAT_ABOVE = 2 << 30
+"""Bytes of saved activations from which remat "auto" recomputes."""
+UNROLLED_LAYERS = 8
+"""Up to this many layers are written out rather than scanned: no copies into and out of stacked activations."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of a batch, in the layouts that a single query reads fastest; S is the cache length.
+
+    One array a layer, so that writing a token touches nothing else: keys [B, kv heads, head_dim, S] and values
+    [B, kv heads, S, head_dim], both in the compute dtype; positions int32 [B, S].
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    positions: jax.Array
+
+
+class Decoder(nnx.Module):
+    """Token ids to hidden states; the language-model or reward head's parameters are kept beside them."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        head = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
+        self.config = config
+        self.embed_tokens = Embedding(config, rngs)
+        self.layers = Layer(config, rngs)
+        self.norm = RMSNorm((), config.hidden_size, config.norm_eps)
+        if config.head == "score":
+            self.score = head((config.hidden_size, 1), axes=("embed", None))
+        elif not config.tied:
+            self.lm_head = head((config.hidden_size, config.vocab_size), axes=("embed", "vocab"))
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array, *, keep: bool = False
+    ) -> tuple[jax.Array, Any]:
+        """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache)."""
+        c, dtype = self.config, compute_dtype(self.config)
+        rope = rotation(c.rope, c.head_dim, positions)
+
+        def body(x: jax.Array, slice_: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+            layer, window = nnx.merge(graph, slice_[0]), slice_[1]
+            q, k, v = layer.project(x, rope)
+            mixed = attend(q, k, v, positions, visible_until, window=window)
+            return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
+
+        graph, stacked = self._stacked()
+        x = self.embed_tokens(tokens, dtype)
+        body = _rematerialised(body, c, tokens.size)
+        x, kept = lax.scan(body, x, (stacked, _windows(c)), unroll=_unrolled(c))
+        return self.norm(x), kept
+
+    def _stacked(self) -> tuple[Any, Params]:
+        graph, state = nnx.split(self.layers)
+        return graph, nnx.to_pure_dict(state)
+
+
+def compute_dtype(config: DecoderConfig) -> Any:
+    return jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+
+
+def _unrolled(config: DecoderConfig) -> bool:
+    return config.num_layers <= UNROLLED_LAYERS
+
+
+def _windows(config: DecoderConfig) -> jax.Array | None:
+    """int32 [layers] to scan over, or None where every layer sees everything."""
+    if not any(config.windows):
+        return None
+    return jnp.asarray([w if w else jnp.iinfo(jnp.int32).max for w in config.windows], jnp.int32)
+
+
+def _rematerialised(body: Callable[..., Any], config: DecoderConfig, tokens: int) -> Callable[..., Any]:
+    name = config.remat
+    if name == "auto":
+        widths = (
+            8 * config.hidden_size + 4 * config.num_heads * config.head_dim + 4 * config.intermediate_size
+        )
+        saved = tokens * config.num_layers * widths * compute_dtype(config).itemsize
+        name = "dots" if saved > REMAT_ABOVE else "none"
+    if name == "none":
+        return body
+    policies = jax.checkpoint_policies
+    policy = policies.dots_with_no_batch_dims_saveable if name == "dots" else policies.nothing_saveable
+    # Inside a loop XLA cannot merge the recomputation with the first computation, written out it would.
+    return jax.checkpoint(body, policy=policy, prevent_cse=_unrolled(config))
+
+
+@functools.cache
+def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
+    """The module without its arrays, the arrays' shapes, and the arrays' logical axes."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    names = jax.tree.map(
+        lambda variable: variable.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return graph, nnx.to_pure_dict(state), nnx.to_pure_dict(names)
+
+
+@functools.cache
+def _parts(config: DecoderConfig) -> tuple[Any, Any, Any]:
+    """Embedding, one layer and last norm without their arrays."""
+    whole = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    embed, block, norm = (nnx.split(part)[0] for part in (whole.embed_tokens, whole.layers, whole.norm))
+    return embed, block, norm
+
+
+def _merged(config: DecoderConfig, params: Params) -> Decoder:
+    return nnx.merge(_definition(config)[0], params)
+
+
+def abstract(config: DecoderConfig) -> Params:
+    """The parameters' shapes, jax.ShapeDtypeStruct float32."""
+    return _definition(config)[1]
+
+
+def axes(config: DecoderConfig) -> Params:
+    """The parameters' logical axes, a tuple of names a leaf."""
+    return _definition(config)[2]
+
+
+def init(config: DecoderConfig, key: jax.Array) -> Params:
+    """float32: normal(0, initializer_range) for matrices, one for norms, zero for biases."""
+    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key))))
+
+
+def hidden(
+    config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
+) -> jax.Array:
+    """Hidden states [rows, time, hidden] after the last norm, compute dtype; inputs int32 [rows, time]."""
+    return _merged(config, params)(tokens, positions, visible_until)[0]
+
+
+def unembedding(config: DecoderConfig, params: Params) -> tuple[jax.Array, float | None]:
+    """(kernel [hidden, vocab] float32, None): logits are hidden · kernel, without a soft cap."""
+    return (params["embed_tokens"]["embedding"].T if config.tied else params["lm_head"]["kernel"]), None
+
+
+def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> jax.Array:
+    """Rewards float32 [...] of hidden states [..., hidden], computed in float32."""
+    rewards: jax.Array = hidden_states.astype(jnp.float32) @ params["score"]["kernel"][:, 0]
+    return rewards
+
+
+def prefill(
+    config: DecoderConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    cache_length: int,
+) -> tuple[jax.Array, Cache]:
+    """(hidden states as `hidden`, the cache): `cache_length` slots, the first `time` of them filled."""
+    states, (keys, values) = _merged(config, params)(tokens, positions, visible_until, keep=True)
+    room = (0, cache_length - tokens.shape[1])
+    none = (0, 0)
+    return states, Cache(
+        tuple(jnp.pad(layer, (none, none, none, room)) for layer in keys),
+        tuple(jnp.pad(layer, (none, none, room, none)) for layer in values),
+        jnp.pad(positions, (none, room)),
+    )
+
+
+def repeat(config: DecoderConfig, cache: Cache, times: int) -> Cache:
+    """Every row `times` times, neighbours together."""
+    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), cache)
+
+
+def prepare(config: DecoderConfig, params: Params) -> Params:
+    """The parameters as `decode` reads them fastest: a dict a layer, in the compute dtype.
+
+    Slicing the stacked ones inside a loop copies every weight for every token; XLA does not move that out.
+    """
+    dtype = compute_dtype(config)
+    layers = tuple(
+        jax.tree.map(lambda x, i=i: x[i].astype(dtype), params["layers"]) for i in range(config.num_layers)
+    )
+    return {**params, "layers": layers}
+
+
+def decode(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible: jax.Array,
+    slot: jax.Array | int,
+) -> tuple[jax.Array, Cache]:
+    """One token a row, written at cache index `slot`: (hidden [B, hidden], cache).
+
+    params: of `prepare`, or plain ones. tokens, positions: int32 [B]; visible: bool [B, cache_length], the slots a
+    row's token sees, its own included.
+    """
+    weights = params if isinstance(params["layers"], tuple) else prepare(config, params)
+    embed, block, norm = _parts(config)
+    at = positions[:, None]
+    rope = rotation(config.rope, config.head_dim, at)
+    known = lax.dynamic_update_slice(cache.positions, at, (0, slot))
+    x = nnx.merge(embed, weights["embed_tokens"])(tokens[:, None], compute_dtype(config))
+    keys, values = [], []
+    for i, (parameters, window) in enumerate(zip(weights["layers"], config.windows, strict=True)):
+        layer = nnx.merge(block, parameters)
+        q, k, v = layer.project(x, rope)
+        keys.append(lax.dynamic_update_slice(cache.keys[i], k.swapaxes(2, 3), (0, 0, 0, slot)))
+        values.append(lax.dynamic_update_slice(cache.values[i], v, (0, 0, slot, 0)))
+        seen = visible & (at - known < window) if window else visible
+        x = layer.finish(x, attend_cached(q[:, :, :, 0], keys[-1], values[-1], seen)[:, None])
+    return nnx.merge(norm, weights["norm"])(x)[:, 0], Cache(tuple(keys), tuple(values), known)

@@ -1,0 +1,185 @@
+"""Parameters of the decoder from and to Hugging Face's safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_core.errors import InputError, near
+from rlhf_core.models import decoder
+from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.safetensors import NAMES, Reader, Writer
+
+SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+
+
+def open_weights(directory: Path) -> dict[str, Reader]:
+    """{tensor name: the file that holds it}, of model.safetensors or of the files that its index names.
+
+    Raises InputError naming the file that is missing or damaged.
+    """
+    single = directory / "model.safetensors"
+    if single.is_file():
+        reader = Reader(single)
+        return dict.fromkeys(reader.header, reader)
+    index = directory / INDEX
+    if not index.is_file():
+        other = sorted(p.name for p in directory.glob("*.bin"))
+        hint = f" It has {other[0]}: save it in safetensors format first." if other else ""
+        raise InputError(f"{directory}: no model.safetensors and no {INDEX}.{hint}")
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        files = {name: directory / Path(file).name for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index}: damaged ({error!r}): fetch it again") from None
+    absent = sorted({path.name for path in files.values() if not path.is_file()})
+    if absent:
+        raise InputError(*(f"{directory}: {name} is missing, though {INDEX} names it" for name in absent))
+    readers = {path: Reader(path) for path in sorted(set(files.values()))}
+    lost = [name for name, path in files.items() if name not in readers[path].header]
+    if lost:
+        raise InputError(
+            *(f"{files[name]}: '{name}' is missing, though {INDEX} places it there" for name in lost[:5])
+        )
+    return {name: readers[path] for name, path in files.items()}
+
+
+def stored_dtype(directory: Path) -> str | None:
+    """The dtype most tensors of the directory have: "float32", "float16", "bfloat16"; None for any other."""
+    found = [reader.dtype(name) for name, reader in open_weights(directory).items()]
+    most = max(set(found), key=found.count) if found else ""
+    return {short: name for name, short in NAMES.items()}.get(most)
+
+
+class _Leaf:
+    """One parameter and the tensors it is made of."""
+
+    def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+        self.keys = tuple(str(entry.key) for entry in path)
+        self.shape = shape
+        self.stacked = self.keys[0] == "layers"
+        self.transposed = self.keys[-1] == "kernel"
+        words = [*self.keys[:-1], "bias" if self.keys[-1] == "bias" else "weight"]
+        if self.stacked:
+            self.names = [".".join(["model", "layers", str(i), *words[1:]]) for i in range(shape[0])]
+        else:
+            self.names = [".".join(words if words[0] in ("lm_head", "score") else ["model", *words])]
+        inner = shape[1:] if self.stacked else shape
+        self.tensor_shape = inner[::-1] if self.transposed else inner
+
+    def parts(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors, by name, of the parameter's value."""
+        for name, part in zip(self.names, value if self.stacked else value[None], strict=True):
+            yield name, part.T if self.transposed else part
+
+    def read(self, view: Callable[[str], np.ndarray], sharding: Any) -> jax.Array:
+        made: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
+
+        def part(index: Any) -> np.ndarray:
+            spans = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
+            key = tuple((s.start, s.stop) for s in spans)
+            if key not in made:
+                out = np.empty([stop - start for start, stop in key], np.float32)
+                inner = spans[1:] if self.stacked else spans
+                names = self.names[spans[0]] if self.stacked else self.names
+                for slot, name in zip(out if self.stacked else out[None], names, strict=True):
+                    tensor = view(name)
+                    slot[...] = (tensor.T if self.transposed else tensor)[inner]
+                made[key] = out
+            return made[key]
+
+        return jax.make_array_from_callback(self.shape, sharding, part)
+
+
+def _leaves(config: DecoderConfig) -> list[_Leaf]:
+    return [_Leaf(path, leaf.shape) for path, leaf in jax.tree.leaves_with_path(decoder.abstract(config))]
+
+
+def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, Any]:
+    """The parameters, float32, each device reading its own part; a missing score head is left out.
+
+    Raises InputError naming file and tensor for what is missing, unexpected or of another shape.
+    """
+    readers = open_weights(directory)
+    leaves = _leaves(config)
+    if config.head == "score" and "score.weight" not in readers:
+        leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]
+    problems = list(_mismatches(config, directory, readers, leaves))
+    if problems:
+        raise InputError(*problems)
+    flat = {leaf.keys: leaf for leaf in leaves}
+    params: dict[str, Any] = {}
+    for path, sharding in jax.tree.leaves_with_path(shardings):
+        keys = tuple(str(entry.key) for entry in path)
+        if keys in flat:
+            inner = params
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = flat[keys].read(lambda name: readers[name].view(name), sharding)
+    return params
+
+
+def _mismatches(
+    config: DecoderConfig, directory: Path, readers: Mapping[str, Reader], leaves: list[_Leaf]
+) -> Iterator[str]:
+    wanted = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
+    missing = [name for name in wanted if name not in readers]
+    if missing == ["lm_head.weight"] and "score.weight" in readers:
+        yield f"{directory}: a reward model (score.weight, no lm_head.weight): load it with head='score'"
+        return
+    for name in missing[:5]:
+        yield f"{directory}: '{name}' is missing from its safetensors.{near(name, readers)}"
+    if len(missing) > 5:
+        yield f"{directory}: and {len(missing) - 5} other tensors are missing; is config.json of this model?"
+    unneeded = ["rotary_emb.inv_freq"]  # older files carry a table that the config determines
+    if config.head == "score" or config.tied:
+        unneeded.append("lm_head.weight")
+    extra = [name for name in readers if name not in wanted and not name.endswith(tuple(unneeded))]
+    for name in extra[:5]:
+        yield f"{readers[name].path}: '{name}' is unexpected: a {config.model_type} of this config.json has none"
+    for name, shape in wanted.items():
+        if name in readers and tuple(readers[name].header[name]["shape"]) != shape:
+            found = readers[name].header[name]["shape"]
+            yield f"{readers[name].path}: '{name}' has shape {found}; config.json makes it {list(shape)}"
+
+
+def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: str = "float32") -> None:
+    """Write model.safetensors, or shards of at most 5 GB and their index, in Hugging Face's names.
+
+    dtype: "float32", "float16" or "bfloat16". Weights already in the directory are replaced. Every process takes
+    part; the first one writes.
+    """
+    main = jax.process_index() == 0
+    leaves = sorted(_leaves(config), key=lambda leaf: leaf.keys)
+    shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
+    if not main:
+        for leaf in leaves:
+            _on_host(_at(params, leaf.keys))
+        return
+    for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
+        old.unlink(missing_ok=True)
+    with Writer(directory, shapes, dtype, SHARD_BYTES) as writer:
+        for leaf in leaves:
+            for name, tensor in leaf.parts(_on_host(_at(params, leaf.keys))):
+                writer.put(name, tensor)
+
+
+def _at(params: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    value: Any = params
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def _on_host(value: Any) -> np.ndarray:
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return np.asarray(value)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))

@@ -1,0 +1,51 @@
+"""What objectives read from a model over packed rows: log-probabilities of trained tokens, scores of sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.logprobs import token_logps
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Definition
+    from rlhf_core.rows import Packed
+
+
+def trained_logps(
+    model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy at every trained token, float32 [rows, trained], nats; 0 where unused.
+
+    Hidden states are compacted before the head, so that neither the head nor a loss sees a token that is not trained.
+    With entropy=False the second array is zeros.
+    """
+    rows = batch.rows
+    hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
+    at = jnp.maximum(batch.trained, 0)
+    predicts = jnp.maximum(jnp.take_along_axis(rows.parent, at, axis=1), 0)
+    states = jnp.take_along_axis(hidden, predicts[:, :, None], axis=1)
+    targets = jnp.where(batch.trained >= 0, jnp.take_along_axis(rows.tokens, at, axis=1), -1)
+    kernel, softcap = model.unembedding(params)
+    return token_logps(states, kernel, targets, temperature=temperature, softcap=softcap, entropy=entropy)
+
+
+def trained_weight(batch: Packed) -> jax.Array:
+    """The weight of every trained token, float32 [rows, trained]; 0 where unused."""
+    weight = jnp.take_along_axis(batch.rows.weight, jnp.maximum(batch.trained, 0), axis=1)
+    return jnp.where(batch.trained >= 0, weight, 0.0)
+
+
+def trained_sequence(batch: Packed) -> jax.Array:
+    """Which sequence of its row every trained token belongs to, int32 [rows, trained]; 0 where unused."""
+    return jnp.maximum(jnp.take_along_axis(batch.rows.sequence, jnp.maximum(batch.trained, 0), axis=1), 0)
+
+
+def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
+    """The reward head at every sequence's last token, float32 [rows, sequences]; meaningless where `last` is -1."""
+    rows = batch.rows
+    hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
+    ends = jnp.take_along_axis(hidden, jnp.maximum(batch.last, 0)[:, :, None], axis=1)
+    return model.score(params, ends)

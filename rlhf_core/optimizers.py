@@ -1,0 +1,152 @@
+"""Optimizers and learning-rate schedules by name, and what every one of them shares: clipping, decay mask, freezing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlhf_core.contracts import OPTIMIZER
+from rlhf_core.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_core.options import TrainerConfig
+    from rlhf_core.registry import Registry
+
+Schedule = Callable[[Any], Any]
+
+
+def decays(params: Any) -> Any:
+    """True where weight decay applies: not on norms and biases, told by the last two names of a parameter's path."""
+
+    def one(path: Any, _: Any) -> bool:
+        names = [str(getattr(k, "key", k)) for k in path]
+        return not any("norm" in name or name == "bias" for name in names[-2:])
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def adamw(
+    learning_rate: Any,
+    *,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> optax.GradientTransformation:
+    """AdamW (Loshchilov and Hutter 2019)."""
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+
+
+def adafactor(learning_rate: Any, *, weight_decay: float = 0.0) -> optax.GradientTransformation:
+    """Adafactor (Shazeer and Stern 2018), without its own learning-rate scaling."""
+    return optax.adafactor(
+        learning_rate,
+        multiply_by_parameter_scale=False,
+        weight_decay_rate=weight_decay or None,
+        weight_decay_mask=decays,
+    )
+
+
+def lion(
+    learning_rate: Any, *, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99
+) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023)."""
+    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
+
+
+def muon(
+    learning_rate: Any, *, weight_decay: float = 0.01, beta: float = 0.95
+) -> optax.GradientTransformation:
+    """Muon (Jordan 2024) on matrices, AdamW on the rest."""
+    return optax.contrib.muon(learning_rate, beta=beta, weight_decay=weight_decay)
+
+
+def sgd(
+    learning_rate: Any, *, momentum: float = 0.0, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """Stochastic gradient descent, with momentum and decoupled weight decay where asked for."""
+    descent = optax.sgd(learning_rate, momentum=momentum or None)
+    if not weight_decay:
+        return descent
+    return optax.chain(
+        optax.trace(momentum) if momentum else optax.identity(),
+        optax.add_decayed_weights(weight_decay, mask=decays),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def schedule(
+    name: str, learning_rate: float, total: int, *, warmup: int = 0, end: float | None = None
+) -> Schedule:
+    """Learning rate of update `step` (from 0) of `total`: linear warmup, then the named shape.
+
+    constant; linear and cosine fall to `end` (default 0) at `total`; wsd is constant and falls linearly to `end` over
+    the last tenth.
+    """
+    final = 0.0 if end is None else end
+
+    def shape(step: Any) -> Any:
+        # The first update already moves: step 0 of a warmup of n has 1/n of the rate.
+        rise = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
+        length = max(total - warmup, 1)
+        at = jnp.clip((step - warmup) / length, 0.0, 1.0)
+        if name == "linear":
+            level = 1.0 - at
+        elif name == "cosine":
+            level = 0.5 * (1.0 + jnp.cos(jnp.pi * at))
+        elif name == "wsd":
+            level = jnp.clip((1.0 - at) / 0.1, 0.0, 1.0)
+        elif name == "constant":
+            return learning_rate * rise * jnp.ones_like(at)
+        else:
+            raise InputError(
+                f"scheduler: no schedule named '{name}'; constant, linear, cosine and wsd are known"
+            )
+        return rise * (final + (learning_rate - final) * level)
+
+    return shape
+
+
+def make(
+    config: TrainerConfig, registry: Registry, total: int
+) -> tuple[optax.GradientTransformation, Schedule]:
+    """The optimizer a trainer's config asks for, and its schedule.
+
+    Gradients are clipped to `max_grad_norm` by their global norm first; parameters whose path matches one of
+    `frozen_parameters` keep their values.
+    """
+    rate = schedule(
+        config.scheduler,
+        config.learning_rate,
+        total,
+        warmup=config.warmup_steps,
+        end=config.learning_rate_end,
+    )
+    options = dict(config.optimizer.options)
+    if config.optimizer.name in registry.names(OPTIMIZER) and not registry.check(
+        OPTIMIZER, config.optimizer.name, {"weight_decay": config.weight_decay}
+    ):
+        options.setdefault("weight_decay", config.weight_decay)
+    tx = registry.get(OPTIMIZER, config.optimizer.name, **options)(rate)
+    if config.max_grad_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), tx)
+    return (freeze(tx, config.frozen_parameters) if config.frozen_parameters else tx), rate
+
+
+def freeze(tx: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
+    """Leave parameters alone whose dotted path contains a match of one of the regular expressions."""
+    tests = [re.compile(p) for p in ([patterns] if isinstance(patterns, str) else patterns)]
+
+    def label(params: Any) -> Any:
+        def one(path: Any, _: Any) -> str:
+            dotted = ".".join(str(getattr(k, "key", k)) for k in path)
+            return "frozen" if any(test.search(dotted) for test in tests) else "trained"
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, label)

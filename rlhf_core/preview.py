@@ -1,0 +1,54 @@
+"""What the trainers of a planned pipeline say they would do, from the data alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.errors import InputError
+from rlhf_core.stage import Stage
+from rlhf_core.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from rlhf_core.plan import Plan
+    from rlhf_core.plugins import Host
+
+
+def previews(plan: Plan, host: Host) -> dict[str, list[str]]:
+    """{stage: what its trainer says it would do}, without a device.
+
+    Raises InputError with every problem that the trainers find, such as malformed rows.
+    """
+    lines: dict[str, list[str]] = {}
+    problems: list[str] = []
+    sources: dict[str, str | None] = {}
+    for each in plan.stages:
+        source = sources[each.name] = _tokenizer_source(each.written.model, sources)
+        inputs: dict[str, Any] = {}
+        try:
+            if source is not None:
+                sources[each.name] = None  # until it has loaded: a stage built on this one has nothing to add
+                inputs["tokenizer"] = load_tokenizer(source)
+                sources[each.name] = source
+            stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs)
+            said = [] if each.trainer.plan is None else each.trainer.plan(each.preview, stage)
+            lines[each.name] = [str(line) for line in said]
+        except InputError as error:
+            prefix = f"stage '{each.name}'"
+            problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
+    if problems:
+        raise InputError(*dict.fromkeys(problems))
+    return lines
+
+
+def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:
+    """The directory of the tokenizer that a stage's model comes with; None where nothing local says so yet."""
+    if isinstance(model, Mapping):
+        model = model.get("tokenizer")
+    if not isinstance(model, str):
+        return None
+    stage = model.partition(".")[0]
+    if stage in earlier:
+        return earlier[stage]
+    return model if Path(model).is_dir() else None

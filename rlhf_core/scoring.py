@@ -1,0 +1,278 @@
+"""Scores from a reward model, read as it was trained: same tokens, same length limit, same reading point."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from rlhf_core import artifacts, data
+from rlhf_core.data.preferences import FAMILIES
+from rlhf_core.encoding import Encoder, special_ids, template_text
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
+from rlhf_core.models import Definition, Model, load_model
+from rlhf_core.objectives import sequence_scores
+from rlhf_core.rows import Layout, Packed, choose_layout, pack, tree
+from rlhf_core.tokenizer import template_hash, tokenizer_hash
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.data import Records
+    from rlhf_core.registry import Registry
+
+MICRO_BATCH_TOKENS = 16384
+"""Slots of a micro-batch at most, but for one row of the longest sequence on every device."""
+SEQUENCES_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How a reward model was trained: what whoever uses its scores has to repeat.
+
+    max_length: tokens, EOS included; None: the model's own limit. truncation_mode: which end of a longer
+    sequence is kept.
+    chat_template: "plain" or Jinja text; None: the tokenizer's own. template_hash: of its text, None without
+    one.
+    special_tokens: {bos, eos, pad} ids. pooling: where the score is read.
+    mean, std: of the scores on its evaluation data, reward units; None where it had none.
+    """
+
+    max_length: int | None
+    truncation_mode: Literal["keep_end", "keep_start"]
+    chat_template: str | None
+    template_hash: str | None
+    tokenizer_hash: str
+    special_tokens: Mapping[str, Any]
+    pooling: Literal["last_token"] = "last_token"
+    mean: float | None = None
+    std: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        *,
+        max_length: int | None,
+        truncation_mode: Literal["keep_end", "keep_start"] = "keep_end",
+        chat_template: str | None = None,
+        mean: float | None = None,
+        std: float | None = None,
+    ) -> Contract:
+        """The contract of a model trained with `tokenizer`.
+
+        chat_template: None, "plain", or a file, whose text is kept.
+        """
+        special = special_ids(tokenizer)
+        kept = chat_template if chat_template in (None, "plain") else template_text(tokenizer, chat_template)
+        return cls(
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            chat_template=kept,
+            template_hash=template_hash(tokenizer, kept),
+            tokenizer_hash=tokenizer_hash(tokenizer),
+            special_tokens={"bos": special.bos, "eos": list(special.eos), "pad": special.pad},
+            mean=mean,
+            std=std,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `rlhf_artifact.json` holds it, under "contract"."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], where: str) -> Contract:
+        """The inverse of `to_dict`; raises InputError, naming `where`, for a contract of another version."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(given) != names:
+            odd = ", ".join(sorted(set(given) ^ names))
+            raise InputError(f"{where}: the reward model's contract is not one this version knows ({odd})")
+        return cls(**given)
+
+
+class Scorer:
+    """A reward model and its contract.
+
+    Programs are compiled for a few row shapes, chosen when scores are first asked for, and kept.
+    """
+
+    def __init__(self, model: Model, contract: Contract) -> None:
+        """Raises InputError where the model has no reward head, or its tokenizer is not the contract's."""
+        if model.definition.head != "score" or model.tokenizer is None:
+            raise InputError(f"{model.source or 'the model'}: scoring needs a reward head and a tokenizer")
+        self.model, self.contract = model, contract
+        self._require(model.tokenizer)
+        self.encoder = Encoder(model.tokenizer, contract.chat_template)
+        self._layout: Layout | None = None
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, mesh: Mesh | None = None, registry: Registry | None = None, seed: int = 0
+    ) -> Scorer:
+        """A reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
+
+        One without a manifest is scored with its own tokenizer and template, and its own length limit.
+        mesh: default: all devices. Raises InputError for a language model.
+        """
+        directory, contract = Path(path), None
+        if (directory / artifacts.MANIFEST).is_file():
+            artifact = artifacts.read(directory)
+            if artifact.kind != "reward_model":
+                raise InputError(
+                    f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
+                )
+            contract = Contract.from_dict(artifact.metadata["contract"], str(directory / artifacts.MANIFEST))
+        elif directory.is_dir():
+            _require_score_head(directory)
+        mesh = make_mesh() if mesh is None else mesh
+        model = load_model(str(path), "score", mesh=mesh, registry=registry, seed=seed)
+        if model.tokenizer is None:
+            raise InputError(
+                f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
+            )
+        return cls(model, Contract.of(model.tokenizer, max_length=None) if contract is None else contract)
+
+    def _require(self, tokenizer: Any) -> None:
+        problems = []
+        if tokenizer_hash(tokenizer) != self.contract.tokenizer_hash:
+            problems.append("its tokenizer is not the one it was trained with")
+        if template_hash(tokenizer, self.contract.chat_template) != self.contract.template_hash:
+            problems.append("its chat template is not the one it was trained with")
+        if problems:
+            source = self.model.source or "the reward model"
+            raise InputError(
+                *(f"{source}: {each}; put back the tokenizer files it was saved with" for each in problems)
+            )
+
+    def score_rows(self, records: Records) -> dict[str, np.ndarray]:
+        """Scores float32 [rows]: {"score": …}, or {"chosen_score": …, "rejected_score": …} for preferences.
+
+        NaN, with a warning, for rows whose completion is empty. Raises InputError naming rows that are
+        malformed.
+        """
+        columns, names = set(records.columns), ["score"]
+        encoded: data.Pairs | data.Texts
+        tokenizer, template = self.model.tokenizer, self.contract.chat_template
+        # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
+        if any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES)):
+            names = ["chosen_score", "rejected_score"]
+            encoded = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
+            sequences = [ids for pair in encoded.pairs for ids in (pair.chosen, pair.rejected)]
+        else:
+            encoded = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
+            sequences = [text.tokens for text in encoded.texts]
+        scores = self.score_ids(sequences, group=len(names)).reshape(-1, len(names))
+        every = np.full((len(records), len(names)), np.nan, np.float32)
+        there = set(encoded.places)
+        every[[i for i in range(len(records)) if records.where(i) in there]] = scores
+        if encoded.report.empty:
+            warnings.warn(
+                f"no score for rows without a completion: {', '.join(encoded.report.empty[:5])}", stacklevel=2
+            )
+        return {name: every[:, i] for i, name in enumerate(names)}
+
+    def score_completions(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
+        """Scores float32 [N] of completions, texts or message lists, after their prompts.
+
+        Neighbours with the same prompt share its computation, where all prompts come equally often in a row.
+        """
+        return self.score_ids(self.encoder.whole(prompts, completions), group=_repeats(prompts))
+
+    def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
+        """Scores float32 [N], reward units, of whole sequences, int [n_i], in this model's tokens, EOS last.
+
+        group: so many neighbours share their start (a pair, the completions of one prompt); computed once, it
+        changes nothing but the time. Longer sequences than the contract's are cut at its side, with a
+        warning.
+        """
+        if len(sequences) % group:
+            raise ValueError(f"{len(sequences)} sequences do not divide into groups of {group}")
+        fitted = self._fit(sequences)
+        scores = np.full(len(fitted), np.nan, np.float32)
+        for start in range(0, len(fitted), at_once := max(SEQUENCES_AT_ONCE // group, 1) * group):
+            self._score_some(fitted[start : start + at_once], group, scores[start : start + at_once])
+        return scores
+
+    def _fit(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        limit = self.contract.max_length
+        empty = [str(i) for i, ids in enumerate(sequences) if not len(ids)]
+        if empty:
+            raise InputError(f"sequences {', '.join(empty[:5])} to score have no tokens")
+        fitted = [np.asarray(ids, np.int32) for ids in sequences]
+        if limit is None or not (long := sum(len(ids) > limit for ids in fitted)):
+            return fitted
+        warnings.warn(
+            f"{long:,} of {len(fitted):,} sequences are longer than the {limit} tokens the reward model was "
+            f"trained on; they are cut as it was trained ({self.contract.truncation_mode})",
+            stacklevel=3,
+        )
+        keep = slice(-limit, None) if self.contract.truncation_mode == "keep_end" else slice(limit)
+        return [ids[keep] for ids in fitted]
+
+    def _score_some(self, sequences: Sequence[np.ndarray], group: int, out: np.ndarray) -> None:
+        trees = [
+            tree(sequences[i : i + group], sequence_values={"place": np.arange(group, dtype=np.float32)})
+            for i in range(0, len(sequences), group)
+        ]
+        layout = self._layout_for([each.size for each in trees], max(map(len, sequences)), group)
+        for batch in pack(trees, layout, sequence_names=("place",)):
+            scores = np.asarray(
+                _scores(self.model.definition, self.model.mesh)(
+                    self.model.params, put_rows(self.model.mesh, batch)
+                )
+            )
+            there = batch.example >= 0
+            out[batch.example[there] * group + batch.sequence_values["place"][there].astype(np.int32)] = (
+                scores[there]
+            )
+
+    def _layout_for(self, sizes: Sequence[int], longest: int, group: int) -> Layout:
+        """The shapes chosen first, while every sequence fits; a tree that does not fit whole is split."""
+        if self._layout is None or longest > self._layout.time[-1]:
+            self._layout = choose_layout(
+                sizes,
+                group,
+                hidden_size=self.model.definition.hidden_size,
+                max_tokens=MICRO_BATCH_TOKENS,
+                row_multiple=row_multiple(self.model.mesh),
+                longest=max(longest, self.contract.max_length or 0),
+            )
+        return self._layout
+
+
+@functools.cache
+def _scores(definition: Definition, mesh: Mesh) -> Any:
+    """(params, Packed) -> float32 [rows, sequences], the same on every process."""
+
+    def scores(params: Any, batch: Packed) -> jax.Array:
+        return sequence_scores(definition, params, batch)
+
+    return jax.jit(scores, out_shardings=replicated(mesh))
+
+
+def _repeats(prompts: Sequence[Any]) -> int:
+    """How often every prompt comes in a row; 1 where they differ in that."""
+    count = next((i for i, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
+    even = count > 0 and len(prompts) % count == 0
+    return count if even and all(p == prompts[i - i % count] for i, p in enumerate(prompts)) else 1
+
+
+def _require_score_head(directory: Path) -> None:
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # load_model says what is wrong
+    names = config.get("architectures") or []
+    if names and not any(name.endswith("ForSequenceClassification") for name in names):
+        raise InputError(
+            f"{directory} is a {names[0]}, without a reward head: rlhf train reward makes one of it"
+        )

@@ -1,0 +1,41 @@
+"""What a trainer is given: where it runs, what with, and whom to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.registry import Registry
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of one trainer.
+
+    name: as in the pipeline file; dir: DIR/NAME, where everything it writes goes; seed: of this stage.
+    mesh: the devices (None while a pipeline is only checked).
+    is_main: True on the one process that writes and talks.
+    registry: names to components. hook: the pluggy relay, `stage.hook.rlhf_step_end(...)`.
+    inputs: objects given from Python that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`,
+        `rewards`; empty in a pipeline.
+    """
+
+    name: str
+    dir: Path
+    seed: int
+    mesh: Mesh | None
+    is_main: bool
+    registry: Registry
+    hook: Any
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def devices(self) -> Mesh:
+        """The mesh, where there must be one."""
+        if self.mesh is None:
+            raise RuntimeError(f"stage '{self.name}' is only being checked: it has no devices")
+        return self.mesh

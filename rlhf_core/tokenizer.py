@@ -1,0 +1,137 @@
+"""Tokenizers: loading them, telling them apart, and one-off encodings by the rule of `rlhf_core.encoding`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.encoding import PLAIN, Encoder, Ints, Message, Special, Turns, join, special_ids, template_text
+from rlhf_core.errors import InputError, near
+
+__all__ = [
+    "PLAIN",
+    "Encoder",
+    "Message",
+    "Special",
+    "Turns",
+    "encode_full",
+    "encode_pair",
+    "join",
+    "load_tokenizer",
+    "prompt_ids",
+    "render",
+    "special_ids",
+    "template_hash",
+    "template_text",
+    "tokenizer_hash",
+]
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """The transformers tokenizer of a local directory or of a name on the hub.
+
+    Raises InputError where there is neither, or where the directory holds no tokenizer.
+    """
+    # transformers advises to install PyTorch, which nothing here needs; tokenizers warn of forks unless told.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    path = Path(source).expanduser()
+    if path.is_file():
+        raise InputError(f"{source} is a file: give the directory that holds tokenizer.json")
+    if path.is_dir():
+        known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
+        if not any((path / name).exists() for name in known):
+            present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+            raise InputError(f"{source} has no tokenizer.json (it has {present})")
+    elif not _hub_name(str(source)):
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
+        raise InputError(f"no tokenizer at {source}: no such directory{where}.{near(path.name, siblings)}")
+    from transformers import AutoTokenizer
+
+    unreachable = "" if path.is_dir() else _hub_problem(str(source))
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path if path.is_dir() else source), local_files_only=bool(unreachable)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if path.is_dir():
+            raise InputError(f"the tokenizer in {source} cannot be read: {error}") from error
+        reason = unreachable or str(error).strip().splitlines()[0]
+        raise InputError(
+            f"no tokenizer '{source}': no such directory here, nor does the hub give it ({reason}). Without "
+            "network, fetch its files elsewhere and give their directory"
+        ) from error
+
+
+def _hub_name(source: str) -> bool:
+    owner, slash, name = source.partition("/")
+    if source.startswith((".", "/", "~")) or "/" in name or (slash and not name):
+        return False
+    return not (slash and Path(owner).is_dir())
+
+
+def _hub_problem(name: str) -> str:
+    """Why the hub cannot be asked for `name`, empty where it can: loading itself would retry for a minute."""
+    from huggingface_hub import model_info
+
+    try:
+        model_info(name, timeout=10)
+    except Exception as error:  # whatever the network does, the copy in the cache may still serve
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """sha256 of what decides token ids: vocabulary, merges, normalisation and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.loads(backend.to_str()) if backend is not None else dict(tokenizer.get_vocab())
+    # Set by calls that pad or truncate; they do not belong to the tokenizer.
+    content.pop("padding", None)
+    content.pop("truncation", None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()
+
+
+def template_hash(tokenizer: Any, chat_template: str | None = None) -> str | None:
+    """sha256 of the template's text; None where there is no template."""
+    text = template_text(tokenizer, chat_template)
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = False,
+    tools: Any = None,
+) -> list[int]:
+    """Ids of a conversation as the template writes it, nothing added or cut."""
+    encoder = Encoder(tokenizer, chat_template)
+    text = encoder.text(messages, open_turn=add_generation_prompt, tools=tools)
+    return [int(i) for i in encoder.tokenize([text])[0]]
+
+
+def prompt_ids(tokenizer: Any, prompt: Turns, *, chat_template: str | None = None) -> Ints:
+    """int32 [n]: what a completion of this prompt is sampled after."""
+    return Encoder(tokenizer, chat_template).prompts([prompt])[0]
+
+
+def encode_full(
+    tokenizer: Any, prompt: Turns | None, completion: Turns, *, chat_template: str | None = None
+) -> Ints:
+    """int32 [n]: the prompt and its completion as trained on and scored, EOS last."""
+    return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
+
+
+def encode_pair(
+    tokenizer: Any, prompt: Turns | None, chosen: Turns, rejected: Turns, *, chat_template: str | None = None
+) -> tuple[Ints, Ints]:
+    """(chosen, rejected), int32 [n] each: both whole, EOS last."""
+    first, second = Encoder(tokenizer, chat_template).whole([prompt, prompt], [chosen, rejected])
+    return first, second

@@ -1,0 +1,42 @@
+"""Shared by all tests: eight virtual CPU devices, one compilation cache, and the shared data where it is present."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+from rlhf_core.components import load_file
+
+jax.config.update("jax_num_cpu_devices", 8)
+CACHE = os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "rlhf-test-compilation-cache")
+)
+jax.config.update("jax_compilation_cache_dir", CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The directory of real data and golden files; tests that use it skip where it is absent."""
+    path = Path(os.environ.get("RLHF_SHARED", REPOSITORY.parent / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"no shared data at {path}; set RLHF_SHARED to its directory")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """Small models and data; see tiny.py."""
+    return load_file(REPOSITORY / "tests" / "tiny.py")

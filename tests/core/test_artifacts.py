@@ -1,0 +1,172 @@
+"""Artifacts: whole or not there, and every changed byte is noticed."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core import artifacts
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.stage import Stage
+
+
+class FakeModel:
+    def __init__(self, weights: bytes, fails: Exception | None = None) -> None:
+        self.weights, self.fails = weights, fails
+
+    def save(self, path: Path) -> None:
+        (path / "deep").mkdir(parents=True)
+        (path / "config.json").write_text("{}")
+        (path / "deep" / "model.safetensors").write_bytes(self.weights)
+        if self.fails is not None:
+            raise self.fails
+
+
+@pytest.fixture
+def told() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def stage(tmp_path: Path, told: list[Any]) -> Stage:
+    hook = SimpleNamespace(rlhf_artifact_saved=lambda stage, artifact: told.append((stage, artifact)))
+    return Stage("rm", tmp_path / "run" / "rm", 0, None, True, None, hook)  # type: ignore[arg-type]
+
+
+def save(stage: Stage, model: FakeModel, **contract: Any) -> artifacts.Artifact:
+    return artifacts.save_model(stage, "model", "reward_model", model, contract=contract)  # type: ignore[arg-type]
+
+
+def test_saved_is_what_is_read_and_announced(stage: Stage, told: list[Any]) -> None:
+    saved = save(stage, FakeModel(b"weights"), max_length=512)
+    assert saved.path == stage.dir / "artifacts" / "model"
+    assert told == [(stage, saved)]
+    found = artifacts.read(saved.path)
+    assert found == saved
+    assert (found.name, found.kind, found.metadata["stage"]) == ("model", "reward_model", "rm")
+    assert found.metadata["contract"] == {"max_length": 512}
+    assert "rlhf-core" in found.metadata["versions"]
+    assert set(found.metadata["files"]) == {"config.json", "deep/model.safetensors"}
+    assert found.metadata["files"]["deep/model.safetensors"]["size"] == 7
+
+
+def test_identity_is_of_the_content(stage: Stage) -> None:
+    first = artifacts.identity(save(stage, FakeModel(b"a")))
+    assert artifacts.identity(save(stage, FakeModel(b"a"))) == first
+    assert artifacts.identity(artifacts.read(stage.dir / "artifacts" / "model")) == first
+    assert artifacts.identity(save(stage, FakeModel(b"b"))) != first
+    assert artifacts.identity(save(stage, FakeModel(b"a"), max_length=1)) != first
+
+
+@pytest.mark.parametrize("harm", [b"Weights", b"weight", None])
+def test_damage_names_the_file(stage: Stage, harm: bytes | None) -> None:
+    path = save(stage, FakeModel(b"weights")).path
+    victim = path / "deep" / "model.safetensors"
+    victim.unlink() if harm is None else victim.write_bytes(harm)
+    with pytest.raises(InputError, match=r"deep/model\.safetensors (was changed|is missing)"):
+        artifacts.read(path)
+
+
+def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
+    path = save(stage, FakeModel(b"weights")).path
+    (path / "config.json").write_text("[]")
+    (path / "deep" / "model.safetensors").write_bytes(b"WEIGHTS")
+    with pytest.raises(InputError) as caught:
+        artifacts.read(path)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (None, "is not an artifact"),
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"format": 1}', "is damaged"),
+        ('{"format": 9, "versions": {"rlhf-core": "9.0"}}', "format 9.*9.0"),
+    ],
+)
+def test_manifests_that_cannot_be_used(tmp_path: Path, manifest: str | None, message: str) -> None:
+    if manifest is not None:
+        (tmp_path / artifacts.MANIFEST).write_text(manifest)
+    with pytest.raises(InputError, match=message):
+        artifacts.read(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_keeps_the_artifact_that_was_there(stage: Stage, told: list[Any], number: int) -> None:
+    before = save(stage, FakeModel(b"old"))
+    with pytest.raises(RunError) as caught:
+        save(stage, FakeModel(b"new", OSError(number, "full")))
+    text = str(caught.value)
+    assert text.startswith(
+        f"artifact 'rm.model' could not be written to {before.path}: no space left on the disk ("
+    )
+    assert "MiB free" in text
+    assert "\n" not in text
+    assert artifacts.read(before.path) == before
+    assert [path.name for path in before.path.parent.iterdir()] == ["model"]
+    assert len(told) == 1
+
+
+def test_other_errors_stay_what_they_are_and_leave_nothing(stage: Stage) -> None:
+    with pytest.raises(ZeroDivisionError):
+        save(stage, FakeModel(b"", ZeroDivisionError()))
+    assert list((stage.dir / "artifacts").iterdir()) == []
+
+
+def test_leftovers_of_a_killed_run_are_removed(stage: Stage) -> None:
+    beside = stage.dir / "artifacts" / ".model.tmp"
+    beside.mkdir(parents=True)
+    (beside / "half.safetensors").write_bytes(b"half")
+    saved = save(stage, FakeModel(b"weights"))
+    assert "half.safetensors" not in saved.metadata["files"]
+    assert [path.name for path in saved.path.parent.iterdir()] == ["model"]
+
+
+def test_write_atomic_replaces_and_makes_parents(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    artifacts.write_atomic(path, "é")
+    artifacts.write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in path.parent.iterdir()] == ["b.json"]
+
+
+def test_write_atomic_keeps_the_old_file_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b.json"
+    artifacts.write_atomic(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(RunError, match=r"b\.json could not be written.*no space left"):
+        artifacts.write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["b.json"]
+
+
+def test_not_writable_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"Not a directory|File exists"):
+        artifacts.write_atomic(tmp_path / "file" / "x", "")
+
+
+def test_hash_file(tmp_path: Path) -> None:
+    (tmp_path / "abc").write_bytes(b"abc")  # FIPS 180-2, B.1
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert artifacts.hash_file(tmp_path / "abc") == expected
+
+
+def test_manifest_is_strict_json(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save(stage, FakeModel(b""), mean=float("nan"))
+    path = save(stage, FakeModel(b""), mean=0.5).path
+    assert json.loads((path / artifacts.MANIFEST).read_text())["contract"] == {"mean": 0.5}

@@ -1,0 +1,52 @@
+"""The order of examples: complete epochs, the same from any start."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from rlhf_core.data import schedule, updates
+
+
+def take(n, *args, **kwargs):
+    return [batch.tolist() for batch in itertools.islice(schedule(*args, **kwargs), n)]
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 7])
+def test_batches_do_not_depend_on_where_the_run_started(start):
+    whole = take(9, 10, 4, seed=3)
+    assert take(9 - start, 10, 4, seed=3, start=start) == whole[start:]
+
+
+def test_every_epoch_is_complete_and_shuffled_anew():
+    flat = np.concatenate([np.array(batch) for batch in take(10, 10, 3, seed=0)])
+    epochs = flat.reshape(3, 10)
+    assert (np.sort(epochs) == np.arange(10)).all()
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+    assert take(3, 10, 3, seed=1) != take(3, 10, 3, seed=0)
+
+
+def test_batches_run_across_epochs_and_the_last_takes_what_is_left():
+    batches = take(99, 5, 4, seed=0, epochs=3)
+    assert [len(batch) for batch in batches] == [4, 4, 4, 3]
+    assert len(batches) == updates(5, 4, 3)
+    assert sorted(itertools.chain(*batches)) == sorted([*range(5)] * 3)
+    assert [len(batch) for batch in take(9, 5, 4, seed=0, epochs=0.5)] == [2]
+
+
+def test_without_shuffling_the_order_is_that_of_the_file():
+    assert take(3, 3, 2, seed=0, shuffle=False) == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_updates():
+    assert updates(100, 32, 1) == 4
+    assert updates(96, 32, 10) == 30
+    assert updates(96, 32, 1, 7) == 7
+    assert updates(96, 32, 10, 50) == 50
+
+
+def test_nothing_to_order():
+    with pytest.raises(ValueError, match="at least one example"):
+        next(schedule(0, 2, seed=0))

@@ -1,0 +1,298 @@
+"""The console in its four forms, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pluggy
+import pytest
+
+from rlhf_core import hookspecs
+from rlhf_core.contracts import Artifact
+from rlhf_core.errors import Stopped
+from rlhf_core.loggers import Console, JsonLines, Wandb
+from rlhf_core.loggers.pace import Pace, clock, number
+from rlhf_core.mesh import make_mesh
+from rlhf_core.stage import Stage
+
+METRICS = {
+    "loss": 0.6931,
+    "reward": 1.25,
+    "kl": math.nan,
+    "learning_rate": 1e-5,
+    "tokens_per_second": 12345.6,
+    "step_time": 0.5,
+}
+
+
+def make_stage(directory: Path, *, is_main: bool = True) -> Stage:
+    mesh = make_mesh(devices=jax.devices()[:2])
+    directory.mkdir(parents=True, exist_ok=True)
+    return Stage("policy", directory, 3, mesh, is_main, None, None)  # type: ignore[arg-type]
+
+
+def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
+    """What a stage of 40 updates tells its listeners."""
+    manager = pluggy.PluginManager("rlhf")
+    manager.add_hookspecs(hookspecs)
+    manager.register(logger)
+    hook = manager.hook
+    hook.rlhf_stage_start(stage=stage)
+    (stage.dir / "plan.json").write_text('{"updates": 40, "start": 0}')
+    for step in (10, 20):
+        hook.rlhf_step_end(stage=stage, step=step, metrics={**METRICS, "loss": 6.931 / step})
+        hook.rlhf_step_end(
+            stage=stage, step=step, metrics={"eval_accuracy": 0.98, "eval_tokens_per_second": 1.0}
+        )
+    path = stage.dir / "artifacts" / "model"
+    hook.rlhf_artifact_saved(stage=stage, artifact=Artifact("model", "language_model", path))
+    hook.rlhf_stage_end(stage=stage, error=error)
+
+
+class Terminal:
+    """A pseudo terminal of 80 columns in the place of stderr."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.file = os.fdopen(theirs, "w")
+        self.seen = b""
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+
+    def attach(self) -> None:
+        """Make it sys.stderr; called in the test, because pytest sets its own after the fixtures."""
+        self.monkeypatch.setattr(sys, "stderr", self.file)
+
+    def read(self) -> None:
+        try:
+            while chunk := os.read(self.ours, 4096):
+                self.seen += chunk
+        except OSError:  # the other end was closed
+            pass
+
+    def text(self) -> str:
+        self.file.close()
+        self.reader.join()
+        os.close(self.ours)
+        return self.seen.decode()
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    found = Terminal(monkeypatch)
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    yield found
+    if not found.file.closed:
+        found.text()
+
+
+def test_plain_lines_where_nobody_watches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = make_stage(tmp_path / "policy")
+    play(Console(), stage)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", err)
+    lines = err.splitlines()
+    assert all(line.startswith("[policy] ") for line in lines)
+    lines = [line.removeprefix("[policy] ") for line in lines]
+    assert lines[0] == f"start  {stage.dir} · 2 × cpu · seed 3"
+    assert re.fullmatch(r"10/40  loss 0\.6931  reward 1\.250  12\.3k tok/s  0:1[45] left", lines[1])
+    assert lines[2] == "eval 10  accuracy 0.9800"
+    assert lines[3].startswith("20/40  loss 0.3466  reward 1.250  12.3k tok/s  0:0")
+    assert lines[5] == f"saved model (language_model) in {stage.dir}/artifacts/model"
+    assert re.fullmatch(r"done  20 updates in 0:0\d", lines[6])
+
+
+@pytest.mark.parametrize("progress", ["rich", "tqdm"])
+def test_a_dumb_terminal_gets_plain_lines(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, progress: Any
+) -> None:
+    terminal.attach()
+    monkeypatch.setenv("TERM", "dumb")
+    play(Console(progress=progress), make_stage(tmp_path))
+    assert "\x1b" not in terminal.text()
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_rich_fits_80_columns(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch, colour: bool
+) -> None:
+    if not colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    terminal.attach()
+    metrics = {f"rewards/function_{i}/mean": i + 0.5 for i in range(8)}
+    console, stage = Console(), make_stage(tmp_path / "policy")
+    console.rlhf_stage_start(stage=stage)
+    (stage.dir / "plan.json").write_text('{"updates": 40}')
+    console.rlhf_step_end(step=10, metrics=METRICS)
+    assert console._view is not None
+    console._view.live.refresh()  # type: ignore[attr-defined]
+    console.rlhf_step_end(step=10, metrics={f"eval_{k}": v for k, v in metrics.items()})
+    console.rlhf_stage_end(error=None)
+    text = terminal.text()
+    assert bool(re.search(r"\x1b\[[\d;]*3\d", text)) is colour
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text).replace("\r", "\n")
+    lines = [line for line in plain.splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("policy ───")
+    assert any("preparing" in line for line in lines)
+    assert any(
+        "━" in line and re.search(r"10/40  0:1[45] left  loss 0\.6931  reward 1\.250  12\.3k tok/s", line)
+        for line in lines
+    )
+    wrapped = [line for line in lines if "rewards/" in line]
+    assert len(wrapped) == 4
+    assert wrapped[0].startswith("  eval 10    rewards/function_0/mean 0.5000")
+    assert all(line.startswith(" " * 13 + "rewards/") for line in wrapped[1:])
+    assert "✓ 10 updates in 0:0" in lines[-1]
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Stopped("s"), "■ stopped at update 20/40"),
+        (KeyboardInterrupt(), "■ stopped"),
+        (ValueError("v"), "✗ failed at update 20/40"),
+    ],
+)
+def test_rich_says_how_it_ended(tmp_path: Path, terminal: Terminal, error: BaseException, said: str) -> None:
+    terminal.attach()
+    play(Console(), make_stage(tmp_path), error)
+    assert said in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.text())
+
+
+def test_tqdm(tmp_path: Path, terminal: Terminal) -> None:
+    terminal.attach()
+    play(Console(progress="tqdm"), make_stage(tmp_path))
+    text = terminal.text()
+    assert "policy 20/40 |" in text
+    assert "loss 0.3466  reward 1.250  12.3k tok/s" in text
+    assert "[policy] eval 20  accuracy 0.9800" in text
+
+
+def test_json_is_an_object_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(Console(progress="json"), make_stage(tmp_path), Stopped("s"))
+    out, err = capsys.readouterr()
+    assert err == ""
+    events = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+    assert [e["event"] for e in events] == [
+        "start",
+        "step",
+        "evaluation",
+        "step",
+        "evaluation",
+        "saved",
+        "end",
+    ]
+    assert {e["stage"] for e in events} == {"policy"}
+    assert events[1]["updates"] == 40
+    assert events[1]["kl"] is None
+    assert events[1]["loss"] == 0.6931
+    assert events[2]["eval_accuracy"] == 0.98
+    assert (events[6]["how"], events[6]["step"]) == ("stopped", 20)
+
+
+@pytest.mark.parametrize("logger", [Console(), Console("json"), JsonLines(), Wandb(mode="offline")])
+def test_only_the_main_process_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str], logger: Any) -> None:
+    play(logger, make_stage(tmp_path, is_main=False))
+    assert capfd.readouterr() == ("", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_console_without_a_plan_still_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.rlhf_stage_start(stage=make_stage(tmp_path))
+    console.rlhf_step_end(step=7, metrics={"loss": 2.0})
+    console.rlhf_stage_end(error=None)
+    assert "[policy] 7  loss 2.000\n" in capsys.readouterr().err
+
+
+def test_pace_is_of_the_recent_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    pace = Pace(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text('{"updates": 1000}')
+    assert pace.seconds_left() is None
+    now = 160.0  # a minute to compile
+    pace.mark(510, None)  # a continued run
+    assert pace.left() == ""
+    now = 170.0
+    pace.mark(520, 99.0)
+    assert pace.seconds_left() == pytest.approx(480.0)
+    now = 175.0
+    assert pace.left() == "7:55 left"
+    assert pace.seconds() == 75.0
+    assert pace.count() == " 520/1000"
+
+
+def test_numbers_and_times() -> None:
+    small, large = (0, 8, 0.01, 12.3, 999.96, 1234, 9999.4), (45_600, 999_960, 2.5e9, 1e-5, -0.5, 1e15)
+    texts = "0 8.000 0.01000 12.30 1,000 1,234 9,999 45.6k 1.0M 2.5G 1.00e-05 -0.5000 1.00e+15 nan -inf"
+    assert [number(x) for x in [*small, *large, math.nan, -math.inf]] == texts.split()
+    assert [clock(s) for s in (0, 7.4, 59.6, 3599, 3723)] == ["0:00", "0:07", "1:00", "59:59", "1:02:03"]
+
+
+def test_jsonl_rows_are_strict(tmp_path: Path) -> None:
+    play(JsonLines(), make_stage(tmp_path))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row["step"] for row in rows] == [10, 10, 20, 20]
+    assert list(rows[0])[:3] == ["step", "time", "loss"]
+    assert rows[0]["kl"] is None
+    assert rows[1]["eval_accuracy"] == 0.98
+    assert rows[0]["time"] > 1.6e9
+
+
+def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines.cut(path, 5)
+    assert not path.exists()
+    rows = [json.dumps({"step": step, "loss": 0.5}) for step in (1, 2, 2, 3, 4)]
+    path.write_text("\n".join(rows) + '\n{"step": 2, "lo')
+    JsonLines.cut(path, 2)
+    assert path.read_text() == "\n".join(rows[:3]) + "\n"
+    JsonLines.cut(path, 0)
+    assert path.read_text() == ""
+
+
+def test_cut_takes_a_row_without_its_line_end_for_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 1, "loss": 12}')  # of 123, perhaps
+    JsonLines.cut(path, 9)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_cut_says_what_it_drops_from_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl line 2"):
+        JsonLines.cut(path, 9)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_what_is_printed_meanwhile_lands_above_the_bar(tmp_path: Path, terminal: Terminal) -> None:
+    terminal.attach()
+    console = Console()
+    console.rlhf_stage_start(stage=make_stage(tmp_path))
+    print("from a reward function", file=sys.stderr)
+    console.rlhf_stage_end(error=None)
+    assert sys.stderr is terminal.file
+    assert "from a reward function" in terminal.text()

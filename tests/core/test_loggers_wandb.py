@@ -1,0 +1,126 @@
+"""Weights & Biases for real, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.loggers import Wandb
+from rlhf_core.stage import Stage
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key, no settings of the user's, nothing written outside of the test's directory."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    directory = tmp_path / "first" / "policy"
+    directory.mkdir(parents=True)
+    (directory / "stage.json").write_text(
+        json.dumps({"config": {"learning_rate": 1e-6, "loss": {"name": "dapo"}}})
+    )
+    return Stage("policy", directory, 3, None, True, None, None)  # type: ignore[arg-type]
+
+
+def play(logger: Wandb, stage: Stage, steps: range) -> Any:
+    logger.rlhf_stage_start(stage=stage)
+    run = logger._run
+    for step in steps:
+        logger.rlhf_step_end(step=step, metrics={"completions/mean_length": float(step), "kl": float("nan")})
+    logger.rlhf_stage_end(error=None)
+    return run
+
+
+@pytest.mark.slow
+def test_offline_without_a_key_silent_and_continued(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    first = play(Wandb(project="demo"), stage, range(1, 4))
+    second = play(Wandb(project="demo"), stage, range(4, 6))
+    assert capfd.readouterr() == ("", "")
+    assert first.settings.mode == second.settings.mode == "offline"
+    assert first.id == second.id == (stage.dir / "wandb_run_id.txt").read_text().strip()
+    assert (first.name, first.group, first.project) == ("first/policy", "first", "demo")
+    assert first.config["learning_rate"] == 1e-6
+    assert first.config["loss"] == {"name": "dapo"}
+    files = list((stage.dir / "wandb").glob(f"offline-run-*-{first.id}/run-{first.id}.wandb"))
+    assert files
+    written = b"".join(path.read_bytes() for path in files)
+    assert written.count(b"completions/mean_length") >= 5
+    assert b"learning_rate" in written
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "key", "expected"),
+    [
+        (None, None, None, "offline"),
+        ("online", None, None, "offline"),
+        (None, "online", None, "offline"),
+        (None, None, "a" * 40, "online"),
+        (None, "offline", "a" * 40, "offline"),
+        ("online", "offline", "a" * 40, "online"),
+        (None, "disabled", None, "disabled"),
+        ("disabled", None, "a" * 40, "disabled"),
+    ],
+)
+def test_mode(
+    monkeypatch: pytest.MonkeyPatch, option: Any, variable: str | None, key: str | None, expected: str
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    if key is not None:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    assert Wandb(mode=option)._mode() == expected
+
+
+def test_a_key_in_netrc_counts_for_its_host_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "netrc"
+    path.write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(path))
+    assert Wandb()._mode() == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert Wandb()._mode() == "offline"
+
+
+def test_failing_to_start_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise wandb.errors.CommError("no route to host")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    logger = Wandb(mode="offline")
+    with pytest.warns(UserWarning, match="wandb did not start, going on without it: no route to host"):
+        logger.rlhf_stage_start(stage=stage)
+    logger.rlhf_step_end(step=1, metrics={"loss": 1.0})
+    logger.rlhf_stage_end(error=None)
+
+
+def test_a_missing_wandb_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.warns(UserWarning, match="wandb did not start"):
+        Wandb().rlhf_stage_start(stage=stage)
+
+
+def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
+    class Broken:
+        def log(self, *_: Any, **__: Any) -> None:
+            raise OSError("service gone")
+
+    logger = Wandb()
+    logger._run = Broken()
+    for step in (1, 2):
+        logger.rlhf_step_end(step=step, metrics={"loss": 1.0})
+    logger.rlhf_stage_end(error=None)
+    assert [str(w.message) for w in recwarn] == ["wandb failed, going on without it: service gone"]

@@ -1,0 +1,204 @@
+"""Log-probabilities and entropies against float64 NumPy: values, gradients, sharding and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlhf_core import logprobs
+from rlhf_core.logprobs import entropy_from_logits, logps_from_logits, token_logps
+from rlhf_core.mesh import make_mesh, row_sharding
+
+ROWS, LENGTH, DIM, VOCAB = 4, 7, 16, 31
+
+
+def problem(dtype: Any = np.float32) -> tuple[Any, Any, np.ndarray, np.ndarray, np.ndarray]:
+    """hidden, kernel, targets (one of five unused), and a cotangent for each result."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(ROWS, LENGTH, DIM)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(DIM, VOCAB)), dtype)
+    targets = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    targets[rng.random((ROWS, LENGTH)) < 0.2] = -1
+    assert (targets == -1).any()
+    return hidden, kernel, targets, rng.normal(size=(ROWS, LENGTH)), rng.normal(size=(ROWS, LENGTH))
+
+
+def reference(
+    hidden: Any,
+    kernel: Any,
+    targets: np.ndarray,
+    g: np.ndarray,
+    h: np.ndarray,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """log p, H and the gradients of Σ g log p + h H wrt hidden and kernel, float64, token by token."""
+    hidden, kernel = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64)
+    logps, entropies = np.zeros(targets.shape), np.zeros(targets.shape)
+    d_hidden, d_kernel = np.zeros(hidden.shape), np.zeros(kernel.shape)
+    for row, k in zip(*np.nonzero(targets >= 0), strict=True):
+        raw = hidden[row, k] @ kernel
+        capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
+        slope = np.ones_like(raw) if softcap is None else 1 / np.cosh(raw / softcap) ** 2
+        logits = capped / temperature
+        p = np.exp(logits) / np.exp(logits).sum()
+        entropy = -(p * np.log(p)).sum()
+        logps[row, k], entropies[row, k] = np.log(p[targets[row, k]]), entropy
+        # The Jacobian of softmax, J = diag(p) - p pᵀ, applied to the derivatives with respect to p.
+        d_p = h[row, k] * (-np.log(p) - 1)
+        d_p[targets[row, k]] += g[row, k] / p[targets[row, k]]
+        d_raw = (np.diag(p) - np.outer(p, p)) @ d_p * slope / temperature
+        d_hidden[row, k] = kernel @ d_raw
+        d_kernel += np.outer(hidden[row, k], d_raw)
+    return logps, entropies, d_hidden, d_kernel
+
+
+def computed(
+    hidden: Any, kernel: Any, targets: Any, g: Any, h: Any, **options: Any
+) -> tuple[Any, Any, Any, Any]:
+    def total(hidden: Any, kernel: Any) -> tuple[Any, Any]:
+        logps, entropies = token_logps(hidden, kernel, targets, entropy=True, **options)
+        return jnp.sum(logps * jnp.asarray(g, jnp.float32) + entropies * jnp.asarray(h, jnp.float32)), (
+            logps,
+            entropies,
+        )
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    (d_hidden, d_kernel), (logps, entropies) = gradient(hidden, kernel)
+    return logps, entropies, d_hidden, d_kernel
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100, None])
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 2.5)])
+def test_values_and_gradients_equal_float64(
+    chunk: int | None, temperature: float, softcap: float | None
+) -> None:
+    arrays = problem()
+    expected = reference(*arrays, temperature, softcap)
+    actual = computed(*arrays, temperature=temperature, softcap=softcap, chunk=chunk)
+    for name, a, b in zip(("logps", "entropies", "d_hidden", "d_kernel"), actual, expected, strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
+
+
+def test_without_entropy_the_log_probs_and_their_gradient_are_the_same() -> None:
+    hidden, kernel, targets, g, _ = problem()
+
+    def total(hidden: Any, kernel: Any, entropy: bool) -> Any:
+        logps, _ = token_logps(hidden, kernel, targets, chunk=3, entropy=entropy)
+        return jnp.sum(logps * jnp.asarray(g, jnp.float32))
+
+    gradients = [jax.grad(total, argnums=(0, 1))(hidden, kernel, entropy) for entropy in (False, True)]
+    for a, b in zip(*gradients, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert not np.asarray(token_logps(hidden, kernel, targets)[1]).any()
+
+
+def test_an_unused_target_is_zero_and_passes_no_gradient() -> None:
+    hidden, kernel, targets, _, _ = problem()
+    unused = targets == -1
+    ones = np.ones(targets.shape)
+    logps, entropies, d_hidden, d_kernel = computed(hidden, kernel, targets, ones, ones, chunk=3)
+    assert not np.asarray(logps)[unused].any()
+    assert not np.asarray(entropies)[unused].any()
+    assert not np.asarray(d_hidden)[unused].any()
+    assert np.asarray(d_hidden)[~unused].any(-1).all()
+    changed = jnp.where(unused[..., None], 100.0, hidden)
+    np.testing.assert_array_equal(computed(changed, kernel, targets, ones, ones, chunk=3)[3], d_kernel)
+
+
+def test_large_logits_stay_finite_and_exact() -> None:
+    hidden = jnp.full((1, 1, 1), 1.0)
+    kernel = jnp.asarray([[1000.0, 1000.0, -1000.0]])
+    logps, entropies = token_logps(hidden, kernel, np.asarray([[0]]), entropy=True)
+    np.testing.assert_allclose(logps, -np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(entropies, np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernel_dtype", [jnp.bfloat16, jnp.float32])
+def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(kernel_dtype: Any) -> None:
+    hidden, kernel, *rest = problem(jnp.bfloat16)
+    expected = reference(hidden, kernel, *rest, 1.0, None)
+    actual = computed(hidden, kernel.astype(kernel_dtype), *rest, chunk=3)
+    types = [jnp.float32, jnp.float32, jnp.bfloat16, kernel_dtype]
+    assert [x.dtype for x in actual] == types
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+    for a, b in zip(actual[2:], expected[2:], strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=0.03 * np.abs(b).max())
+
+
+def test_a_mesh_of_eight_devices_gives_the_same_without_gathering_hidden_states() -> None:
+    hidden, kernel, targets, g, h = problem()
+    kernel = jnp.concatenate([kernel, kernel[:, :1]], axis=1)  # 32 words, so that `tensor` divides them
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    rows = row_sharding(mesh)
+    placed = [jax.device_put(x, rows) for x in (hidden, jnp.asarray(targets), g, h)]
+    spread = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+
+    def total(hidden: Any, kernel: Any, targets: Any, g: Any, h: Any) -> Any:
+        logps, entropies = token_logps(hidden, kernel, targets, chunk=3, entropy=True)
+        return jnp.sum(logps * g + entropies * h), (logps, entropies)
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    expected = gradient(hidden, kernel, targets, g, h)
+    program = gradient.lower(placed[0], spread, *placed[1:]).compile()
+    for a, b in zip(
+        jax.tree.leaves(program(placed[0], spread, *placed[1:])), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    gathers = [line for line in program.as_text().splitlines() if "all-gather(" in line]
+    whole = f"f32[{ROWS},"  # an array with all rows on one device
+    assert not [line for line in gathers if whole in line.split(" all-gather(")[0]]
+
+
+def test_memory_is_that_of_one_chunk() -> None:
+    rows, length, dim, vocab = 4, 512, 8, 4096
+    hidden, kernel = jnp.zeros((rows, length, dim)), jnp.zeros((dim, vocab))
+    targets = jnp.zeros((rows, length), jnp.int32)
+
+    def total(hidden: Any, kernel: Any) -> Any:
+        logps, entropies = token_logps(hidden, kernel, targets, chunk=16, entropy=True)
+        return logps.sum() + entropies.sum()
+
+    analysis = jax.jit(jax.grad(total, argnums=(0, 1))).lower(hidden, kernel).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < rows * length * vocab * 4 / 4
+
+
+def test_chunks_are_chosen_by_the_size_of_their_logits() -> None:
+    tokens = logprobs.CHUNK_BYTES["cpu"] // (4 * 8192) * jax.device_count()
+    assert logprobs.chunk_size(16, 10**6, 8192) <= tokens // 16
+    assert logprobs.chunk_size(16, 10, 8192) == 10
+    assert logprobs.chunk_size(10**6, 10, 8192) == 1
+    long = logprobs.chunk_size(16, tokens // 16 + 1, 8192)
+    assert 2 * long - (tokens // 16 + 1) <= 1  # two halves, not a whole and a remainder
+    assert logprobs.chunk_size(1, 10**6, 10**7) >= logprobs.CHUNK_TOKENS
+
+
+def test_shapes_and_settings_that_do_not_fit_are_refused() -> None:
+    hidden, kernel, targets, _, _ = problem()
+    with pytest.raises(ValueError, match="do not fit"):
+        token_logps(hidden, kernel.T, targets)
+    with pytest.raises(ValueError, match="targets"):
+        token_logps(hidden, kernel, targets[:, :-1])
+    with pytest.raises(ValueError, match="temperature 0"):
+        token_logps(hidden, kernel, targets, temperature=0.0)
+
+
+def test_full_logits_helpers_equal_float64() -> None:
+    hidden, kernel, targets, g, h = problem()
+    logits = hidden @ kernel
+    expected = reference(hidden, kernel, targets, g, h, 1.0, None)
+    np.testing.assert_allclose(logps_from_logits(logits, targets), expected[0], atol=2e-5)
+    used = targets >= 0
+    np.testing.assert_allclose(np.asarray(entropy_from_logits(logits))[used], expected[1][used], atol=2e-5)
+    gradient = jax.grad(lambda x: logps_from_logits(x, targets).sum())(logits)
+    assert not np.asarray(gradient)[~used].any()
+    masked = jnp.asarray([[0.0, 0.0, -jnp.inf]])
+    np.testing.assert_allclose(entropy_from_logits(masked), np.log(2), rtol=1e-6)
+    assert logps_from_logits(logits.astype(jnp.bfloat16), targets).dtype == jnp.float32

@@ -1,0 +1,76 @@
+"""Prefill and decoding with a cache against the whole forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.models import decoder
+from rlhf_core.models.config import parse
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 31,
+    "initializer_range": 0.5,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2 with windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+}
+hidden = jax.jit(decoder.hidden, static_argnums=0)
+prefill = jax.jit(decoder.prefill, static_argnums=(0, 5))
+repeat = jax.jit(decoder.repeat, static_argnums=(0, 2))
+decode = jax.jit(decoder.decode, static_argnums=0)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_prefill_repeat_and_decode_equal_the_whole_forward_pass(name: str) -> None:
+    config = parse(SIZES | FAMILIES[name])
+    params = decoder.init(config, jax.random.key(0))
+    draw = np.random.default_rng(0)
+    lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
+    prompts = draw.integers(0, 31, (2, time)).astype(np.int32)
+    completions = draw.integers(0, 31, (2 * copies, steps)).astype(np.int32)
+    length = time + steps + 2  # two slots more than are needed
+    mask = np.arange(time)[None] >= time - lengths[:, None]  # left-padded
+    positions = np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
+    until = np.where(mask, time, 0).astype(np.int32)
+
+    states, cache = prefill(config, params, prompts, positions, until, length)
+    assert [x.shape for x in cache.keys] == [(2, 2, config.head_dim, length)] * 3
+    assert [x.shape for x in cache.values] == [(2, 2, length, config.head_dim)] * 3
+    np.testing.assert_allclose(
+        states, hidden(config, params, prompts, positions, until), rtol=1e-5, atol=1e-6
+    )
+    cache = repeat(config, cache, copies)
+
+    seen = np.zeros((2 * copies, length), bool)
+    seen[:, :time] = np.repeat(mask, copies, 0)
+    found, used = [], params
+    for i in range(steps):
+        seen[:, time + i] = True
+        at = np.repeat(lengths, copies).astype(np.int32) + i
+        state, cache = decode(config, used, cache, completions[:, i], at, jnp.asarray(seen), time + i)
+        found.append(np.asarray(state))
+        used = decoder.prepare(config, params)  # only the first token goes through plain parameters
+    assert decode._cache_size() <= 2 * len(FAMILIES)  # the slot is traced: no compilation a step
+
+    for row in range(2 * copies):
+        whole = np.r_[prompts[row // copies][mask[row // copies]], completions[row]][None]
+        place = np.arange(whole.shape[1], dtype=np.int32)[None]
+        expected = hidden(config, params, whole, place, np.full_like(place, whole.shape[1]))[0, -steps:]
+        np.testing.assert_allclose(np.stack(found, 1)[row], expected, rtol=1e-4, atol=1e-5)

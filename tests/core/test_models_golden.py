@@ -1,0 +1,99 @@
+"""Numbers that transformers computed in float32, from tiny checkpoints in Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.models import Model, load_model, padded_rows
+
+FAMILIES = ["llama", "llama3_rope", "qwen2", "qwen3"]
+pytestmark = pytest.mark.data
+
+
+@pytest.mark.parametrize("keys", ["config.json", "config_legacy.json"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(shared: Path, tmp_path: Path, family: str, keys: str) -> None:
+    """In the config keys of transformers 5 and 4; rows padded on the left and on the right."""
+    source = shared / "golden" / family
+    shutil.copyfile(source / keys, tmp_path / "config.json")
+    shutil.copyfile(source / "model.safetensors", tmp_path / "model.safetensors")
+    golden = np.load(source / "golden.npz")
+    mask = golden["attention_mask"]
+    assert (mask[:, 0] == 0).any()
+    assert (mask[:, -1] == 0).any()
+    logits = np.asarray(load_model(tmp_path).logits(golden["input_ids"], mask))
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits[mask > 0], golden["logits"][mask > 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores(shared: Path, family: str) -> None:
+    source = shared / "golden" / family / "score"
+    golden = np.load(source / "golden.npz")
+    scores = load_model(source, "score").scores(golden["input_ids"], golden["attention_mask"])
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, golden["score"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens(shared: Path, family: str) -> None:
+    model = load_model(shared / "golden" / family)
+    golden = np.load(shared / "golden" / family / "golden.npz")
+    length, greedy = int(golden["greedy_prompt_len"]), golden["greedy"]
+    np.testing.assert_array_equal(continued(model, golden, length, greedy.shape), greedy)
+
+
+def continued(model: Model, golden: np.lib.npyio.NpzFile, length: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Greedy continuation of the first `length` attended tokens of every row, with the cache."""
+    definition, params = model.definition, model.params
+    steps = shape[1]
+    rows = zip(golden["input_ids"], golden["attention_mask"] > 0, strict=True)
+    ids = np.stack([row[attended][:length] for row, attended in rows])
+    mask = np.ones_like(ids)
+    ids, positions, until = padded_rows(jnp.asarray(ids), jnp.asarray(mask))
+    total = length + steps
+    states, cache = jax.jit(definition.prefill, static_argnums=4)(params, ids, positions, until, total)
+    kernel, _ = definition.unembedding(params)
+    step = jax.jit(definition.decode)
+    state, out = states[:, -1], []
+    seen = np.pad(mask > 0, ((0, 0), (0, steps)))
+    for i in range(steps):
+        out.append(np.argmax(np.asarray(state @ kernel), -1).astype(np.int32))
+        seen[:, length + i] = True
+        state, cache = step(params, cache, out[-1], mask.sum(1) + i, jnp.asarray(seen), length + i)
+    return np.stack(out, 1)
+
+
+def test_sharded_bfloat16_files(shared: Path, tmp_path: Path) -> None:
+    """Computed in float32; saved again in bfloat16, bit for bit."""
+    source = shared / "golden" / "llama_sharded_bf16"
+    golden = np.load(source / "golden.npz")
+    mask = golden["attention_mask"]
+    model = load_model(source)
+    logits = np.asarray(model.logits(golden["input_ids"], mask))
+    np.testing.assert_allclose(
+        logits[mask > 0], golden["logits_float32_compute"][mask > 0], atol=1e-4, rtol=0
+    )
+    model.save(tmp_path)
+    from safetensors import safe_open
+
+    names = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    with safe_open(tmp_path / "model.safetensors", framework="np") as saved:
+        assert saved.metadata() == {"format": "pt"}
+        assert set(saved.keys()) == set(names)
+        for name, file in names.items():
+            with safe_open(source / file, framework="np") as original:
+                expected = original.get_tensor(name)
+            found = saved.get_tensor(name)
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )

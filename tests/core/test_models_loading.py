@@ -1,0 +1,245 @@
+"""Models from directories and tables: configs, heads, messages; and the arithmetic of a mesh."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Definition, Model, find_family, fresh_model, load_model, model
+from rlhf_core.models.config import ARCHITECTURES, Rope, parse
+
+TABLE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
+IDS: dict[str, Any] = {"vocab_size": 30, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LEGACY: dict[str, Any] = TABLE | {"vocab_size": 30}
+
+
+def problems(changes: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        parse(LEGACY | changes)
+    return "\n".join(caught.value.problems)
+
+
+def test_rope_in_the_keys_of_transformers_4_and_5() -> None:
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    expected = Rope("llama3", 5e5, 8.0, 1.0, 4.0, 64)
+    for kind in ("rope_type", "type"):
+        old = {"rope_theta": 500000, "rope_scaling": {kind: "llama3", **llama3}}
+        assert parse(LEGACY | old).rope == expected
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **llama3}}
+    assert parse(LEGACY | new).rope == expected
+    assert parse(LEGACY | {"rope_scaling": None}).rope == Rope()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "lama"},
+            "model_type 'lama' is not supported; the decoder reads llama, qwen2, qwen3. Did you",
+        ),
+        ({"hidden_size": None}, "hidden_size must be a positive whole number; it is missing"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be a positive whole number; it is '2'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": 18}, "hidden_size 18 is not a multiple of num_attention_heads 4: set head_dim"),
+        ({"head_dim": 5}, "head_dim 5 must be even"),
+        ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number; it is 'tiny'"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false; it is 'yes'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
+        ({"rope_scaling": 3}, "rope_scaling must be a table; it is 3"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_names_the_field(changes: dict[str, Any], message: str) -> None:
+    assert message in problems(changes)
+
+
+def test_all_problems_of_a_config_at_once() -> None:
+    assert problems({"hidden_size": 0, "hidden_act": "x", "intermediate_size": 1.5}).count("\n") == 2
+
+
+def test_windows_are_read_only_where_the_config_switches_them_on() -> None:
+    qwen = LEGACY | {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}
+    assert parse(qwen).windows == (None, None)
+    assert parse(qwen | {"use_sliding_window": True}).windows == (None, 8)
+    kinds = ["sliding_attention", "full_attention"]
+    assert parse(qwen | {"use_sliding_window": True, "layer_types": kinds}).windows == (8, None)
+    with pytest.raises(InputError, match="layer_types must be full_attention or sliding_attention"):
+        parse(qwen | {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2})
+    assert parse(LEGACY | {"sliding_window": 8, "use_sliding_window": True}).windows == (
+        None,
+        None,
+    )  # llama has none
+
+
+def test_directories_that_are_no_models_say_so(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    with pytest.raises(InputError, match=r"no such directory.* Did you mean 'base'\?"):
+        load_model(tmp_path / "bas")
+    with pytest.raises(InputError, match=r"no config\.json: not a model directory"):
+        load_model(tmp_path / "base")
+    (tmp_path / "base" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"it is an adapter.*give its base model"):
+        load_model(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    for text, message in (("{", "not valid JSON"), ("[]", "must hold a JSON object")):
+        file.write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_model(tmp_path / "base")
+    file.write_text(json.dumps(LEGACY | {"hidden_act": "x"}))
+    with pytest.raises(InputError) as caught:
+        load_model(tmp_path / "base")
+    assert str(caught.value).startswith(f"{file}: hidden_act 'x'")
+
+
+def test_families_are_found_by_model_type() -> None:
+    assert find_family("qwen2") is DECODER
+    with pytest.raises(InputError, match=r"model_type 'gpt2' is not supported; known: llama, qwen2, qwen3"):
+        find_family("gpt2")
+    two = {"decoder": DECODER, "other": DECODER}
+    registry: Any = SimpleNamespace(get=lambda kind, name: two[name], names=lambda kind: list(two))
+    with pytest.raises(InputError, match=r"'llama' is read by decoder and other"):
+        find_family("llama", registry)
+    del two["decoder"]
+    assert find_family("llama", registry) is DECODER
+    assert set(DECODER.name) == set(ARCHITECTURES)
+
+
+def test_a_fresh_model_takes_its_vocabulary_from_the_tokenizer() -> None:
+    tokenizer: Any = type(
+        "Tokenizer",
+        (),
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "__len__": lambda self: 21},
+    )()
+    made = fresh_model(TABLE | {"tokenizer": "somewhere/"}, tokenizer=tokenizer)
+    assert made.definition.vocab_size == 21
+    assert made.params["lm_head"]["kernel"].shape == (16, 21)
+    assert {name: made.hf_config[name] for name in IDS} == IDS | {"vocab_size": 21}
+    assert "tokenizer" not in made.hf_config
+    assert fresh_model(TABLE | {"vocab_size": 32}, tokenizer=tokenizer).definition.vocab_size == 32
+    with pytest.raises(InputError, match="vocab_size 20 is less than the tokenizer's 21 tokens"):
+        fresh_model(TABLE | {"vocab_size": 20}, tokenizer=tokenizer)
+    with pytest.raises(InputError, match=r"unknown field 'hiden_size'\. Did you mean 'hidden_size'\?"):
+        fresh_model(TABLE | {"hiden_size": 20}, tokenizer=tokenizer)
+    with pytest.raises(InputError, match="model: vocab_size must be a positive whole number; it is missing"):
+        fresh_model(TABLE)
+    qwen = fresh_model(TABLE | IDS | {"model_type": "qwen3"})
+    assert qwen.definition.config.head_dim == 4  # not the family's 128
+
+
+def test_a_language_model_gets_a_reward_head_aloud(tmp_path: Path) -> None:
+    language = fresh_model(TABLE | IDS)
+    language.save(tmp_path / "lm")
+    with pytest.warns(UserWarning, match=r"its reward head is new, drawn from seed 5"):
+        scorer = load_model(tmp_path / "lm", "score", seed=5)
+    assert "lm_head" not in scorer.params
+    assert scorer.hf_config["architectures"] == ["LlamaForSequenceClassification"]
+    assert scorer.hf_config["id2label"] == {"0": "LABEL_0"}
+    assert scorer.hf_config["pad_token_id"] == 0
+    in_memory = language.with_head("score", seed=5)
+    jax.tree.map(np.testing.assert_array_equal, in_memory.params, scorer.params)
+    assert (
+        np.abs(
+            scorer.params["score"]["kernel"] - language.with_head("score", seed=6).params["score"]["kernel"]
+        ).max()
+        > 0
+    )
+    scorer.save(tmp_path / "rm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = load_model(tmp_path / "rm", "score")
+    jax.tree.map(np.testing.assert_array_equal, again.params, scorer.params)
+    ids, mask = np.array([[1, 5, 6, 0], [0, 1, 7, 2]]), np.array([[1, 1, 1, 0], [0, 1, 1, 1]])
+    np.testing.assert_array_equal(again.scores(ids, mask), scorer.scores(ids, mask))
+    with pytest.raises(InputError, match="has a reward head; load it with head='lm'"):
+        again.logits(ids, mask)
+    with pytest.raises(InputError, match="has no reward head"):
+        language.scores(ids, mask)
+
+
+def test_padding_that_ends_sequences_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="token 2 is both padding and the end of a sequence"):
+        fresh_model(TABLE | IDS | {"pad_token_id": 2}, "score")
+    no_padding = fresh_model({k: v for k, v in (TABLE | IDS).items() if k != "pad_token_id"}, "score")
+    assert no_padding.hf_config["pad_token_id"] == 1  # the first token, which never is the last
+
+
+def test_padding_on_either_side_changes_nothing() -> None:
+    scorer, language = fresh_model(TABLE | IDS, "score", seed=1), fresh_model(TABLE | IDS, seed=1)
+    ids = np.array([[3, 4, 5]])
+    left, right = np.array([[9, 9, 3, 4, 5]]), np.array([[3, 4, 5, 9, 9]])
+    on_left, on_right = np.array([[0, 0, 1, 1, 1]]), np.array([[1, 1, 1, 0, 0]])
+    whole = np.ones_like(ids)
+    expected = np.asarray(scorer.scores(ids, whole))
+    np.testing.assert_allclose(scorer.scores(left, on_left), expected, rtol=1e-5)
+    np.testing.assert_allclose(scorer.scores(right, on_right), expected, rtol=1e-5)
+    logits = np.asarray(language.logits(ids, whole))
+    np.testing.assert_allclose(
+        np.asarray(language.logits(left, on_left))[:, 2:], logits, rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        np.asarray(language.logits(right, on_right))[:, :3], logits, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_calls_of_one_shape_are_traced_once() -> None:
+    made = fresh_model(TABLE | IDS | {"vocab_size": 29})
+    ids = np.ones((2, 5), np.int32)
+    made.logits(ids, ids)
+    before = model._logits._cache_size()
+    made.with_params(jax.tree.map(lambda x: x + 1, made.params)).logits(ids, ids)
+    Model(Definition(DECODER, parse(made.hf_config), "lm"), made.params, None, {}, None, made.mesh).logits(
+        ids, ids
+    )
+    assert model._logits._cache_size() == before
+
+
+def test_a_mesh_gives_what_one_device_gives() -> None:
+    """Initial values exactly; logits, a loss and its gradient to float32 rounding."""
+    table = TABLE | IDS | {"model_type": "qwen2", "num_key_value_heads": 2, "initializer_range": 0.2}
+    one, spread = (fresh_model(table, mesh=mesh, seed=2) for mesh in (None, make_mesh(2, 2, 2)))
+    jax.tree.map(np.testing.assert_array_equal, one.params, spread.params)
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 30, (4, 9)).astype(np.int32)
+    mask = (np.arange(9)[None] >= np.array([[0], [2], [0], [5]])).astype(np.int32)
+    three = ids[:3], mask[:3]  # rows that do not divide over the mesh
+    np.testing.assert_allclose(spread.logits(*three), one.logits(*three), rtol=1e-4, atol=1e-5)
+
+    def differentiate(made: Model) -> Any:
+        rows, attended = made._put(ids, mask)
+
+        def loss(params: Any) -> jax.Array:
+            hidden = made.definition.hidden(params, *model.padded_rows(rows, attended))
+            return jnp.square(hidden * attended[..., None]).sum()
+
+        shardings = (None, made.definition.shardings(made.mesh))
+        return jax.jit(jax.value_and_grad(loss), out_shardings=shardings)(made.params)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+        differentiate(spread),
+        differentiate(one),
+    )

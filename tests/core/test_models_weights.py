@@ -1,0 +1,207 @@
+"""Weights on disk: what is read is what was written, in Hugging Face's layout, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import Model, fresh_model, load_model, weights
+
+TABLE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 30,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    fresh_model(TABLE).save(directory)
+    return directory
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def assert_same(one: Model, two: Model) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
+
+
+def test_a_saved_file_is_a_plain_safetensors_file_in_hugging_face_names(saved: Path) -> None:
+    model = load_model(saved)
+    tensors = load_file(saved / "model.safetensors")
+    with safe_open(saved / "model.safetensors", framework="np") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert len(tensors) == 3 + 2 * 9
+    kernel = np.asarray(model.params["layers"]["self_attn"]["k_proj"]["kernel"])
+    assert kernel.shape == (2, 16, 8)
+    np.testing.assert_array_equal(tensors["model.layers.1.self_attn.k_proj.weight"], kernel[1].T)
+    np.testing.assert_array_equal(tensors["lm_head.weight"], np.asarray(model.params["lm_head"]["kernel"]).T)
+    embedding = np.asarray(model.params["embed_tokens"]["embedding"])
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embedding)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(saved)
+    assert (config.model_type, config.num_key_value_heads, config.head_dim) == ("llama", 2, 4)
+
+
+@pytest.mark.parametrize("head", ["lm", "score"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
+    first = fresh_model(TABLE | {"model_type": kind, "tie_word_embeddings": kind == "qwen2"}, head, seed=3)
+    first.save(tmp_path / "a")
+    second = load_model(tmp_path / "a", head)
+    assert_same(first, second)
+    second.save(tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_half_precision_files_are_read_as_float32_and_written_as_they_were(
+    copy: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    for dtype, name in ((ml_dtypes.bfloat16, "bfloat16"), (np.float16, "float16")):
+        half = {key: value.astype(dtype) for key, value in tensors.items()}
+        save_file(half, copy / "model.safetensors", metadata={"format": "pt"})
+        model = load_model(copy)
+        assert model.stored_dtype == name
+        assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {np.dtype(np.float32)}
+        model.save(tmp_path / name)
+        again = load_file(tmp_path / name / "model.safetensors")
+        assert set(again) == set(half)
+        for key, value in half.items():
+            np.testing.assert_array_equal(again[key].view(np.uint16), value.view(np.uint16))
+
+
+def test_large_models_are_sharded_and_stale_files_go(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, target = load_model(copy), tmp_path / "out"
+    model.save(target)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
+    model.save(target)
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    parts = {file: load_file(target / file) for file in files}
+    assert index["weight_map"] == {name: file for file, part in parts.items() for name in part}
+    total = sum(tensor.nbytes for part in parts.values() for tensor in part.values())
+    assert index["metadata"] == {"total_size": total, "total_parameters": total // 4}
+    for file, part in parts.items():
+        assert len(part) == 1 or sum(tensor.nbytes for tensor in part.values()) <= 4000, file
+    assert_same(load_model(target), model)
+    monkeypatch.undo()
+    load_model(target).save(target)  # over itself, back to one file
+    assert not list(target.glob("model-*"))
+    assert not (target / "model.safetensors.index.json").exists()
+    assert_same(load_model(target), model)
+
+
+def test_every_device_reads_its_own_part(saved: Path) -> None:
+    mesh = make_mesh(2, 2, 2)
+    spread, whole = load_model(saved, mesh=mesh), load_model(saved)
+    assert_same(spread, whole)
+    kernel = spread.params["layers"]["mlp"]["up_proj"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 12)
+    assert kernel.sharding.is_equivalent_to(
+        spread.definition.shardings(mesh)["layers"]["mlp"]["up_proj"]["kernel"], 3
+    )
+
+
+def damaged(directory: Path, content: bytes) -> None:
+    (directory / "model.safetensors").write_bytes(content)
+
+
+def test_damaged_files_are_named(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    whole = file.read_bytes()
+    cases = {
+        b"": r"model\.safetensors: not a safetensors file, or cut short",
+        whole[:100]: r"model\.safetensors: not a safetensors file, or cut short",
+        whole[:-4]: r"model\.safetensors: cut short: '.*' ends after the end of the file",
+        whole[:8] + b"{[" + whole[10:]: r"model\.safetensors: the safetensors header is damaged",
+        whole.replace(
+            b'"shape":[30,16]', b'"shape":[31,16]', 1
+        ): r"'model\.embed_tokens\.weight' has 1920 bytes, not those of F32 \[31, 16\]",
+        whole.replace(
+            b'"dtype":"F32"', b'"dtype":"F99"', 1
+        ): r"has dtype F99; only F32, F16, BF16 can be read",
+    }
+    for content, message in cases.items():
+        damaged(copy, content)
+        with pytest.raises(InputError, match=message):
+            load_model(copy)
+    file.unlink()
+    with pytest.raises(InputError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
+        load_model(copy)
+    (copy / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"It has pytorch_model\.bin: save it in safetensors format first"):
+        load_model(copy)
+
+
+def test_tensors_that_do_not_fit_the_config_are_named_together(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.extra.weight"] = np.zeros(3, np.float32)
+    tensors["model.norm.weight"] = np.zeros(17, np.float32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(
+        2, np.float32
+    )  # harmless, in older files
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(InputError) as caught:
+        load_model(copy)
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3
+    assert "'model.layers.1.mlp.up_proj.weight' is missing" in text
+    assert "model.safetensors: 'model.layers.0.mlp.extra.weight' is unexpected" in text
+    assert "'model.norm.weight' has shape [17]; config.json makes it [16]" in text
+
+
+def test_damaged_indexes_are_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
+    load_model(copy).save(copy)
+    index = copy / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    first, *_, last = sorted(set(table["weight_map"].values()))
+    moved = table["weight_map"] | {"model.norm.weight": first}
+    index.write_text(json.dumps({"weight_map": moved}))
+    with pytest.raises(InputError, match=rf"{first}: 'model\.norm\.weight' is missing"):
+        load_model(copy)
+    index.write_text(json.dumps(table))
+    (copy / last).unlink()
+    with pytest.raises(
+        InputError, match=rf"{last} is missing, though model\.safetensors\.index\.json names it"
+    ):
+        load_model(copy)
+    for text in ("{", "[]", "{}", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(InputError, match=r"index\.json: damaged"):
+            load_model(copy)
+
+
+def test_a_reward_model_is_not_a_language_model(tmp_path: Path) -> None:
+    fresh_model(TABLE, "score").save(tmp_path)
+    with pytest.raises(InputError, match=r"a reward model.*load it with head='score'"):
+        load_model(tmp_path)

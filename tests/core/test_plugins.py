@@ -1,0 +1,314 @@
+"""Loading plugins from made-up distributions, files and objects; a failure stays where it belongs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core import plugins
+from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
+from rlhf_core.errors import InputError
+from rlhf_core.plugins import PluginInfo, PluginWarning, hookimpl
+from rlhf_core.registry import Registry
+
+REGISTER = """
+from rlhf_core import hookimpl, POLICY_LOSS, ADVANTAGE
+
+def loss(inputs, *, epsilon: float = 0.2): ...
+
+@hookimpl
+def rlhf_register(registry):
+    registry.add(POLICY_LOSS, "{name}", loss)
+"""
+
+
+class World:
+    """Distributions that exist for one test only, as files that importlib.metadata reads."""
+
+    def __init__(self, site: Path) -> None:
+        self.site = site
+
+    def install(
+        self, point: str, source: str, *, distribution: str = "", version: str = "1.0", requires: str = ""
+    ) -> None:
+        distribution = distribution or f"rlhf-{point}"
+        module = f"made_up_{distribution.replace('-', '_')}"
+        (self.site / f"{module}.py").write_text(source)
+        info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}"
+        )
+        (info / "entry_points.txt").write_text(f"[rlhf]\n{point} = {module}\n")
+
+    def load(self, **arguments: Any) -> tuple[plugins.Host, dict[str, PluginInfo], list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            host = plugins.load(**arguments)
+        said = [str(w.message) for w in caught if issubclass(w.category, PluginWarning)]
+        return host, {info.name: info for info in host.plugins}, said
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Nothing is installed but what the test installs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("RLHF_DISABLE_PLUGINS", raising=False)
+
+    def entry_points(group: str) -> Any:
+        found = [p for d in importlib.metadata.distributions(path=[str(tmp_path)]) for p in d.entry_points]
+        return importlib.metadata.EntryPoints(found).select(group=group)
+
+    monkeypatch.setattr(plugins.importlib.metadata, "entry_points", entry_points)
+    yield World(tmp_path)
+    for name in [name for name in sys.modules if name.startswith(("made_up_", "rlhf_file_"))]:
+        del sys.modules[name]
+
+
+def test_a_plugin_registers_and_is_listed(world: World) -> None:
+    world.install("two", REGISTER.format(name="second"))
+    world.install("one", REGISTER.format(name="first"), version="2.5")
+    host, infos, said = world.load()
+    assert [info.name for info in host.plugins] == ["one", "two"]
+    assert infos["one"] == PluginInfo("one", "rlhf-one", "2.5", "loaded", None, {"policy loss": ["first"]})
+    assert host.registry.names(POLICY_LOSS) == ["first", "second"]
+    assert host.registry.owner(POLICY_LOSS, "first") == "rlhf-one 2.5"
+    assert (said, host.registry.failures) == ([], [])
+
+
+BROKEN = {
+    "import": ("import not_there_at_all", "ModuleNotFoundError: No module named 'not_there_at_all'"),
+    "exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "halfway": (REGISTER.format(name="half") + "    raise KeyError('gone')", "KeyError: 'gone'"),
+    "undecorated": (
+        "def rlhf_register(registry): ...",
+        "rlhf_register would never be called, since it has no @hookimpl",
+    ),
+    "unknown hook": (
+        "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_stpe_end(stage): ...",
+        "unknown hook 'rlhf_stpe_end'. Did you mean 'rlhf_step_end'?",
+    ),
+    "argument": (
+        "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_step_end(stage, sept): ...",
+        "{'sept'} are declared in the hookimpl but can not be found in the hookspec",
+    ),
+    "late argument": (
+        REGISTER.format(name="half") + "\n@hookimpl\ndef rlhf_stage_end(stage, result): ...",
+        "{'result'} are declared in the hookimpl",
+    ),
+    "nothing": ("x = 1", "it has no hook; define rlhf_register(registry) and put @hookimpl on it"),
+    "two problems": (
+        "from rlhf_core import hookimpl\ndef rlhf_one(): ...\n@hookimpl\ndef rlhf_two(): ...",
+        "rlhf_one would never be called",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BROKEN))
+def test_a_broken_plugin_is_a_warning_and_leaves_nothing(world: World, case: str) -> None:
+    source, cause = BROKEN[case]
+    world.install("a", REGISTER.format(name="before"))
+    world.install("brk", source, version="0.3.0")
+    world.install("z", REGISTER.format(name="after"))
+    host, infos, said = world.load()
+    assert host.registry.names(POLICY_LOSS) == ["after", "before"]
+    info = infos["brk"]
+    assert (info.state, info.distribution, info.version, info.components) == (
+        "failed",
+        "rlhf-brk",
+        "0.3.0",
+        {},
+    )
+    assert info.error is not None
+    assert info.error.startswith("plugin 'brk' (from rlhf-brk 0.3.0) failed to load: ")
+    assert cause in info.error
+    assert info.error.endswith("Uninstall it or set RLHF_DISABLE_PLUGINS=brk.")
+    assert said == [info.error]
+    assert host.registry.failures == [info]
+    assert {host.pm.get_name(plugin) for plugin in host.pm.get_plugins()} == {"a", "z"}
+    host.hook.rlhf_stage_end(stage=None, error=None)
+    with pytest.raises(InputError, match="failed to load"):
+        host.registry.get(POLICY_LOSS, "half")
+
+
+def test_every_problem_of_a_plugin_is_told(world: World) -> None:
+    world.install("brk", BROKEN["two problems"][0])
+    _, infos, _ = world.load()
+    assert "rlhf_one would never be called" in str(infos["brk"].error)
+    assert "unknown hook 'rlhf_two'" in str(infos["brk"].error)
+
+
+def test_an_optional_hook_may_be_unknown(world: World) -> None:
+    source = "from rlhf_core import hookimpl\n@hookimpl(optionalhook=True)\ndef rlhf_of_the_future(x): ..."
+    world.install("new", source)
+    _, infos, said = world.load()
+    assert (infos["new"].state, said) == ("loaded", [])
+
+
+@pytest.mark.parametrize(
+    ("requires", "state"),
+    [
+        ("rlhf-core>=0.1,<0.2", "loaded"),
+        ("rlhf_core", "loaded"),
+        ("rlhf-core>=0.2", "failed"),
+        ("RLHF.Core<0.1", "failed"),
+        ("rlhf-core>=9; extra == 'next'", "loaded"),
+        ("rlhf-core>=9; python_version < '3'", "loaded"),
+        ("other>=9", "loaded"),
+        ("not a requirement", "loaded"),
+    ],
+)
+def test_the_pin_on_core(world: World, requires: str, state: str) -> None:
+    world.install("pin", REGISTER.format(name="pinned"), requires=requires)
+    host, infos, _ = world.load()
+    assert infos["pin"].state == state
+    assert host.registry.names(POLICY_LOSS) == (["pinned"] if state == "loaded" else [])
+    if state == "failed":
+        assert "and 0.1.0 is installed; install versions that fit" in str(infos["pin"].error)
+        assert "made_up_rlhf_pin" not in sys.modules
+
+
+def test_two_owners_of_one_name(world: World) -> None:
+    world.install("a", REGISTER.format(name="same"))
+    world.install("b", REGISTER.format(name="same"), version="2.0")
+    host, infos, said = world.load()
+    assert (infos["a"].state, infos["b"].state) == ("loaded", "failed")
+    assert len(said) == 1
+    for part in (
+        "policy loss 'same' is registered twice",
+        "by rlhf-a 1.0",
+        "by rlhf-b 2.0",
+        "RLHF_DISABLE_PLUGINS=b",
+    ):
+        assert part in said[0]
+    with pytest.raises(InputError, match=r"registered twice.*rlhf-a 1\.0.*rlhf-b 2\.0"):
+        host.registry.get(POLICY_LOSS, "same")
+
+
+def test_two_distributions_of_one_entry_point(world: World) -> None:
+    world.install("same", REGISTER.format(name="x"), distribution="rlhf-a")
+    world.install("same", REGISTER.format(name="y"), distribution="rlhf-b")
+    host, _, said = world.load()
+    assert [info.state for info in host.plugins] == ["failed", "failed"]
+    assert all(
+        "rlhf-a 1.0 and rlhf-b 1.0 both have an entry point 'same'; uninstall one" in text for text in said
+    )
+    assert host.registry.names(POLICY_LOSS) == []
+
+
+@pytest.mark.parametrize("names", ["brk", "rlhf-brk", " RLHF_Brk ,other", "other,brk"])
+def test_disabled(world: World, monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    world.install("brk", "raise ImportError")
+    world.install("other", REGISTER.format(name="x"))
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", names)
+    host, infos, said = world.load()
+    assert infos["brk"] == PluginInfo("brk", "rlhf-brk", "1.0", "disabled")
+    assert infos["other"].state == ("disabled" if "other" in names else "loaded")
+    assert (said, host.registry.failures) == ([], [])
+
+
+def test_disabling_what_is_not_there_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.install("tanh", REGISTER.format(name="x"))
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "tahn")
+    _, infos, said = world.load()
+    assert infos["tanh"].state == "loaded"
+    assert said == ["RLHF_DISABLE_PLUGINS: no plugin is called 'tahn'. Did you mean 'tanh'?"]
+
+
+# Files and objects
+
+
+def test_a_file(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "my_loss.py"
+    file.write_text(REGISTER.format(name="mine"))
+    host, infos, _ = world.load(files=[file])
+    assert infos[str(file)] == PluginInfo(str(file), None, None, "loaded", None, {"policy loss": ["mine"]})
+    assert host.registry.get(POLICY_LOSS, "mine") is not None
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import not_there_at_all", r"my_loss\.py line 1: ModuleNotFoundError"),
+        ("x = 1", r"plugin .*my_loss\.py: it has no hook"),
+        ("def rlhf_register(registry): ...", r"plugin .*my_loss\.py: rlhf_register would never be called"),
+        (REGISTER.format(name="taken"), r"registered twice: .* by rlhf-a 1\.0, and .* by .*my_loss\.py"),
+    ],
+)
+def test_a_file_that_fails_is_an_error(world: World, tmp_path: Path, source: str, message: str) -> None:
+    world.install("a", REGISTER.format(name="taken"))
+    file = tmp_path / "my_loss.py"
+    file.write_text(source)
+    with pytest.raises(InputError, match=message):
+        plugins.load(files=[file])
+
+
+def test_a_missing_file(world: World, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.py: no such file"):
+        plugins.load(files=[tmp_path / "nowhere.py"])
+
+
+def test_objects_are_notified_and_may_take_fewer_arguments(world: World) -> None:
+    class Watch:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        @hookimpl
+        def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+            self.seen.append((step, metrics["loss"]))
+
+        @hookimpl
+        def rlhf_register(self, registry: Registry) -> None:
+            registry.add(ADVANTAGE, f"of {id(self)}", lambda inputs: inputs)
+
+    one, two = Watch(), Watch()
+    host, _, _ = world.load(objects=[one, two])
+    host.hook.rlhf_step_end(stage=None, step=3, metrics={"loss": 0.5})
+    assert one.seen == two.seen == [(3, 0.5)]
+    assert len(host.registry.names(ADVANTAGE)) == 2
+
+
+def test_an_object_that_comes_late_is_registered_too(world: World) -> None:
+    host, _, _ = world.load()
+    module = types.ModuleType("late")
+    exec(REGISTER.format(name="late"), vars(module))
+    host.pm.register(module)
+    assert host.registry.names(POLICY_LOSS) == ["late"]
+
+
+def test_a_lazy_attribute_is_left_alone(world: World) -> None:
+    source = REGISTER.format(name="lazy") + (
+        "\ndef __getattr__(name): raise RuntimeError('resolved ' + name)\n"
+        "def __dir__(): return [*globals(), 'RewardTrainer', 'rlhf_like_name']\n"
+    )
+    world.install("lazy", source)
+    _, infos, said = world.load()
+    assert (infos["lazy"].state, said) == ("loaded", [])
+
+
+def test_loading_twice_gives_two_registries(world: World) -> None:
+    world.install("a", REGISTER.format(name="x"))
+    (first, _, _), (second, _, _) = world.load(), world.load()
+    first.registry.add(POLICY_LOSS, "only here", lambda inputs: inputs)
+    assert second.registry.names(POLICY_LOSS) == ["x"]
+
+
+def test_the_hooks_are_these(world: World) -> None:
+    host, _, _ = world.load()
+    signatures = {name: getattr(host.hook, name).spec.argnames for name in plugins.HOOKS}
+    assert signatures == {
+        "rlhf_register": ("registry",),
+        "rlhf_stage_start": ("stage",),
+        "rlhf_step_end": ("stage", "step", "metrics"),
+        "rlhf_artifact_saved": ("stage", "artifact"),
+        "rlhf_stage_end": ("stage", "error"),
+    }
+    assert not any(getattr(host.hook, name).spec.opts["firstresult"] for name in plugins.HOOKS)

@@ -1,0 +1,348 @@
+"""Packing against the separate sequences: every token once, right positions, parents and visibility."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhf_core.rows import (
+    Layout,
+    Packed,
+    Tree,
+    choose_layout,
+    pack,
+    shared_prefix,
+    split,
+    tree,
+    useful_fraction,
+)
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def random_trees(seed, count, *, branches=(1, 5), weighted=True):
+    rng = np.random.default_rng(seed)
+    trees = []
+    for _ in range(count):
+        n = int(rng.integers(*branches))
+        lengths = rng.integers(1, 13, n)
+        own = tuple(rng.integers(1, 500, k).astype(np.int32) for k in lengths)
+        weights = tuple(rng.choice([0.0, 1.0, 0.5], k).astype(np.float32) for k in lengths)
+        trees.append(
+            Tree(
+                prefix=rng.integers(1, 500, int(rng.integers(0, 9))).astype(np.int32),
+                branches=own,
+                weights=weights if weighted else None,
+                token_values={"old": tuple(rng.normal(size=k).astype(np.float32) for k in lengths)},
+                sequence_values={"advantage": rng.normal(size=n).astype(np.float32)},
+            )
+        )
+    return trees
+
+
+LAYOUT = Layout(time=(32, 64), rows=(3, 2), sequences=(4, 4), trained=(32, 40))
+
+
+def unpack(packed: list[Packed]):
+    """Each sequence of each row, token by token: what a reader of the layout's definition would do."""
+    found = []
+    for batch in packed:
+        rows = batch.rows
+        for r in range(rows.tokens.shape[0]):
+            for s in range(batch.last.shape[1]):
+                end = int(batch.last[r, s])
+                if end < 0:
+                    assert batch.example[r, s] == -1
+                    continue
+                keys = [k for k in range(end + 1) if end < rows.visible_until[r, k]]
+                own = [k for k in keys if rows.sequence[r, k] == s]
+                slots = {int(index): k for k, index in enumerate(batch.trained[r]) if index >= 0}
+                found.append(
+                    {
+                        "example": int(batch.example[r, s]),
+                        "tokens": rows.tokens[r, keys].tolist(),
+                        "positions": rows.positions[r, keys].tolist(),
+                        "parents": [keys.index(p) if p >= 0 else -1 for p in rows.parent[r, keys].tolist()],
+                        "own": len(own),
+                        "own_last": own == keys[len(keys) - len(own) :],
+                        "weight": rows.weight[r, keys].tolist(),
+                        "old": {
+                            keys.index(k): float(batch.token_values["old"][r, slots[k]])
+                            for k in own
+                            if k in slots
+                        },
+                        "advantage": float(batch.sequence_values["advantage"][r, s]),
+                    }
+                )
+    return found
+
+
+def expected(trees):
+    out = []
+    for i, t in enumerate(trees):
+        for b, branch in enumerate(t.branches):
+            p, n = len(t.prefix), len(t.prefix) + len(branch)
+            weight = [0.0] * p + (t.weights[b].tolist() if t.weights else [1.0] * len(branch))
+            weight[0] = 0.0
+            old = t.token_values["old"][b]
+            out.append(
+                {
+                    "example": i,
+                    "tokens": [*t.prefix.tolist(), *branch.tolist()],
+                    "positions": list(range(n)),
+                    "parents": list(range(-1, n - 1)),
+                    "own": len(branch),
+                    "own_last": True,
+                    "weight": weight,
+                    "old": {k: float(old[k - p]) for k in range(p, n) if weight[k]},
+                    "advantage": float(t.sequence_values["advantage"][b]),
+                }
+            )
+    return out
+
+
+def key(item):
+    return (item["example"], item["tokens"], item["advantage"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_sequence_comes_back(seed):
+    trees = random_trees(seed, 17, weighted=seed % 2 == 0)
+    packed = pack(trees, LAYOUT, token_names=["old"], sequence_names=["advantage"])
+    assert sorted(unpack(packed), key=key) == sorted(expected(trees), key=key)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_visibility_is_that_of_the_separate_sequences(seed):
+    """[query, key] of a row, token by token: its sequence's earlier tokens and its own prefix only."""
+    for batch in pack(random_trees(seed, 11), LAYOUT):
+        for r in range(batch.rows.tokens.shape[0]):
+            until, sequence = batch.rows.visible_until[r], batch.rows.sequence[r]
+            time = len(until)
+            seen = np.array([[k <= q < until[k] for k in range(time)] for q in range(time)])
+            wanted = np.zeros((time, time), bool)
+            # Which tree a token is of: its sequence's; a prefix lies right before its tree's branches.
+            example = np.append(batch.example[r], -1)[sequence]
+            owners = np.full(time, -1)
+            for q in np.flatnonzero(until):
+                owners[q] = next(e for e in example[q:] if e >= 0)
+            for q in range(time):
+                for k in range(q + 1):
+                    same_tree = owners[q] == owners[k] >= 0
+                    wanted[q, k] = same_tree and sequence[k] in (-1, sequence[q])
+            np.testing.assert_array_equal(seen, wanted)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_micro_batches_have_static_shapes_and_dtypes(seed):
+    packed = pack(random_trees(seed, 23), LAYOUT, token_names=["old"], sequence_names=["advantage"])
+    shapes = {
+        time: (rows, sequences, trained) for time, rows, sequences, trained in zip(*LAYOUT[:4], strict=True)
+    }
+    for batch in packed:
+        time = batch.rows.tokens.shape[1]
+        rows, sequences, trained = shapes[time]
+        assert {array.shape for array in batch.rows} == {(rows, time)}
+        assert [array.dtype for array in batch.rows] == [np.int32] * 5 + [np.float32]
+        assert (
+            batch.last.shape
+            == batch.example.shape
+            == batch.sequence_values["advantage"].shape
+            == (rows, sequences)
+        )
+        assert batch.trained.shape == batch.token_values["old"].shape == (rows, trained)
+        assert {batch.last.dtype, batch.example.dtype, batch.trained.dtype} == {np.dtype(np.int32)}
+        assert batch.example.max() >= 0, "a micro-batch without any sequence"
+        unused = batch.rows.visible_until == 0
+        assert (batch.rows.tokens[unused] == 0).all()
+        assert (batch.rows.parent[unused] == -1).all()
+        assert (batch.rows.sequence[unused] == -1).all()
+        assert (batch.rows.weight[unused] == 0).all()
+        for r in range(rows):
+            np.testing.assert_array_equal(
+                batch.trained[r][batch.trained[r] >= 0], np.flatnonzero(batch.rows.weight[r])
+            )
+
+
+def test_pairs_lie_side_by_side():
+    trees = random_trees(3, 30, branches=(2, 3))
+    for batch in pack(trees, LAYOUT, group=2):
+        np.testing.assert_array_equal(batch.example[:, 0::2], batch.example[:, 1::2])
+
+
+def test_packing_ignores_the_order_of_names_and_is_repeatable():
+    trees = random_trees(0, 20)
+    turned = [
+        t._replace(
+            token_values=dict(reversed(t.token_values.items())),
+            sequence_values={"z": np.zeros(len(t.branches), np.float32), **t.sequence_values},
+        )
+        for t in trees
+    ]
+    a = pack(trees, LAYOUT, token_names=["old"], sequence_names=["advantage"])
+    b = pack(turned, LAYOUT, token_names=["old"], sequence_names=["advantage"])
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        for left, right in zip(x.rows, y.rows, strict=True):
+            np.testing.assert_array_equal(left, right)
+        np.testing.assert_array_equal(x.trained, y.trained)
+        np.testing.assert_array_equal(x.token_values["old"], y.token_values["old"])
+
+
+def test_no_trees_give_no_micro_batch():
+    assert pack([], LAYOUT) == []
+    assert useful_fraction([]) == 1.0
+
+
+def test_a_class_without_trees_gives_no_micro_batch():
+    packed = pack([Tree(ints(), (np.arange(1, 40, dtype=np.int32),))], LAYOUT)
+    assert [batch.rows.tokens.shape for batch in packed] == [(2, 64)]
+
+
+def test_sequences_and_trained_tokens_open_new_rows():
+    short = [Tree(ints(5), (ints(7), ints(8))) for _ in range(4)]  # 8 sequences of one token each
+    layout = Layout((32,), (1,), (4,), (32,))
+    packed = pack(short, layout)
+    assert [int((batch.last >= 0).sum()) for batch in packed] == [4, 4]
+    dense = [Tree(ints(5), (ints(7, 7, 7),)) for _ in range(4)]
+    packed = pack(dense, Layout((32,), (1,), (4,), (6,)))
+    assert [int((batch.trained >= 0).sum()) for batch in packed] == [6, 6]
+
+
+def test_trained_zero_limits_nothing_and_lays_out_nothing():
+    packed = pack(random_trees(1, 5, weighted=False), Layout((64,), (4,), (4,), (0,)))
+    assert all(batch.trained.shape == (4, 0) for batch in packed)
+    assert sum(int((batch.last >= 0).sum()) for batch in packed) == sum(
+        len(t.branches) for t in random_trees(1, 5)
+    )
+
+
+def test_a_first_token_is_never_trained():
+    (batch,) = pack([Tree(ints(), (ints(4, 5, 6),))], Layout((32,), (1,), (2,), (32,)))
+    assert batch.rows.weight[0, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
+    assert batch.trained[0, :3].tolist() == [1, 2, -1]
+
+
+def test_useful_fraction_counts_a_shared_prompt_once():
+    packed = pack([Tree(ints(*range(1, 11)), (ints(1, 2), ints(3)))], Layout((32,), (2,), (2,), (0,)))
+    assert useful_fraction(packed) == pytest.approx(13 / 64)
+
+
+def test_a_pair_in_numbers():
+    (batch,) = pack([Tree(ints(11, 12), (ints(21, 22), ints(31)))], Layout((8,), (1,), (2,), (8,)))
+    rows = batch.rows
+    assert rows.tokens[0].tolist() == [11, 12, 21, 22, 31, 0, 0, 0]
+    assert rows.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
+    assert rows.visible_until[0].tolist() == [5, 5, 4, 4, 5, 0, 0, 0]
+    assert rows.parent[0].tolist() == [-1, 0, 1, 2, 1, -1, -1, -1]
+    assert rows.sequence[0].tolist() == [-1, -1, 0, 0, 1, -1, -1, -1]
+    assert batch.last[0].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "first_trained", "length"),
+    [
+        (([1, 2, 3], [1, 2, 4]), None, 2),
+        (([1, 2, 3], [1, 2, 3]), None, 2),  # identical: both keep a token
+        (([1, 2], [1, 2, 3]), None, 1),  # one is the start of the other
+        (([1], [1]), None, 0),
+        (([5, 2], [1, 2]), None, 0),
+        (([1, 2, 3, 4], [1, 2, 3, 5]), [2, 3], 2),
+        (([1, 2, 3], [1, 2, 4], [1, 9, 9]), None, 1),
+        (([1, 2, 3],), None, 0),
+    ],
+)
+def test_shared_prefix(sequences, first_trained, length):
+    assert shared_prefix([ints(*s) for s in sequences], first_trained=first_trained) == length
+
+
+def test_tree_shares_no_trained_token():
+    weights = [np.array([0, 0, 1, 1], np.float32), np.array([0, 0, 0, 1], np.float32)]
+    made = tree([ints(1, 2, 3, 4), ints(1, 2, 3, 5)], weights, token_values={"old": weights})
+    assert made.prefix.tolist() == [1, 2]
+    assert [w.tolist() for w in made.weights] == [[1, 1], [0, 1]]
+    assert [v.tolist() for v in made.token_values["old"]] == [[1, 1], [0, 1]]
+    with pytest.raises(ValueError, match="at least one token"):
+        tree([ints(1), ints()])
+
+
+def test_long_trees_are_split_with_their_prompt_repeated():
+    t = random_trees(5, 1, branches=(12, 13))[0]
+    parts = split(t, len(t.prefix) + 30)
+    assert len(parts) > 1
+    assert all(part.size <= len(t.prefix) + 30 for part in parts)
+    assert [b.tolist() for part in parts for b in part.branches] == [b.tolist() for b in t.branches]
+    assert (
+        np.concatenate([p.sequence_values["advantage"] for p in parts]).tolist()
+        == t.sequence_values["advantage"].tolist()
+    )
+    packed = pack([*random_trees(6, 3), t], LAYOUT, token_names=["old"], sequence_names=["advantage"])
+    assert sorted(unpack(packed), key=key) == sorted(expected([*random_trees(6, 3), t]), key=key)
+
+
+def test_split_keeps_groups_and_says_what_does_not_fit():
+    pairs = Tree(ints(1), tuple(ints(2, 3) for _ in range(6)))
+    assert [len(part.branches) for part in split(pairs, 8, group=2)] == [2, 2, 2]
+    assert [len(part.branches) for part in split(pairs, 8)] == [3, 3]
+    assert [len(part.branches) for part in split(pairs, 64, sequences=4)] == [4, 2]
+    assert [len(part.branches) for part in split(pairs, 64, trained=4)] == [2, 2, 2]
+    with pytest.raises(ValueError, match=r"branches of \[2, 2\] tokens does not fit a row of 4 tokens"):
+        split(pairs, 4, group=2)
+
+
+@pytest.mark.parametrize("hidden_size", [64, 4096])
+@pytest.mark.parametrize("branches", [1, 2, 8])
+def test_chosen_layouts_keep_the_rules(branches, hidden_size):
+    rng = np.random.default_rng(branches)
+    sizes = np.minimum(rng.lognormal(4.5, 0.8, 500).astype(int) + 2 * branches, 900)
+    layout = choose_layout(
+        sizes,
+        branches,
+        hidden_size=hidden_size,
+        max_tokens=8192,
+        trees_per_update=32,
+        trained_counts=sizes // 2,
+        row_multiple=4,
+    )
+    assert 1 <= len(layout.time) <= 3
+    assert list(layout.time) == sorted(set(layout.time))
+    assert layout.time[-1] >= sizes.max()
+    for time, rows, sequences, trained in zip(*layout[:4], strict=True):
+        assert time % 32 == 0
+        assert time % 64 == 0 or time <= 128
+        assert rows % 4 == 0
+        assert rows * time <= 8192
+        assert sequences % branches == 0
+        assert sequences == branches or sequences <= time // 16
+        assert trained <= time
+        assert trained >= (sizes // 2)[sizes <= time].max()
+    trees = []
+    for size in sizes[:64]:
+        own = np.full(branches, max(1, int(size) // 2 // branches))
+        trees.append(Tree(np.ones(size - own.sum(), np.int32), tuple(np.ones(n, np.int32) for n in own)))
+    packed = pack(trees, layout)
+    assert useful_fraction(packed) > 0.6
+    assert sum(int((batch.last >= 0).sum()) for batch in packed) == 64 * branches
+
+
+def test_layout_costs_less_than_one_class_of_the_longest():
+    """A few long trees among short ones, attention dominant: the short ones get rows of their own."""
+    sizes = np.where(np.arange(400) % 10 == 0, 1000, 40)
+    layout = choose_layout(sizes, 2, hidden_size=32, max_tokens=8192, trees_per_update=40)
+    assert len(layout.time) > 1
+    assert layout.time[0] <= 256
+    assert layout.trained == (0,) * len(layout.time)
+
+
+def test_layout_has_room_for_what_may_come():
+    layout = choose_layout([50, 60], 4, hidden_size=64, max_tokens=2048, trained_counts=[20, 30], longest=700)
+    assert layout.time[-1] >= 700
+    assert layout.trained[-1] == layout.time[-1]
+
+
+def test_layout_of_a_small_update_is_small():
+    layout = choose_layout([100] * 64, 2, hidden_size=64, max_tokens=1 << 20, trees_per_update=8)
+    slots = sum(rows * time for rows, time in zip(layout.rows, layout.time, strict=True))
+    assert slots <= 8 * 128

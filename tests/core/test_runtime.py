@@ -1,0 +1,97 @@
+"""Start-up settings, each in a process of its own: they are for a whole process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import runtime
+
+HEAP = """
+import ctypes, sys
+from rlhf_core import runtime
+runtime.prepare()
+runtime.prepare()
+malloc = ctypes.CDLL(None).malloc
+malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+address = malloc(64 * 2**20)
+low, high = next(
+    (int(x, 16) for x in line.split()[0].split("-")) for line in open("/proc/self/maps") if "[heap]" in line
+)
+print(low <= address < high)
+"""
+CACHE = """
+import sys
+from rlhf_core import runtime
+import jax
+if len(sys.argv) > 1:
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.25)
+runtime.prepare()
+runtime.prepare()
+jax.config.update("jax_num_cpu_devices", 3)  # an error once there is a backend
+print(jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x * 2 + len(sys.argv))(1.0)
+print(jax.device_count())
+"""
+
+
+def run(script: str, *arguments: object, **environment: object) -> list[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XDG_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=kept | {"JAX_PLATFORMS": "cpu"} | {k: str(v) for k, v in environment.items()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_large_blocks_come_from_the_heap_on_cpu_only() -> None:
+    assert run(HEAP) == ["True"]
+    assert run(HEAP, JAX_PLATFORMS="cuda,cpu") == ["False"]
+
+
+def test_cache_is_in_the_users_cache_directory(tmp_path: Path) -> None:
+    expected = tmp_path / "rlhf" / "compilation"
+    for _ in range(2):  # the second time it reads what the first one wrote, and says nothing
+        assert run(CACHE, XDG_CACHE_HOME=tmp_path) == [str(expected), "0.5", "3"]
+    assert list(expected.iterdir())
+    assert run(CACHE, HOME=tmp_path)[0] == str(tmp_path / ".cache" / "rlhf" / "compilation")
+
+
+def test_what_the_user_chose_stands(tmp_path: Path) -> None:
+    chosen = {
+        "JAX_COMPILATION_CACHE_DIR": tmp_path / "env",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1.0",
+    }
+    assert run(CACHE, HOME=tmp_path, **chosen)[:2] == [str(tmp_path / "env"), "1.0"]
+    assert run(CACHE, tmp_path / "config", HOME=tmp_path)[:2] == [str(tmp_path / "config"), "0.25"]
+    assert not (tmp_path / ".cache").exists()
+
+
+def test_a_home_that_cannot_be_written_to_means_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(CACHE, XDG_CACHE_HOME=tmp_path / "file") == ["None", "0.5", "3"]
+
+
+def test_relative_cache_home_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    assert runtime.cache_directory() == tmp_path / ".cache" / "rlhf" / "compilation"
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert runtime.keep_freed_memory() is False

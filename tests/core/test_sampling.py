@@ -1,0 +1,299 @@
+"""The sampler against full forward passes of the same model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core import sampling
+from rlhf_core.errors import InputError
+from rlhf_core.logprobs import logps_from_logits
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket
+
+VOCAB, NEW = 40, 12
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.5,
+}
+
+
+@functools.cache
+def model() -> tuple[Definition, Any]:
+    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
+    return definition, definition.init(jax.random.key(1))
+
+
+def make_prompts(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(0, VOCAB, length).astype(np.int32) for length in lengths]
+
+
+def make_sampler(
+    *, stop_ids: Sequence[int] = (), mesh: Any = None, definition: Any = None, **options: Any
+) -> Sampler:
+    arguments = {
+        name: options.pop(name, default)
+        for name, default in (("num_generations", 1), ("prompts_per_call", 4), ("max_prompt_length", 40))
+    }
+    options.setdefault("max_completion_length", NEW)
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    return Sampler(
+        definition or model()[0], SamplingOptions(**options), mesh=mesh, stop_ids=stop_ids, **arguments
+    )
+
+
+@jax.jit
+def _padded_logits(tokens: jax.Array, length: jax.Array) -> jax.Array:
+    definition, params = model()
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = definition.hidden(params, tokens, positions, jnp.where(positions < length, length, 0))
+    kernel, _ = definition.unembedding(params)
+    return hidden[0] @ kernel
+
+
+def full_logits(tokens: np.ndarray) -> np.ndarray:
+    """float32 [T, V] of one sequence [T], by the forward pass that training uses."""
+    padded = np.pad(tokens, (0, 64 - len(tokens)))[None]
+    return np.asarray(_padded_logits(padded, len(tokens)))[: len(tokens)]
+
+
+def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
+    logits = full_logits(np.concatenate([prompt, completion]))[len(prompt) - 1 : -1]
+    return np.asarray(logps_from_logits(jnp.asarray(logits) / temperature, completion))
+
+
+def assert_same(a: Rollouts, b: Rollouts) -> None:
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.4, "top_p": 0.8},
+        {"top_k": 5, "min_p": 0.05},
+        {"temperature": 0.0},
+    ],
+    ids=str,
+)
+def test_log_probs_are_the_unfiltered_ones_of_a_full_forward(options: dict[str, Any]) -> None:
+    prompts = make_prompts(1, 5, 33, 7, 40)
+    sampler = make_sampler(stop_ids=(3, 9), num_generations=3, **options)
+    out = sampler(model()[1], prompts, jax.random.key(0))
+    assert out.tokens.shape == out.logps.shape == (15, NEW)
+    assert (out.tokens.dtype, out.lengths.dtype, out.logps.dtype, out.finished.dtype) == (
+        np.int32,
+        np.int32,
+        np.float32,
+        np.bool_,
+    )
+    for j in range(15):
+        length = out.lengths[j]
+        expected = teacher_forced(prompts[j // 3], out.tokens[j, :length], options.get("temperature") or 1.0)
+        np.testing.assert_allclose(out.logps[j, :length], expected, atol=1e-4)
+        assert not out.tokens[j, length:].any()
+        assert not out.logps[j, length:].any()
+
+
+def test_greedy_is_the_argmax_of_the_full_forward() -> None:
+    prompts = make_prompts(4, 9)
+    out = make_sampler(temperature=0.0, num_generations=2)(model()[1], prompts, jax.random.key(0))
+    for j in range(4):
+        sequence = prompts[j // 2]
+        for _ in range(NEW):
+            sequence = np.append(sequence, full_logits(sequence)[-1].argmax())
+        np.testing.assert_array_equal(out.tokens[j], sequence[len(prompts[j // 2]) :])
+    assert not out.finished.any()
+    assert (out.lengths == NEW).all()
+
+
+def test_each_stop_token_ends_a_completion_and_counts() -> None:
+    prompts = make_prompts(*range(2, 18))
+    stops = (3, 9, 11)
+    sampler = make_sampler(stop_ids=stops, num_generations=4, prompts_per_call=16)
+    out = sampler(model()[1], prompts, jax.random.key(0))
+    unstopped = make_sampler(num_generations=4, prompts_per_call=16)(model()[1], prompts, jax.random.key(0))
+    seen = set()
+    for j in range(64):
+        ends = np.flatnonzero(np.isin(unstopped.tokens[j], stops))
+        assert out.finished[j] == bool(len(ends))
+        assert out.lengths[j] == (ends[0] + 1 if len(ends) else NEW)
+        np.testing.assert_array_equal(out.tokens[j, : out.lengths[j]], unstopped.tokens[j, : out.lengths[j]])
+        seen |= {int(out.tokens[j, out.lengths[j] - 1])} & set(stops)
+    assert seen == set(stops)
+    assert not out.finished.all()
+
+
+def test_results_depend_neither_on_the_calls_nor_on_the_neighbours() -> None:
+    prompts = make_prompts(3, 39, 8, 20, 33)
+    key = jax.random.key(5)
+    whole = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
+    for at_once in (1, 2, 3, 8):
+        sampler = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=at_once)
+        assert_same(sampler(model()[1], prompts, key), whole)
+    ids = np.arange(10)
+    order = [4, 2, 0]
+    chosen = np.concatenate([ids[2 * i : 2 * i + 2] for i in order])
+    part = sampler(model()[1], [prompts[i] for i in order], key, chosen)
+    assert_same(part, Rollouts(*(x[chosen] for x in whole)))
+
+
+def test_ids_and_key_alone_decide_what_is_drawn() -> None:
+    prompt = make_prompts(6)[0]
+    sampler = make_sampler()
+    out = sampler(model()[1], [prompt] * 3, jax.random.key(0), np.array([7, 7, 8]))
+    np.testing.assert_array_equal(out.tokens[0], out.tokens[1])
+    assert (out.tokens[0] != out.tokens[2]).any()
+    other = sampler(model()[1], [prompt], jax.random.key(1), np.array([7]))
+    assert (out.tokens[0] != other.tokens[0]).any()
+    shorter = make_sampler(max_completion_length=5)(model()[1], [prompt], jax.random.key(0), np.array([7]))
+    np.testing.assert_array_equal(shorter.tokens[0], out.tokens[0, :5])
+
+
+def test_first_tokens_follow_the_filtered_distribution() -> None:
+    prompt, count = make_prompts(6)[0], 8192
+    options = {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.05}
+    sampler = make_sampler(num_generations=count, prompts_per_call=1, max_completion_length=1, **options)
+    out = sampler(model()[1], [prompt], jax.random.key(0))
+    logits = full_logits(prompt)[-1].astype(np.float64) / 1.5
+    order = np.argsort(-logits)
+    p = np.exp(logits[order] - logits.max())
+    p[12:] = 0
+    p /= p.sum()
+    p[np.cumsum(p) - p >= 0.95] = 0
+    p[p < 0.05 * p[0]] = 0
+    expected = np.zeros(VOCAB)
+    expected[order] = p / p.sum() * count
+    observed = np.bincount(out.tokens[:, 0], minlength=VOCAB)
+    assert (observed > 0).sum() == (expected > 0).sum() > 3
+    assert not observed[expected == 0].any()
+    kept = expected > 0
+    assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() < 2.5 * kept.sum()
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A definition that notes the rows it prefills and every token it decodes."""
+
+    definition: Definition
+    log: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.definition, name)
+
+    def prefill(self, params: Any, tokens: Any, *rest: Any) -> Any:
+        self.log.prefilled.append(tokens.shape)
+        return self.definition.prefill(params, tokens, *rest)
+
+    def decode(self, *arguments: Any) -> Any:
+        jax.debug.callback(self.log.step)
+        return self.definition.decode(*arguments)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.prefilled: list[tuple[int, ...]] = []
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def test_a_prompt_is_computed_once_and_decoding_stops_with_the_last_sequence() -> None:
+    log = Log()
+    stops = tuple(range(VOCAB // 2))
+    sampler = make_sampler(
+        stop_ids=stops, num_generations=3, definition=Watched(model()[0], log), max_completion_length=64
+    )
+    out = sampler(model()[1], make_prompts(3, 8), jax.random.key(0))
+    jax.effects_barrier()
+    assert log.prefilled == [(4, 32)]
+    assert out.finished.all()
+    assert log.steps == out.lengths.max() - 1 < 63
+
+
+def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make_sampler(temperature=0.9)
+    sampler(model()[1], make_prompts(3), jax.random.key(0))
+    programs = sampling._generate._cache_size()
+    fetched = []
+    get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(1) or get(x))
+    sampler(model()[1], make_prompts(32, 1, 8, 9, 2), jax.random.key(1), np.arange(100, 105))
+    make_sampler(temperature=0.9)(model()[1], make_prompts(8), jax.random.key(2))
+    assert sampling._generate._cache_size() == programs
+    assert len(fetched) == 3
+    sampler(model()[1], make_prompts(33), jax.random.key(1))
+    assert sampling._generate._cache_size() == programs + 1
+
+
+def test_a_mesh_of_eight_devices_gives_the_same() -> None:
+    definition, params = model()
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    prompts = make_prompts(3, 39, 8, 20, 33)
+    expected = make_sampler(stop_ids=(3,), num_generations=2)(params, prompts, jax.random.key(0))
+    sampler = make_sampler(stop_ids=(3,), num_generations=2, mesh=mesh, prompts_per_call=3)
+    assert sampler.prompts_per_call == 4
+    placed = jax.device_put(params, definition.shardings(mesh))
+    assert_same(sampler(placed, prompts, jax.random.key(0)), expected)
+
+
+def test_prompts_that_do_not_fit_are_refused_by_number() -> None:
+    sampler = make_sampler(max_prompt_length=10)
+    with pytest.raises(InputError) as caught:
+        sampler(model()[1], make_prompts(3, 0, 11), jax.random.key(0))
+    assert [problem[:9] for problem in caught.value.problems] == ["prompt 2 ", "prompt 3 "]
+    assert "max_prompt_length=10" in str(caught.value)
+    with pytest.raises(ValueError, match="ids"):
+        sampler(model()[1], make_prompts(3), jax.random.key(0), np.arange(2))
+
+
+def test_no_prompts_give_no_rollouts() -> None:
+    out = make_sampler()(model()[1], [], jax.random.key(0))
+    assert [x.shape for x in out] == [(0, NEW), (0,), (0, NEW), (0,)]
+
+
+def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
+    assert [bucket(n, 200) for n in (1, 32, 33, 128, 129, 200)] == [32, 32, 64, 128, 200, 200]
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"min_p": 2.0}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        SamplingOptions(**options)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
+    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
+    mesh = make_mesh(devices=jax.devices()[:1])
+    options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
+    plan = sampling._Plan(definition, options, mesh, (3,), 2, "threefry2x32")
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((4, 32), "int32"), ((4,), "int32"), ((8,), "uint32"), ((2,), "uint32"))
+    ]
+    traced = sampling._generate.trace(definition.abstract_params(), *arrays, plan=plan)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "bf16" in text
+    assert traced.out_info[2].dtype == jnp.float32

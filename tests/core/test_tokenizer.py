@@ -1,0 +1,206 @@
+"""One rule for training, scoring and rollouts; templates; clear errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core.encoding import Encoder
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer import (
+    encode_full,
+    encode_pair,
+    load_tokenizer,
+    prompt_ids,
+    render,
+    special_ids,
+    template_hash,
+    template_text,
+    tokenizer_hash,
+)
+
+CHAT = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "ba"},
+    {"role": "user", "content": "aab"},
+    {"role": "assistant", "content": "b"},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] + '</s>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
+)
+
+
+def small_tokenizer(*, bos=False, eos=False, template=None):
+    """Bytes, `ab` merged to one token, <s> and </s>; optionally adding them itself."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, "ab"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    single = " ".join(["<s>"] * bos + ["$A"] + ["</s>"] * eos)
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_text_is_tokenised_as_one_string_and_ends_with_eos():
+    tokenizer = small_tokenizer(bos=True)
+    ids = encode_full(tokenizer, "xa", "b")
+    assert ids.dtype == np.int32
+    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<s>", "x", "ab", "</s>"]  # the merge crosses
+    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "xa").tolist()) == ["<s>", "x", "a"]
+
+
+def test_eos_is_added_once():
+    tokenizer = small_tokenizer()
+    once = encode_full(tokenizer, "x", "y").tolist()
+    assert encode_full(tokenizer, "x", "y</s>").tolist() == once
+    assert encode_full(small_tokenizer(eos=True), "x", "y").tolist() == once
+
+
+def test_prompts_are_open():
+    """Nothing is sampled after an EOS, even where the tokenizer closes every text with it."""
+    assert 1 not in prompt_ids(small_tokenizer(eos=True), "x").tolist()
+    assert prompt_ids(small_tokenizer(bos=True), "").tolist() == [0]
+
+
+def test_pairs_are_the_same_as_single_sequences():
+    tokenizer = small_tokenizer(bos=True)
+    chosen, rejected = encode_pair(tokenizer, "xa", "b", "a")
+    assert chosen.tolist() == encode_full(tokenizer, "xa", "b").tolist()
+    assert rejected.tolist() == encode_full(tokenizer, "xa", "a").tolist()
+
+
+def test_chat_template_of_the_tokenizer():
+    tokenizer = small_tokenizer(bos=True, template=CHATML)
+    text = "<s>user\nab</s>\n<s>assistant\nba</s>\n<s>user\naab</s>\n<s>assistant\n"
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:3])) == text  # and no second <s>
+    # What the template writes after the last EOS is never sampled, so it is not trained on or scored either.
+    assert tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:])) == text + "b</s>"
+    assert encode_full(tokenizer, CHAT[:3], "b").tolist() == encode_full(tokenizer, None, CHAT).tolist()
+    assert tokenizer.decode(render(tokenizer, CHAT[:1])) == "<s>user\nab</s>\n"
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_plain_template(bos):
+    tokenizer = small_tokenizer(bos=bos)
+    start = "<s>" * bos + "user:\nab\n\nassistant:\nba</s>\n\nuser:\naab\n\nassistant:\n"
+    assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:3], chat_template="plain")) == start
+    assert (
+        tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template="plain")) == start + "b</s>"
+    )
+
+
+def test_prompt_and_sampled_tokens_give_the_trained_sequence():
+    """Where no merge crosses, a rollout's ids are exactly what scoring its text gives."""
+    for template in ("plain", CHATML):
+        tokenizer = small_tokenizer(template=CHATML)
+        prompt = prompt_ids(tokenizer, CHAT[:3], chat_template=template)
+        whole = encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template=template)
+        assert whole[: len(prompt)].tolist() == prompt.tolist()
+        assert tokenizer.decode(whole[len(prompt) :]) == "b</s>"
+
+
+def test_generation_marks_say_what_the_assistant_wrote():
+    encoder = Encoder(small_tokenizer(bos=True), "plain")
+    assert encoder.marks_turns
+    ids, written = encoder.marked(CHAT)
+    assert ids.tolist() == encoder.whole([None], [CHAT])[0].tolist()
+    assert written.dtype == bool
+    assert encoder.tokenizer.decode(ids[written]) == "ba</s>b</s>"
+    assert not Encoder(small_tokenizer(template=CHATML)).marks_turns
+
+
+def test_a_template_may_come_from_a_file(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(CHATML, encoding="utf-8")
+    tokenizer = small_tokenizer()
+    assert template_text(tokenizer, str(path)) == CHATML
+    assert template_hash(tokenizer, str(path)) == template_hash(small_tokenizer(template=CHATML))
+    assert template_hash(tokenizer) is None
+    with pytest.raises(InputError, match=r"neither \"plain\" nor a file\. Did you mean 'plain'\?"):
+        template_text(tokenizer, "plian")
+    with pytest.raises(InputError, match=r"Did you mean 'chat\.jinja'\?"):
+        template_text(tokenizer, str(tmp_path / "chat.jinj"))
+
+
+def test_conversations_without_a_template_name_the_way_out():
+    with pytest.raises(InputError, match='chat_template = "plain"'):
+        prompt_ids(small_tokenizer(), CHAT[:1])
+
+
+def test_a_template_that_refuses_says_why():
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InputError, match="fails on this conversation: roles must alternate"):
+        prompt_ids(small_tokenizer(template=template), CHAT[:1])
+
+
+def test_special_ids_include_the_generation_config(tmp_path):
+    small_tokenizer().save_pretrained(tmp_path)
+    assert special_ids(load_tokenizer(tmp_path)).eos == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1, 99999]}')
+    special = special_ids(load_tokenizer(tmp_path))
+    assert special.bos == 0
+    assert special.eos == (1, 5)  # the tokenizer's own first; ids that it does not have are not listed
+    assert special.pad is None
+
+
+def test_hashes_tell_tokenizers_apart(tmp_path):
+    tokenizer = small_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_hash(load_tokenizer(tmp_path)) == tokenizer_hash(tokenizer)
+    assert tokenizer_hash(small_tokenizer(bos=True)) != tokenizer_hash(tokenizer)
+    before = tokenizer_hash(tokenizer)
+    tokenizer("abc", truncation=True, max_length=2)
+    assert tokenizer_hash(tokenizer) == before
+
+
+def test_missing_tokenizers(tmp_path, monkeypatch):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no such directory\. Did you mean 'policy'\?"):
+        load_tokenizer(tmp_path / "polcy")
+    with pytest.raises(InputError, match=r"does not exist either"):
+        load_tokenizer(tmp_path / "a" / "b")
+    with pytest.raises(InputError, match=r"has no tokenizer\.json \(it has config\.json\)"):
+        load_tokenizer(tmp_path / "policy")
+    with pytest.raises(InputError, match="is a file"):
+        load_tokenizer(tmp_path / "policy" / "config.json")
+    (tmp_path / "policy" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_tokenizer(tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"Did you mean 'policy'\?"):
+        load_tokenizer("./polcy")
+    (tmp_path / "models").mkdir()
+    with pytest.raises(InputError, match="no such directory"):  # not taken for a name on the hub
+        load_tokenizer("models/policy")
+
+
+def test_hub_names_without_network(monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*args, **kwargs):
+        raise OSError("Name or service not known\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    with pytest.raises(
+        InputError, match=r"no such directory here, nor does the hub give it \(Name or service"
+    ):
+        load_tokenizer("nobody/nothing-of-this-name")
+
+
+def test_loading_is_silent(tmp_path):
+    small_tokenizer().save_pretrained(tmp_path)
+    code = f"from rlhf_core.tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

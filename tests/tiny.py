@@ -1,0 +1,120 @@
+"""Models, tokenizers and data so small that a test trains on them in seconds; the fixture `tiny` is this module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core import plugins
+from rlhf_core.contracts import TRAINER, Artifact
+from rlhf_core.execution import execute
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import Model, fresh_model
+from rlhf_core.stage import Stage
+
+WORDS = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRS"]
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 128,
+}
+
+
+def make_tokenizer() -> Any:
+    """A word a token; a sequence ends with </s>."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def one_device() -> Any:
+    return make_mesh(devices=jax.devices()[:1])
+
+
+def make_model(head: str = "lm", *, seed: int = 1, scale: float = 1.0, **sizes: Any) -> Model:
+    """A fresh model on one device, its weight matrices times `scale`: a fresh model's outputs hardly differ."""
+    model = fresh_model({**SIZES, **sizes}, head, tokenizer=make_tokenizer(), mesh=one_device(), seed=seed)
+    return model.with_params(jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, model.params))
+
+
+def _words(draw: np.random.Generator, low: int, high: int) -> str:
+    return " ".join(WORDS[i] for i in draw.integers(3, len(WORDS), draw.integers(low, high + 1)))
+
+
+def texts(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows prompt + completion."""
+    draw = np.random.default_rng(seed)
+    return [{"prompt": _words(draw, 2, 5), "completion": " " + _words(draw, 1, 6)} for _ in range(count)]
+
+
+def pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows prompt + chosen + rejected + margin."""
+    draw = np.random.default_rng(seed)
+    return [
+        {
+            "prompt": _words(draw, 1, 6),
+            "chosen": " " + _words(draw, 1, 7),
+            "rejected": " " + _words(draw, 1, 7),
+            "margin": float(draw.integers(0, 3)) / 4,
+        }
+        for _ in range(count)
+    ]
+
+
+def prompts(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows prompt + answer + number."""
+    draw = np.random.default_rng(seed)
+    return [{"prompt": _words(draw, 2, 6), "answer": _words(draw, 1, 1), "number": i} for i in range(count)]
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(
+    trainer: str,
+    config: Any,
+    directory: Path,
+    *,
+    listeners: Sequence[object] = (),
+    mesh: Any = None,
+    **inputs: Any,
+) -> Artifact:
+    """One trainer as a stage of its own name in `directory`, on one device; its artifact `model`."""
+    host = plugins.load(objects=listeners)
+    stage = Stage(
+        name=trainer,
+        dir=directory,
+        seed=config.seed or 0,
+        mesh=mesh or one_device(),
+        is_main=True,
+        registry=host.registry,
+        hook=host.hook,
+        inputs=inputs,
+    )
+    return execute(host.registry.get(TRAINER, trainer), config, stage, host)["model"]
+
+
+def leaves(params: Any) -> dict[str, np.ndarray]:
+    """{dotted path: array}."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
