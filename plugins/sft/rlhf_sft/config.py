@@ -1,0 +1,9 @@
+"""What an SFT stage can be told: nothing beyond what every trainer shares."""
+
+from __future__ import annotations
+
+from rlhf_core import TrainerConfig
+
+
+class SFTConfig(TrainerConfig):
+    """Next-token training. Rows are `text`, `prompt` + `completion`, or `messages`; only completions are trained on."""

@@ -1,0 +1,25 @@
+"""The next-token loss over packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.objectives import trained_logps, trained_weight
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Definition
+    from rlhf_core.rows import Packed
+    from rlhf_core.step import Objective
+
+
+def objective(model: Definition) -> Objective:
+    """Mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; weights w count in the denominator too."""
+
+    def loss(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+        logps, entropies = trained_logps(model, params, batch, entropy=True)
+        weight = trained_weight(batch)
+        return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
+
+    return loss

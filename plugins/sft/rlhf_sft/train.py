@@ -1,0 +1,77 @@
+"""One SFT stage, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import artifacts, data, optimizers
+from rlhf_core.doors import Result, door_inputs, open_model, open_records, plan_lines, run_alone, tell
+from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
+from rlhf_core.fit import evaluator, fit
+from rlhf_core.state import create_state
+from rlhf_sft.config import SFTConfig
+from rlhf_sft.objective import objective
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage
+
+
+def run(config: SFTConfig, stage: Stage) -> None:
+    """Train on the demonstrations of `config.train_data` and save the artifact `model`."""
+    model = open_model(config, stage, head="lm")
+    train = _texts(config, stage, model.tokenizer, "train_data")
+    layout = layout_for(
+        train.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
+    )
+    feed = TreeFeed(
+        train.trees(), config, layout, seed=stage.seed, fingerprint=train.fingerprint, where=train.where
+    )
+    tx, schedule = optimizers.make(config, stage.registry, feed.total)
+    state = create_state(model, tx, seed=stage.seed)
+    loss = objective(model.definition)
+    evaluate = None
+    if (held_out := _texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:
+        batches = evaluation_batches(
+            held_out.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
+        )
+        evaluate = evaluator(loss, stage.devices(), batches)
+    fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)
+    artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
+
+
+def plan(config: SFTConfig, stage: Stage) -> Sequence[str]:
+    """What `run` would do, from the data alone."""
+    tokenizer = stage.inputs.get("tokenizer")
+    encode = tokenizer and (
+        lambda field: _texts(config, stage, tokenizer, field, needed=field == "train_data")
+    )
+    return plan_lines(config, stage, unit="demonstrations", encode=encode)
+
+
+def _texts(config: SFTConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True) -> Any:
+    records = open_records(config, stage, field, needed=needed)
+    if records is None:
+        return None
+    encoded = data.encode_texts(
+        records,
+        tokenizer,
+        max_length=config.max_sequence_length,
+        overlong=config.overlong,
+        truncation_mode=config.truncation_mode,
+        chat_template=config.chat_template,
+    )
+    tell(encoded.report, stage, field)
+    return encoded
+
+
+class SFTTrainer:
+    """The Python door: `SFTTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
+
+    def __init__(self, config: SFTConfig | None = None, **inputs: Any) -> None:
+        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`."""
+        self.config, self.inputs = door_inputs(SFTConfig, config, inputs)
+
+    def train(self) -> Result:
+        """Train; returns the artifact and the last metrics."""
+        return run_alone("sft", self.config, **self.inputs)

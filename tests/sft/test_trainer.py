@@ -1,0 +1,107 @@
+"""The SFT trainer from Python: what is trained on, evaluated and kept."""
+
+import numpy as np
+import pytest
+from rlhf_sft import SFTConfig, SFTTrainer
+
+from rlhf_core import hookimpl, load_model
+from rlhf_core.errors import InputError
+
+BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("lm", scale=4.0)
+
+
+def mean_loss(model, tokenizer, rows):
+    """−log p of the completions' tokens, EOS included, averaged over all of them, in float64 from the logits."""
+    total, count = 0.0, 0
+    for row in rows:
+        prompt = len(tokenizer(row.get("prompt", ""))["input_ids"])
+        ids = [*tokenizer(row.get("prompt", "") + row.get("completion", row.get("text", "")))["input_ids"], 1]
+        logits = np.asarray(model.logits([ids], [[1] * len(ids)]), np.float64)[0, :-1]
+        logits -= logits.max(-1, keepdims=True)
+        own = logits[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(-1))
+        total -= own[max(prompt - 1, 0) :].sum()
+        count += len(own[max(prompt - 1, 0) :])
+    return total / count
+
+
+def test_the_first_loss_and_the_evaluation_are_token_means(tiny, model, tmp_path):
+    rows, held_out = tiny.texts(4), tiny.texts(7, seed=3)
+    config = SFTConfig(**BASE, save_directory=tmp_path, eval_batch_size=3)
+    result = SFTTrainer(config, model=model, train_dataset=rows, eval_dataset=held_out).train()
+    assert result.artifact.kind == "language_model"
+    logged = tiny.read_rows(tmp_path / "metrics.jsonl")
+    tokenizer = tiny.make_tokenizer()
+    assert logged[0]["loss"] == pytest.approx(mean_loss(model, tokenizer, rows), rel=1e-5)
+    trained = load_model(result.artifact.path)
+    assert result.metrics["eval_loss"] == pytest.approx(mean_loss(trained, tokenizer, held_out), rel=1e-5)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    assert {"loss", "entropy", "grad_norm", "learning_rate", "epoch", "num_tokens"} <= set(result.metrics)
+
+
+def test_text_rows_are_trained_on_whole(tiny, model, tmp_path):
+    rows = [{"text": row["prompt"] + row["completion"]} for row in tiny.texts(4)]
+    result = SFTTrainer(
+        SFTConfig(**{**BASE, "max_training_steps": 1}, save_directory=tmp_path),
+        model=model,
+        train_dataset=rows,
+    ).train()
+    assert result.metrics["loss"] == pytest.approx(mean_loss(model, tiny.make_tokenizer(), rows), rel=1e-5)
+
+
+def test_a_fresh_model_from_a_table_learns_a_text_by_heart(tiny, tmp_path):
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    table = {**tiny.SIZES, "tokenizer": str(tmp_path / "tokenizer")}
+    config = SFTConfig(
+        model=table,
+        learning_rate=3e-2,
+        total_batch_size=4,
+        max_training_steps=60,
+        save_directory=tmp_path / "run",
+    )
+    rows = [{"prompt": "a b", "completion": " c d e f"}]
+    trainer = SFTTrainer(args=config, train_dataset=rows, processing_class=tiny.make_tokenizer())
+    result = trainer.train()
+    assert result.metrics["loss"] < 0.1
+    trained = load_model(result.artifact.path)
+    ids = trained.tokenizer("a b c d e f")["input_ids"]
+    likeliest = np.asarray(trained.logits([ids], [[1] * len(ids)])).argmax(-1)[0]
+    assert likeliest[1:].tolist() == [*ids[2:], 1]
+
+
+def test_a_run_that_was_interrupted_in_its_directory_goes_on(tiny, model, tmp_path):
+    """From the newest checkpoint, to the same bits."""
+
+    class Fail:
+        @hookimpl
+        def rlhf_step_end(self, step):
+            if step == 3:
+                raise KeyboardInterrupt
+
+    config = SFTConfig(**BASE, save_steps=1)
+    inputs = {"model": model, "train_dataset": tiny.texts(9)}
+    whole = tiny.run("sft", config, tmp_path / "whole", **inputs)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run("sft", config, tmp_path / "parts", listeners=[Fail()], **inputs)
+    parts = tiny.run("sft", config, tmp_path / "parts", **inputs)
+    first, second = (tiny.leaves(load_model(x.path).params) for x in (whole, parts))
+    for name, leaf in first.items():
+        np.testing.assert_array_equal(leaf, second[name])
+    assert [row["step"] for row in tiny.read_rows(tmp_path / "parts" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_other_data_is_refused_in_the_same_directory(tiny, model, tmp_path):
+    config = SFTConfig(**BASE, save_directory=tmp_path, save_steps=1)
+    SFTTrainer(config, model=model, train_dataset=tiny.texts(5)).train()
+    with pytest.raises(InputError, match="the training data changed since the checkpoint at update 3"):
+        SFTTrainer(config, model=model, train_dataset=tiny.texts(5, seed=9)).train()
+
+
+def test_config():
+    config = SFTConfig(learning_rate=1e-4, clip_grad=2.0, training_time_limit="1h")
+    assert (config.max_grad_norm, config.training_time_limit) == (2.0, 3600.0)
+    assert SFTConfig.from_json(config.to_json()) == config
