@@ -1,0 +1,23 @@
+"""What a reward stage can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rlhf_core import PAIRWISE_LOSS, TrainerConfig
+from rlhf_core.options import Component
+
+
+class RewardConfig(TrainerConfig):
+    """Training a scalar reward model on preference pairs."""
+
+    loss: Annotated[Component, PAIRWISE_LOSS] = Field(
+        default=Component(name="bradley_terry"), description="the pairwise loss and its options"
+    )
+    center_rewards_coefficient: float | None = Field(
+        default=0.1,
+        ge=0,
+        description="weight of mean((chosen + rejected)^2), which keeps rewards near 0; 0 or none: off",
+    )

@@ -1,0 +1,134 @@
+"""The reward trainer's mathematics as plain functions over padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import PAIRWISE_LOSS, PairInputs, plugins
+from rlhf_core.metrics import Mean, Metric, results
+from rlhf_core.models import padded_scores
+from rlhf_core.step import split_step
+from rlhf_reward.losses import LOSSES
+from rlhf_reward.objective import pair_loss
+
+if TYPE_CHECKING:
+    from rlhf_core import TrainState
+    from rlhf_core.contracts import PairwiseLoss
+    from rlhf_core.step import Objective
+
+
+def pairwise_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    margin: jax.Array | None = None,
+    *,
+    loss: str | PairwiseLoss = "bradley_terry",
+    center_rewards_coefficient: float | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A pairwise loss over score arrays.
+
+    chosen, rejected, margin: float32 [pairs], reward units; loss: a registered name or a component.
+    Returns the mean loss, float32 [], and the metrics accuracy (strict), ties, margin, mean_reward, min_reward,
+    max_reward, float32 [] each.
+    """
+    chosen, rejected = jnp.asarray(chosen, jnp.float32), jnp.asarray(rejected, jnp.float32)
+    margin = (
+        jnp.zeros_like(chosen) if margin is None else jnp.asarray(margin, jnp.float32).reshape(chosen.shape)
+    )
+    pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
+    name, component = _component(loss)
+    value, metrics = pair_loss(component, pairs, present, center_rewards_coefficient, name=name)
+    return value.result(), results(metrics)
+
+
+def training_step(
+    state: TrainState,
+    batch: Mapping[str, Any],
+    center_rewards_coefficient: float | None = 0.1,
+    gradient_accumulation_steps: int = 1,
+    *,
+    loss: str | PairwiseLoss = "bradley_terry",
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update on a padded batch; nothing is donated.
+
+    batch: input_ids_chosen, attention_mask_chosen, input_ids_rejected, attention_mask_rejected, int [pairs, T]
+    (chosen and rejected may differ in T; padding on either side), and optionally margin, float [pairs].
+    The batch is processed in `gradient_accumulation_steps` equal parts; the result does not depend on them.
+    Returns the next state and the metrics of `pairwise_loss`, with `loss` and `grad_norm` (before the optimizer).
+    Raises ValueError where the parts do not divide the batch.
+    """
+    return _training_step(
+        state,
+        _arrays(batch),
+        coefficient=center_rewards_coefficient,
+        splits=gradient_accumulation_steps,
+        loss=_component(loss),
+    )
+
+
+def evaluation_step(
+    state: TrainState,
+    batch: Mapping[str, Any],
+    center_rewards_coefficient: float | None = 0.1,
+    *,
+    loss: str | PairwiseLoss = "bradley_terry",
+) -> dict[str, jax.Array]:
+    """The loss and metrics of `training_step` without an update."""
+    return _evaluation_step(
+        state, _arrays(batch), coefficient=center_rewards_coefficient, loss=_component(loss)
+    )
+
+
+def _component(loss: str | PairwiseLoss) -> tuple[str, PairwiseLoss]:
+    if not isinstance(loss, str):
+        return type(loss).__name__, loss
+    if loss in LOSSES:
+        return loss, LOSSES[loss]()
+    return loss, plugins.load().registry.get(PAIRWISE_LOSS, loss)
+
+
+def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    names = [f"{part}_{side}" for side in ("chosen", "rejected") for part in ("input_ids", "attention_mask")]
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
+    arrays = {name: jnp.asarray(batch[name], jnp.int32) for name in names}
+    if batch.get("margin") is not None:
+        arrays["margin"] = jnp.asarray(batch["margin"], jnp.float32).reshape(-1)
+    return arrays
+
+
+def _objective(state: TrainState, coefficient: float | None, loss: tuple[str, PairwiseLoss]) -> Objective:
+    name, component = loss
+
+    def compute(params: Any, batch: Mapping[str, jax.Array]) -> tuple[Mean, Mapping[str, Metric]]:
+        chosen, rejected = (
+            padded_scores(state.model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
+            for side in ("chosen", "rejected")
+        )
+        margin = batch["margin"] if "margin" in batch else jnp.zeros_like(chosen)
+        present = jnp.ones(chosen.shape, bool)
+        return pair_loss(component, PairInputs(chosen, rejected, margin), present, coefficient, name=name)
+
+    return compute
+
+
+@partial(jax.jit, static_argnames=("coefficient", "splits", "loss"))
+def _training_step(
+    state: TrainState, batch: Any, *, coefficient: float | None, splits: int, loss: tuple[str, PairwiseLoss]
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    state, metrics = split_step(_objective(state, coefficient, loss), state, batch, splits)
+    return state, results(metrics)
+
+
+@partial(jax.jit, static_argnames=("coefficient", "loss"))
+def _evaluation_step(
+    state: TrainState, batch: Any, *, coefficient: float | None, loss: tuple[str, PairwiseLoss]
+) -> dict[str, jax.Array]:
+    value, metrics = _objective(state, coefficient, loss)(state.params, batch)
+    return {**results(metrics), "loss": value.result()}

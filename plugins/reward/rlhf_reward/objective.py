@@ -1,0 +1,64 @@
+"""The reward model's objective: a pairwise loss, plus centring, over the pairs of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import PairInputs
+from rlhf_core.metrics import Max, Mean, Metric, Min
+from rlhf_core.objectives import sequence_scores
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import PairwiseLoss
+    from rlhf_core.models import Definition
+    from rlhf_core.rows import Packed
+    from rlhf_core.step import Objective
+
+
+def pair_loss(
+    loss: PairwiseLoss, pairs: PairInputs, present: jax.Array, coefficient: float | None, *, name: str
+) -> tuple[Mean, dict[str, Metric]]:
+    """mean over pairs of loss(pair) + coefficient · (chosen + rejected)², and the metrics of the scores.
+
+    present: bool [pairs], False where there is no pair. The centring term is that of Eisenstein et al. 2023.
+    `name`: the loss's, in front of the metrics it reports itself.
+    """
+    chosen, rejected = pairs.chosen, pairs.rejected
+    out = loss(pairs)
+    value = out.loss
+    if coefficient:
+        value = value + coefficient * jnp.square(chosen + rejected)
+    both = jnp.concatenate([chosen, rejected])
+    there = jnp.concatenate([present, present])
+    metrics: dict[str, Metric] = {
+        "accuracy": Mean.of(chosen > rejected, present),
+        "ties": Mean.of(chosen == rejected, present),
+        "margin": Mean.of(chosen - rejected, present),
+        "mean_reward": Mean.of(both, there),
+        "min_reward": Min.of(both, there),
+        "max_reward": Max.of(both, there),
+    }
+    return Mean.of(value, present), metrics | {
+        f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()
+    }
+
+
+def objective(model: Definition, loss: PairwiseLoss, coefficient: float | None, *, name: str) -> Objective:
+    """Over rows whose sequences 2i and 2i + 1 are the chosen and the rejected reply of one pair."""
+
+    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+        scores = sequence_scores(model, params, batch)
+        pairs = PairInputs(
+            chosen=scores[:, 0::2].reshape(-1),
+            rejected=scores[:, 1::2].reshape(-1),
+            margin=jnp.asarray(batch.sequence_values["margin"])[:, 0::2].reshape(-1),
+        )
+        return pair_loss(
+            loss, pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1), coefficient, name=name
+        )
+
+    return compute

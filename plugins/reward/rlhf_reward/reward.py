@@ -1,0 +1,33 @@
+"""The reward `model`: a trained reward model as a reward function, for any trainer that asks for rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.scoring import Scorer
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage
+
+
+@dataclass
+class ModelReward:
+    """Scores prompt and completion exactly as the reward model was trained to read them.
+
+    model: a reward model's artifact or a ForSequenceClassification directory.
+    """
+
+    model: str
+    _scorer: Scorer | None = field(default=None, init=False, repr=False)
+
+    def setup(self, stage: Stage) -> None:
+        """Load the weights onto the stage's mesh."""
+        self._scorer = Scorer.load(self.model, mesh=stage.devices())
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """One score a completion, reward units."""
+        if self._scorer is None:
+            raise RuntimeError("setup(stage) comes before the first call")
+        return [float(x) for x in self._scorer.score_completions(prompts, completions)]

@@ -1,0 +1,110 @@
+"""One reward stage, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import PAIRWISE_LOSS, artifacts, data, optimizers
+from rlhf_core.doors import Result, door_inputs, open_model, open_records, plan_lines, run_alone, tell
+from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
+from rlhf_core.fit import evaluator, fit
+from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.state import create_state
+from rlhf_reward.config import RewardConfig
+from rlhf_reward.objective import objective
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage
+    from rlhf_core.data import Pairs
+
+
+def run(config: RewardConfig, stage: Stage) -> None:
+    """Train on the pairs of `config.train_data` and save the artifact `model`, with how it must be read."""
+    model = open_model(config, stage, head="score")
+    train = _pairs(config, stage, model.tokenizer, "train_data")
+    assert train is not None
+    held_out = _pairs(config, stage, model.tokenizer, "eval_data", needed=False)
+    mesh, width = stage.devices(), model.definition.hidden_size
+    layout = layout_for(train.trees(), config, mesh, width, reads_tokens=False)
+    feed = TreeFeed(
+        train.trees(),
+        config,
+        layout,
+        seed=stage.seed,
+        fingerprint=train.fingerprint,
+        where=train.where,
+        sequence_names=("margin",),
+        group=2,
+    )
+    loss = objective(
+        model.definition,
+        stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options),
+        config.center_rewards_coefficient,
+        name=config.loss.name,
+    )
+    evaluate = None
+    if held_out is not None:
+        batches = evaluation_batches(
+            held_out.trees(), config, mesh, width, reads_tokens=False, sequence_names=("margin",), group=2
+        )
+        evaluate = evaluator(loss, mesh, batches)
+    tx, schedule = optimizers.make(config, stage.registry, feed.total)
+    state = create_state(model, tx, seed=stage.seed)
+    fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)
+    trained = model.with_params(fitted.state.params)
+    contract = Contract.of(
+        trained.tokenizer,
+        max_length=config.max_sequence_length,
+        truncation_mode=config.truncation_mode,
+        chat_template=config.chat_template,
+    )
+    seen = (held_out or train).pairs[:STATISTICS_PAIRS]
+    replies = [ids for pair in seen for ids in (pair.chosen, pair.rejected)]
+    scores = Scorer(trained, contract).score_ids(replies, group=2)
+    contract = replace(contract, mean=float(scores.mean()), std=float(scores.std()))
+    artifacts.save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
+
+
+STATISTICS_PAIRS = 512
+"""Pairs of the evaluation data (else of the training data) that the stored mean and deviation are taken over."""
+
+
+def plan(config: RewardConfig, stage: Stage) -> Sequence[str]:
+    """What `run` would do, from the data alone."""
+    tokenizer = stage.inputs.get("tokenizer")
+    encode = tokenizer and (
+        lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")
+    )
+    return plan_lines(config, stage, unit="pairs", encode=encode)
+
+
+def _pairs(
+    config: RewardConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True
+) -> Pairs | None:
+    records = open_records(config, stage, field, needed=needed)
+    if records is None:
+        return None
+    encoded = data.encode_pairs(
+        records,
+        tokenizer,
+        max_length=config.max_sequence_length,
+        overlong=config.overlong,
+        truncation_mode=config.truncation_mode,
+        chat_template=config.chat_template,
+    )
+    tell(encoded.report, stage, field)
+    return encoded
+
+
+class RewardTrainer:
+    """The Python door: `RewardTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
+
+    def __init__(self, config: RewardConfig | None = None, **inputs: Any) -> None:
+        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`; also `args` and `processing_class`."""
+        self.config, self.inputs = door_inputs(RewardConfig, config, inputs)
+
+    def train(self) -> Result:
+        """Train; returns the artifact and the last metrics."""
+        return run_alone("reward", self.config, **self.inputs)

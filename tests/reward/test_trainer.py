@@ -1,0 +1,117 @@
+"""The reward trainer from Python: datasets, spellings, the result; and its config."""
+
+import numpy as np
+import pytest
+from rlhf_reward import RewardConfig, RewardTrainer
+
+from rlhf_core import artifacts, load_model
+from rlhf_core.errors import InputError
+from rlhf_core.scoring import Scorer
+
+BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def language_model(tiny, tmp_path_factory):
+    """A Hugging Face directory without a reward head."""
+    path = tmp_path_factory.mktemp("lm")
+    tiny.make_model("lm", scale=4.0).save(path)
+    return path
+
+
+def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path):
+    config = RewardConfig(**BASE, save_directory=tmp_path, evaluation_steps=2)
+    with pytest.warns(UserWarning, match="head"):  # the fresh reward head is said aloud
+        result = RewardTrainer(
+            config,
+            model=str(language_model),
+            train_dataset=tiny.pairs(11),
+            eval_dataset=tiny.pairs(5, seed=1),
+        ).train()
+    assert (result.artifact.name, result.artifact.kind) == ("model", "reward_model")
+    assert result.artifact.path == tmp_path / "artifacts" / "model"
+    names = {"loss", "accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward"}
+    train = names | {"learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time"}
+    assert set(result.metrics) == train | {f"eval_{name}" for name in names}
+    assert all(np.isfinite(x) for x in result.metrics.values())
+    steps = [row["step"] for row in tiny.read_rows(tmp_path / "metrics.jsonl")]
+    assert steps == [2, 4]
+    contract = artifacts.read(result.artifact.path).metadata["contract"]
+    scores = Scorer.load(result.artifact.path).score_rows(as_records(tiny.pairs(5, seed=1)))
+    both = np.concatenate([scores["chosen_score"], scores["rejected_score"]])
+    assert (contract["mean"], contract["std"]) == pytest.approx((both.mean(), both.std()), rel=1e-4, abs=1e-6)
+    assert contract["max_length"] == 1024
+    accuracy = (scores["chosen_score"] > scores["rejected_score"]).mean()
+    assert result.metrics["eval_accuracy"] == pytest.approx(accuracy)
+
+
+def as_records(rows):
+    from rlhf_core import data
+
+    return data.load(rows)
+
+
+def test_other_spellings_and_objects(tiny, tmp_path):
+    model = tiny.make_model("score", scale=4.0)
+    before = tiny.leaves(model.params)
+    result = RewardTrainer(
+        arguments=RewardConfig(**BASE, save_directory=tmp_path),
+        model=model,
+        train_dataset=tiny.pairs(8),
+        processing_class=tiny.make_tokenizer(),
+    ).train()
+    after = tiny.leaves(load_model(result.artifact.path, "score").params)
+    assert not np.array_equal(after["score.kernel"], before["score.kernel"])
+    for name, leaf in tiny.leaves(model.params).items():  # the caller's model is whole
+        np.testing.assert_array_equal(leaf, before[name])
+    again = RewardTrainer(args=RewardConfig(**BASE), model=model, train_dataset=tiny.pairs(8)).train()
+    for name, leaf in tiny.leaves(load_model(again.artifact.path, "score").params).items():
+        np.testing.assert_array_equal(leaf, after[name])  # the same seed, data and mesh
+    assert again.artifact.path != result.artifact.path
+
+
+def test_it_learns(tiny, tmp_path):
+    """The chosen side ends in a letter before the rejected side's."""
+    draw = np.random.default_rng(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    rows = []
+    for _ in range(64):
+        low, high = sorted(draw.choice(26, 2, replace=False))
+        rows.append({"prompt": "A B", "chosen": f" {letters[low]}", "rejected": f" {letters[high]}"})
+    config = RewardConfig(
+        learning_rate=2e-2, total_batch_size=32, max_training_steps=40, save_directory=tmp_path
+    )
+    result = RewardTrainer(
+        config, model=tiny.make_model("score"), train_dataset=rows, eval_dataset=rows
+    ).train()
+    assert result.metrics["eval_accuracy"] > 0.9
+
+
+def test_what_is_missing_or_unknown_is_told(tiny):
+    with pytest.raises(InputError, match=r"stage 'reward'.train_data: missing"):
+        RewardTrainer(model=tiny.make_model("score")).train()
+    with pytest.raises(InputError, match=r"stage 'reward'.model: missing"):
+        RewardTrainer(train_dataset=tiny.pairs(4)).train()
+    with pytest.raises(InputError, match="dataset: unknown argument"):
+        RewardTrainer(model=tiny.make_model("score"), dataset=tiny.pairs(4))
+    with pytest.raises(InputError, match="tokenizer is given twice"):
+        RewardTrainer(tokenizer=tiny.make_tokenizer(), processing_class=tiny.make_tokenizer())
+
+
+def test_config_round_trips():
+    config = RewardConfig(
+        max_sequence_length=2048,
+        center_rewards_coefficient=0.01,
+        learning_rate=2e-5,
+        num_train_epochs=1,
+        loss="hinge",
+    )
+    assert RewardConfig.from_dict(config.to_dict()) == config
+    assert RewardConfig.from_json(config.to_json()) == config
+    changed = config.replace(learning_rate=1e-6)
+    assert (changed.learning_rate, changed.max_sequence_length, config.learning_rate) == (1e-6, 2048, 2e-5)
+    assert config.to_dict()["loss"] == {"name": "hinge"}
+    assert RewardConfig().center_rewards_coefficient == 0.1
+    assert RewardConfig(center_rewards_coefficient=None).center_rewards_coefficient is None
+    with pytest.raises(InputError, match="Did you mean 'center_rewards_coefficient'"):
+        RewardConfig(centre_rewards_coefficient=0.1)

@@ -1,0 +1,182 @@
+"""training_step and evaluation_step: padding, splits, margin, and nothing donated."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from rlhf_reward import evaluation_step, pairwise_loss, training_step
+
+from rlhf_core import create_state
+
+METRICS = {"accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward", "loss"}
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("score", scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    draw = np.random.default_rng(3)
+    return {
+        side: [draw.integers(3, 48, n) for n in draw.integers(2, longest, 8)]
+        for side, longest in (("chosen", 9), ("rejected", 14))
+    }
+
+
+def padded(sequences, *, side, extra=0):
+    width = max(map(len, sequences)) + extra
+    ids, mask = np.full((len(sequences), width), 7, np.int32), np.zeros((len(sequences), width), np.int32)
+    for i, tokens in enumerate(sequences):
+        at = slice(len(tokens)) if side == "right" else slice(width - len(tokens), None)
+        ids[i, at], mask[i, at] = tokens, 1
+    return ids, mask
+
+
+def make_batch(sequences, *, side="right", extra=0, margin=None):
+    batch = {}
+    for name, tokens in sequences.items():
+        batch[f"input_ids_{name}"], batch[f"attention_mask_{name}"] = padded(tokens, side=side, extra=extra)
+    return batch if margin is None else {**batch, "margin": margin}
+
+
+def make_state(model, tx=None):
+    return create_state(model, tx or optax.adamw(1e-2))
+
+
+def numbers(metrics):
+    return {name: float(x) for name, x in metrics.items()}
+
+
+def test_the_loss_is_that_of_the_models_scores(model, sequences):
+    batch = make_batch(sequences)
+    scores = [
+        model.scores(batch[f"input_ids_{s}"], batch[f"attention_mask_{s}"]) for s in ("chosen", "rejected")
+    ]
+    assert np.std(scores) > 0.01
+    loss, expected = pairwise_loss(*scores, center_rewards_coefficient=0.1)
+    state = make_state(model)
+    evaluated = numbers(evaluation_step(state, batch))
+    assert set(evaluated) == METRICS
+    assert evaluated == pytest.approx({**numbers(expected), "loss": float(loss)}, rel=1e-5, abs=1e-6)
+    _, stepped = training_step(state, batch)
+    assert set(stepped) == METRICS | {"grad_norm"}
+    assert {k: float(v) for k, v in stepped.items() if k in METRICS} == pytest.approx(
+        evaluated, rel=1e-5, abs=1e-6
+    )
+    assert batch["input_ids_chosen"].shape != batch["input_ids_rejected"].shape
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 3}],
+    ids=["left", "left and wider", "right and wider"],
+)
+def test_padding_changes_nothing(tiny, model, sequences, options):
+    state = make_state(model, optax.sgd(1.0))
+    results = [training_step(state, make_batch(sequences, **o)) for o in ({}, options)]
+    assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
+    assert_close(tiny, *(s.params for s, _ in results))
+
+
+def assert_close(tiny, params, others):
+    ours, theirs = tiny.leaves(params), tiny.leaves(others)
+    for name, leaf in ours.items():
+        np.testing.assert_allclose(leaf, theirs[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_splits_change_nothing(tiny, model, sequences, splits):
+    batch = make_batch(sequences, margin=np.linspace(0, 1, 8))
+    state = make_state(model, optax.sgd(1.0))
+    whole, metrics = training_step(state, batch)
+    parted, others = training_step(state, batch, gradient_accumulation_steps=splits)
+    assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
+    assert_close(tiny, whole.params, parted.params)
+    assert int(parted.step) == 1
+
+
+def test_the_step_is_the_gradient_of_the_loss(tiny, model, sequences):
+    """With plain descent at rate 1 the parameters move by the gradient of `evaluation_step`'s loss."""
+    batch, state = make_batch(sequences), make_state(model, optax.sgd(1.0))
+    following, metrics = training_step(state, batch, center_rewards_coefficient=0.3)
+    moved = jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, following.params)
+    size = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
+    assert float(metrics["grad_norm"]) == pytest.approx(size, rel=1e-4)
+
+    def loss(step):
+        params = jax.tree.map(lambda p, m: (p + step * m / size).astype(np.float32), state.params, moved)
+        scores = [
+            model.with_params(params).scores(batch[f"input_ids_{s}"], batch[f"attention_mask_{s}"])
+            for s in ("chosen", "rejected")
+        ]
+        c, r = (np.asarray(x, np.float64) for x in scores)
+        return (np.log1p(np.exp(r - c)) + 0.3 * (c + r) ** 2).mean()
+
+    assert (loss(1e-3) - loss(-1e-3)) / 2e-3 == pytest.approx(size, rel=2e-3)
+
+
+def test_nothing_is_donated_and_the_optimizer_is_called_once(tiny, model, sequences):
+    calls = []
+    inner = optax.adamw(1e-2)
+
+    def update(*args, **kwargs):
+        calls.append(1)
+        return inner.update(*args, **kwargs)
+
+    state = make_state(model, optax.GradientTransformation(inner.init, update))
+    before = tiny.leaves(jax.tree.map(np.array, state.params))
+    batch = make_batch(sequences)
+    first, metrics = training_step(state, batch, gradient_accumulation_steps=4)
+    assert calls == [1]  # while tracing; a second call in the program would be a second one here
+    second, again = training_step(state, batch, gradient_accumulation_steps=4)
+    assert numbers(metrics) == numbers(again)
+    for name, leaf in tiny.leaves(state.params).items():
+        np.testing.assert_array_equal(leaf, before[name])
+        np.testing.assert_array_equal(tiny.leaves(first.params)[name], tiny.leaves(second.params)[name])
+    assert optax.tree.get(first.opt_state, "count") == 1
+    assert int(first.step) == 1
+    assert jax.tree.structure(first.opt_state) == jax.tree.structure(inner.init(state.params))
+
+
+def test_the_loss_falls(model, sequences):
+    batch, state, losses = make_batch(sequences), make_state(model), []
+    for _ in range(20):
+        state, metrics = training_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_margin_changes_the_loss(model, sequences):
+    state = make_state(model)
+
+    def loss(batch):
+        return float(evaluation_step(state, batch, None)["loss"])
+
+    plain = loss(make_batch(sequences))
+    assert loss(make_batch(sequences, margin=np.zeros(8))) == pytest.approx(plain)
+    assert loss(make_batch(sequences, margin=np.ones(8))) > plain + 0.1
+    assert loss(make_batch(sequences, margin=np.ones((8, 1)))) == loss(
+        make_batch(sequences, margin=np.ones(8))
+    )
+
+
+def test_what_cannot_be_done_says_why(model, sequences):
+    state, batch = make_state(model), make_batch(sequences)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3 does not divide .* 8 rows"):
+        training_step(state, batch, gradient_accumulation_steps=3)
+    del batch["attention_mask_rejected"]
+    with pytest.raises(ValueError, match="batch lacks attention_mask_rejected"):
+        evaluation_step(state, batch)
+
+
+def test_a_nonfinite_update_is_not_applied(tiny, model, sequences):
+    state = make_state(model)
+    margin = np.zeros(8)
+    margin[3] = np.nan
+    poisoned, metrics = training_step(state, make_batch(sequences, margin=margin))
+    assert np.isnan(float(metrics["loss"]))
+    assert int(poisoned.guard) == 0
+    for name, leaf in tiny.leaves(poisoned.params).items():
+        np.testing.assert_array_equal(leaf, tiny.leaves(state.params)[name])
