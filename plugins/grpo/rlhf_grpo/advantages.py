@@ -1,0 +1,134 @@
+"""Advantages from the rewards of groups, on the host in float64: the arrays are small and the differences matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core import AdvantageInputs
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Group:
+    """(r − mean of its group) / (standard deviation + eps), n − 1 in the deviation (Shao et al. 2024, section 4.1.2).
+
+    scale: "group", "batch" (the deviation of all rewards; the mean stays the group's) or "none" (Dr. GRPO).
+    A group whose rewards are all equal has advantage 0 exactly; so has a completion that no function scored.
+    """
+
+    scale: Literal["group", "batch", "none"] = "group"
+    eps: float = 1e-4
+
+    def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
+        rewards = np.asarray(inputs.rewards, np.float64)
+        return _finish(_scaled(rewards, self.scale, self.eps))
+
+
+@dataclass(frozen=True)
+class NormalizeThenSum:
+    """Each function's rewards normalised within the group, summed with the weights, and the sums normalised over the
+    batch (GDPO, Liu et al. 2026), so that a function of small spread counts as much as one of large.
+    """
+
+    eps: float = 1e-4
+
+    def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
+        each = np.asarray(inputs.rewards_by_function, np.float64)
+        weights = np.asarray(inputs.weights, np.float64)
+        parts = np.stack([_scaled(each[..., f], "group", self.eps) for f in range(each.shape[-1])], axis=-1)
+        scored = ~np.isnan(each).all(-1)
+        total = np.where(scored, np.nansum(np.nan_to_num(parts) * weights, axis=-1), np.nan)
+        centred = total - _mean(total, axis=None)
+        return _finish(centred / (_deviation(total, axis=None) + self.eps))
+
+
+ADVANTAGES = {"group": Group, "normalize_then_sum": NormalizeThenSum}
+
+
+def group_advantages(
+    rewards: Any,
+    *,
+    num_generations: int,
+    scale: Literal["group", "batch", "none"] = "group",
+    eps: float = 1e-4,
+    weights: Sequence[float] | None = None,
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
+) -> jax.Array:
+    """Advantages of completions that lie group after group.
+
+    rewards: float32 [N] or [N, functions]; NaN: the function does not apply. weights: one a function, default 1.
+    Deviations are taken with n − 1; completions that no function scored have advantage 0 and are left out of every
+    mean and deviation. Returns float32 [N]. Raises ValueError where N is not a multiple of num_generations, or a group
+    has one member only: it has nothing to be compared with.
+    """
+    each = np.asarray(rewards, np.float64)
+    each = each[:, None] if each.ndim == 1 else each
+    n, functions = each.shape
+    if num_generations < 2:
+        raise ValueError("num_generations=1: a group of one has no advantage; use at least 2")
+    if n % num_generations:
+        raise ValueError(f"{n} rewards are not whole groups of num_generations={num_generations}")
+    chosen = np.ones(functions) if weights is None else np.asarray(weights, np.float64)
+    if chosen.shape != (functions,):
+        raise ValueError(f"weights: {chosen.size} for {functions} reward functions")
+    grouped = each.reshape(-1, num_generations, functions)
+    inputs = AdvantageInputs(
+        rewards=total_reward(grouped, chosen),  # type: ignore[arg-type]
+        rewards_by_function=grouped,  # type: ignore[arg-type]
+        weights=chosen,  # type: ignore[arg-type]
+        lengths=np.zeros(grouped.shape[:2], np.int32),  # type: ignore[arg-type]
+    )
+    if aggregation == "normalize_then_sum":
+        out = NormalizeThenSum(eps)(inputs)
+    elif aggregation == "sum_then_normalize":
+        out = Group(scale, eps)(inputs)
+    else:
+        raise ValueError(f"aggregation: '{aggregation}' is not sum_then_normalize or normalize_then_sum")
+    return jnp.asarray(out.reshape(-1))
+
+
+def total_reward(by_function: Floats, weights: Floats) -> Floats:
+    """The weighted sum over the functions that apply, [..., functions] → [...]; NaN where none does."""
+    scored = ~np.isnan(by_function)
+    total = np.where(scored, by_function * weights, 0.0).sum(-1)
+    return np.where(scored.any(-1), total, np.nan)
+
+
+def _scaled(rewards: Floats, scale: str, eps: float) -> Floats:
+    centred = rewards - _mean(rewards, axis=-1)
+    # Rounding of a mean must not be blown up by division: what is constant has no advantage.
+    constant = np.nanmax(np.nan_to_num(rewards, nan=-np.inf), axis=-1, keepdims=True) == np.nanmin(
+        np.nan_to_num(rewards, nan=np.inf), axis=-1, keepdims=True
+    )
+    centred = np.where(constant & ~np.isnan(rewards), 0.0, centred)
+    if scale == "none":
+        return centred
+    if scale not in ("group", "batch"):
+        raise ValueError(f"scale: '{scale}' is not one of group, batch, none")
+    return centred / (_deviation(rewards, axis=-1 if scale == "group" else None) + eps)
+
+
+def _mean(x: Floats, axis: int | None) -> Floats:
+    there = ~np.isnan(x)
+    count = there.sum(axis=axis, keepdims=True)
+    return np.where(there, x, 0.0).sum(axis=axis, keepdims=True) / np.maximum(count, 1)
+
+
+def _deviation(x: Floats, axis: int | None) -> Floats:
+    """With n − 1; NaN for fewer than two elements, whose advantage is then 0."""
+    there = ~np.isnan(x)
+    count = there.sum(axis=axis, keepdims=True)
+    squares = (np.where(there, x - _mean(x, axis), 0.0) ** 2).sum(axis=axis, keepdims=True)
+    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+
+
+def _finish(advantages: Floats) -> NDArray[np.float32]:
+    return np.nan_to_num(advantages, nan=0.0).astype(np.float32)

@@ -1,0 +1,121 @@
+"""What a GRPO stage can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, TrainerConfig
+from rlhf_core.options import Component, Options
+from rlhf_core.sampling import SamplingOptions
+
+
+class KL(Options):
+    """The penalty for leaving the reference policy. With d = ref − policy log-probability of a sampled token:
+    k1 is −d, k2 is d²/2, k3 is exp(d) − d − 1 (Schulman 2020).
+    """
+
+    name: Literal["k1", "k2", "k3"] = Field(default="k3", description="the estimator")
+    beta: float = Field(default=0.04, ge=0, description="its weight; 0: no reference is kept")
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="added to the loss, or subtracted from the rewards"
+    )
+
+
+class WeightedReward(Component):
+    """A reward function in the sum."""
+
+    weight: float = Field(default=1.0, description="of its values in the sum")
+    label: str | None = Field(
+        default=None, description="its name in the metrics; none: `name`, without directories"
+    )
+
+
+class GRPOConfig(TrainerConfig):
+    """Group relative policy optimization (Shao et al. 2024) and its descendants, by the name of the loss."""
+
+    FLAT: ClassVar[dict[str, Any]] = {
+        "loss_type": ("loss", "name"),
+        "epsilon": ("loss", "epsilon", 0.2),
+        "epsilon_high": ("loss", "epsilon_high", 0.2),
+        "delta": ("loss", "delta", None),
+        "importance_sampling_level": ("loss", "importance_sampling_level", "token"),
+        "dual_clip": ("loss", "dual_clip", None),
+        "sapo_temperature_pos": ("loss", "temperature_pos", 1.0),
+        "sapo_temperature_neg": ("loss", "temperature_neg", 1.05),
+        "scale_rewards": ("advantage", "scale", "group"),
+        "beta": ("kl", "beta"),
+        "temperature": ("sampling", "temperature"),
+        "top_p": ("sampling", "top_p"),
+        "top_k": ("sampling", "top_k"),
+        "min_p": ("sampling", "min_p"),
+        "max_completion_length": ("sampling", "max_completion_length"),
+    }
+
+    learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    num_train_epochs: int = Field(default=1, ge=1, description="passes over the prompts")
+    num_generations: int = Field(default=8, ge=2, description="completions a prompt; a group")
+    max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
+    sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are drawn")
+    rewards: list[Annotated[WeightedReward, REWARD]] = Field(
+        default=[], description="reward functions by name, `module:function` or `file.py:function`"
+    )
+    reward_weights: list[float] | None = Field(
+        default=None, description="one weight a reward; none: each reward's own `weight`, 1 by default"
+    )
+    advantage: Annotated[Component, ADVANTAGE] = Field(
+        default=Component(name="group"), description="how rewards become advantages"
+    )
+    loss: Annotated[Component, POLICY_LOSS] = Field(
+        default=Component(name="dapo"), description="the policy loss and its options"
+    )
+    kl: KL = Field(default=KL(), description="the penalty for leaving the reference")
+    use_bias_correction_kl: bool = Field(
+        default=False,
+        description="multiply the KL term by the importance ratio, so that its gradient is unbiased",
+    )
+    top_entropy_quantile: float = Field(
+        default=1.0, gt=0, le=1, description="share of the tokens, by entropy, that the policy loss trains on"
+    )
+    entropy_coef: float = Field(
+        default=0.0, description="weight of the mean entropy, subtracted from the loss"
+    )
+    num_iterations: int = Field(default=1, ge=1, description="times each completion is trained on")
+    steps_per_generation: int = Field(default=1, ge=1, description="updates a rollout and iteration")
+    mask_truncated_completions: bool = Field(
+        default=False, description="do not train on completions that did not stop by themselves"
+    )
+    sync_ref_model: bool = Field(
+        default=False, description="move the reference towards the policy now and then"
+    )
+    ref_model_mixup_alpha: float = Field(
+        default=0.9, ge=0, le=1, description="share of the policy in the new reference"
+    )
+    ref_model_sync_steps: int = Field(default=64, ge=1, description="updates between moves of the reference")
+
+    @model_validator(mode="after")
+    def _fits(self) -> GRPOConfig:
+        if self.total_batch_size % self.num_generations:
+            raise ValueError(
+                f"total_batch_size={self.total_batch_size} (completions of an update) is not a multiple of "
+                f"num_generations={self.num_generations}: a group would be split"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature=0 draws the same completion every time: a group has nothing to compare; "
+                "use a temperature above 0"
+            )
+        if self.reward_weights is not None and self.rewards and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards"
+            )
+        return self
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.total_batch_size * self.steps_per_generation // self.num_generations
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.steps_per_generation * self.num_iterations

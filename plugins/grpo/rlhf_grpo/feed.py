@@ -1,0 +1,225 @@
+"""GRPO's source of updates: rollouts, and the minibatches each is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from rlhf_core.data import Prompts, schedule, updates
+from rlhf_core.feeds import Update, empty
+from rlhf_core.mesh import put_rows
+from rlhf_core.rows import Layout, Packed, pack
+from rlhf_grpo.config import GRPOConfig
+from rlhf_grpo.minibatches import sequence_kl, with_advantages, with_entropy_scale, with_kept
+from rlhf_grpo.rewards import Reward
+from rlhf_grpo.rollout import (
+    Rollout,
+    advantage_inputs,
+    group_trees,
+    measure,
+    reward_inputs,
+    rollout_metrics,
+    write_samples,
+)
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage, TrainState
+    from rlhf_core.sampling import Sampler
+
+Reader = Callable[[Any, Packed], tuple[jax.Array, jax.Array]]
+
+
+class RolloutFeed:
+    """Update n trains on minibatch n mod steps_per_generation of rollout n div updates_per_rollout.
+
+    A rollout is a function of the policy it starts from, the seed and its number; once drawn it is part of the state,
+    so a checkpoint in the middle of one holds it with all that was computed from the policy of its start.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        config: GRPOConfig,
+        prompts: Prompts,
+        tokenizer: Any,
+        sampler: Sampler,
+        rewards: Sequence[Reward],
+        advantage: Callable[..., Any],
+        read: Reader,
+        layout: Layout,
+        reference: Any | None,
+        aggregation: str,
+    ) -> None:
+        self.stage, self.config, self.prompts, self.tokenizer = stage, config, prompts, tokenizer
+        self.sampler, self.rewards, self.advantage = sampler, rewards, advantage
+        self.read, self.layout, self.reference = read, layout, reference
+        self.aggregation = aggregation
+        self.mesh = stage.devices()
+        self.fingerprint = prompts.fingerprint
+        rollouts = updates(len(prompts), config.prompts_per_rollout, config.num_train_epochs, None)
+        planned = rollouts * config.updates_per_rollout
+        self.total = planned if config.max_training_steps is None else config.max_training_steps
+        self.updates_per_epoch = len(prompts) / config.prompts_per_rollout * config.updates_per_rollout
+        self.rollout: Rollout | None = None
+        self.packed: list[list[Packed]] = []  # micro-batches of each minibatch of the rollout
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether the policy moves while a rollout is being used; only then are its first log-probabilities kept."""
+        return self.config.updates_per_rollout > 1
+
+    @property
+    def token_names(self) -> tuple[str, ...]:
+        names = ["sampling_logps"]
+        names += ["old_logps"] if self.off_policy else []
+        names += ["ref_logps"] if self.reference is not None else []
+        names += ["kept"] if self.config.top_entropy_quantile < 1 else []
+        return tuple(names)
+
+    @property
+    def sequence_names(self) -> tuple[str, ...]:
+        return ("advantages", "index", *(("entropy_scale",) if self.config.entropy_coef else ()))
+
+    def shapes(self) -> list[Packed]:
+        return empty(self.layout, token_names=self.token_names, sequence_names=self.sequence_names)
+
+    def needs_state(self, step: int) -> bool:
+        return self.rollout is None or self.rollout.number != step // self.config.updates_per_rollout
+
+    def update(self, step: int, state: TrainState) -> Update:
+        config = self.config
+        if self.needs_state(step):
+            self.roll_out(step, state)
+        assert self.rollout is not None
+        batches = self.packed[step % config.steps_per_generation]
+        groups = config.total_batch_size // config.num_generations
+        first = step % config.steps_per_generation * groups
+        rows = self.rollout.prompts[first : first + groups]
+        tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
+        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), self.metrics)
+
+    def roll_out(self, step: int, state: TrainState) -> None:
+        """Draw, score and prepare rollout number step div updates_per_rollout."""
+        config, number = self.config, step // self.config.updates_per_rollout
+        seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else self.stage.seed
+        order = schedule(
+            len(self.prompts),
+            config.prompts_per_rollout,
+            seed=seed,
+            shuffle=config.shuffle_train_dataset,
+            start=number,
+        )
+        chosen = np.asarray(next(order), np.int64)
+        key = jax.random.fold_in(state.key, number)
+        samples = self.sampler(state.params, [self.prompts.ids[i] for i in chosen], key)
+        inputs = reward_inputs(self.prompts, chosen.tolist(), samples, self.tokenizer)
+        each, total = measure(self.rewards, inputs)
+        self.metrics = rollout_metrics(self.rewards, each, total, samples, config.num_generations)
+        nothing = np.zeros(len(total), np.float32)
+        self.rollout = Rollout(number, chosen, samples, each, nothing)
+        packed = [self.read_policies(minibatch, state.params) for minibatch in self.pack_rollout()]
+        if config.kl.place == "reward" and self.reference is not None:
+            every = [batch for minibatch in packed for batch in minibatch]
+            total = total - config.kl.beta * sequence_kl(every, len(total), config.kl.name)
+        self.rollout.advantages = self.advantages(each, total, samples.lengths)
+        self.packed = [self.finished(minibatch) for minibatch in packed]
+        logged = (step + config.updates_per_rollout) // config.log_steps > step // config.log_steps
+        if self.stage.is_main and (number == 0 or logged):
+            write_samples(self.stage.dir / "samples", step, inputs, self.rewards, self.rollout, total)
+
+    def advantages(self, each: np.ndarray, total: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        weights = [reward.weight for reward in self.rewards]
+        inputs = advantage_inputs(each, total, weights, lengths, self.config.num_generations)
+        return np.asarray(self.advantage(inputs), np.float32).reshape(-1)
+
+    def pack_rollout(self) -> list[list[Packed]]:
+        """The micro-batches of each minibatch; groups are never split between minibatches."""
+        config = self.config
+        assert self.rollout is not None
+        groups = config.total_batch_size // config.num_generations
+        return [
+            pack(
+                group_trees(
+                    self.prompts,
+                    self.rollout,
+                    m * groups,
+                    (m + 1) * groups,
+                    mask_truncated=config.mask_truncated_completions,
+                ),
+                self.layout,
+                token_names=("sampling_logps",),
+                sequence_names=("advantages", "index"),
+            )
+            for m in range(config.steps_per_generation)
+        ]
+
+    def read_policies(self, batches: list[Packed], params: Any) -> list[Packed]:
+        """Log-probabilities under the policy as it is now and under the reference, where they will be needed."""
+        share = self.config.top_entropy_quantile
+        entropies = []
+        for i, batch in enumerate(batches):
+            values, placed = dict(batch.token_values), put_rows(self.mesh, batch)
+            if self.reference is not None:
+                values["ref_logps"] = _host(self.read(self.reference, placed)[0])
+            if self.off_policy or share < 1:
+                logps, entropy = (_host(x) for x in self.read(params, placed))
+                entropies.append(entropy)
+                if self.off_policy:
+                    values["old_logps"] = logps
+            batches[i] = batch._replace(token_values=values)
+        return with_kept(batches, entropies, share) if share < 1 else batches
+
+    def finished(self, batches: Sequence[Packed]) -> list[Packed]:
+        """A minibatch with what follows from the rewards."""
+        assert self.rollout is not None
+        batches = [with_advantages(batch, self.rollout.advantages) for batch in batches]
+        if not self.config.entropy_coef:
+            return batches
+        return with_entropy_scale(batches, self.aggregation, self.config.sampling.max_completion_length)
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Nothing between rollouts; in the middle of one, the rollout and what its first policy said of it."""
+        host: dict[str, Any] = {}
+        arrays: dict[str, np.ndarray] = {}
+        if self.config.sync_ref_model and self.reference is not None:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.reference):
+                arrays["reference" + jax.tree_util.keystr(path)] = np.asarray(jax.device_get(leaf))
+        if self.rollout is not None and not self.needs_state(step):
+            host = {"rollout": self.rollout.number, "metrics": self.metrics}
+            arrays |= self.rollout.arrays()
+            for m, minibatch in enumerate(self.packed):
+                for b, batch in enumerate(minibatch):
+                    for name in set(batch.token_values) - {"sampling_logps"}:
+                        arrays[f"packed_{m}_{b}_{name}"] = batch.token_values[name]
+        return host, arrays
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        if self.config.sync_ref_model and self.reference is not None:
+
+            def put_back(path: Any, leaf: jax.Array) -> jax.Array:
+                return jax.device_put(arrays["reference" + jax.tree_util.keystr(path)], leaf.sharding)
+
+            self.reference = jax.tree_util.tree_map_with_path(put_back, self.reference)
+        if "rollout" not in host:
+            return
+        self.rollout = Rollout.from_arrays(host["rollout"], arrays)
+        self.metrics = dict(host["metrics"])
+        names = [name for name in self.token_names if name != "sampling_logps"]
+        self.packed = []
+        for m, minibatch in enumerate(self.pack_rollout()):
+            for b, batch in enumerate(minibatch):
+                saved = {name: np.asarray(arrays[f"packed_{m}_{b}_{name}"]) for name in names}
+                minibatch[b] = batch._replace(token_values={**batch.token_values, **saved})
+            self.packed.append(self.finished(minibatch))
+
+
+def _host(x: jax.Array) -> np.ndarray:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(jax.device_get(x))

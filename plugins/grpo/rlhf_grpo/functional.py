@@ -1,0 +1,201 @@
+"""GRPO's mathematics as plain functions over padded arrays."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import POLICY_LOSS, PolicyInputs, plugins
+from rlhf_core.logprobs import logps_from_logits, token_logps
+from rlhf_core.metrics import results
+from rlhf_core.models import Model, padded_rows
+from rlhf_grpo.losses import LOSSES
+from rlhf_grpo.objective import Terms, combine
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import PolicyLoss
+    from rlhf_core.models import Definition
+
+
+def policy_loss(
+    logps: jax.Array,
+    old_logps: jax.Array | None,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    ref_logps: jax.Array | None = None,
+    loss_type: str = "dapo",
+    beta: float = 0.0,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "token",
+    top_entropy_quantile: float = 1.0,
+    entropies: jax.Array | None = None,
+    max_completion_length: int | None = None,
+    num_items: Any = None,
+    use_bias_correction_kl: bool = False,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    kl: str = "k3",
+    dual_clip: float | None = None,
+    entropy_coef: float = 0.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The policy loss of one update, differentiable in `logps` (and `entropies`).
+
+    logps, old_logps, ref_logps, entropies: float32 [N, T], nats; old_logps None: this policy's own, ratio 1 with its
+    gradient. advantages: float32 [N] or [N, T]. mask: [N, T], may have holes. epsilon_high None: epsilon.
+    num_items: what a mean over tokens divides by, None: the tokens in the mask; max_completion_length None: T.
+    top_entropy_quantile: share of the tokens, by entropy over the mask, that the policy loss keeps (needs `entropies`).
+    Returns the loss, float32 [], and metrics, float32 [] each: clip ratios, kl and entropy where they are known.
+    """
+    component = loss_by_name(
+        loss_type,
+        epsilon=epsilon,
+        epsilon_high=epsilon if epsilon_high is None else epsilon_high,
+        delta=delta,
+        dual_clip=dual_clip,
+        importance_sampling_level=importance_sampling_level,
+        temperature_pos=sapo_temperature_pos,
+        temperature_neg=sapo_temperature_neg,
+    )
+    terms = Terms(
+        name=loss_type,
+        beta=beta,
+        kl=kl,
+        bias_correction=use_bias_correction_kl,
+        entropy_coef=entropy_coef,
+        max_completion_length=logps.shape[1] if max_completion_length is None else max_completion_length,
+    )
+    if beta and ref_logps is None:
+        raise ValueError(f"beta={beta} needs ref_logps")
+    mask = jnp.asarray(mask, jnp.float32)
+    kept = None
+    if top_entropy_quantile < 1.0:
+        if entropies is None:
+            raise ValueError(f"top_entropy_quantile={top_entropy_quantile} needs entropies")
+        kept = kept_by_entropy(entropies, mask, top_entropy_quantile)
+    inputs = padded_inputs(logps, old_logps, advantages, mask, ref_logps, entropies)
+    count = _denominator(component, mask, terms, num_items)
+    effective = mask.sum() if kept is None else (mask * kept).sum()
+    value, metrics = combine(
+        component,
+        inputs,
+        terms,
+        sequences=mask.shape[0],
+        kept=kept,
+        num_items=num_items,
+        entropy_scale=count / jnp.maximum(effective, 1.0),
+    )
+    # Where nothing is in the mask the loss is 0, not 0/0.
+    return value.total / jnp.where(value.count > 0, value.count, 1.0), results(metrics)
+
+
+def kept_by_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
+    """1 for the tokens whose entropy is at least the (1 − share) quantile over the mask (linear interpolation), else 0.
+
+    entropies: float32 [N, T], nats; mask [N, T] (Wang et al. 2025, "Beyond the 80/20 rule").
+    """
+    entropies = jax.lax.stop_gradient(entropies)
+    threshold = jnp.nanquantile(jnp.where(mask > 0, entropies, jnp.nan), 1.0 - share)
+    return ((entropies >= threshold) & (mask > 0)).astype(jnp.float32)
+
+
+def compute_per_token_logps(logits: jax.Array, input_ids: jax.Array, prompt_length: int) -> jax.Array:
+    """Log-probabilities of the tokens after the prompt, float32 [B, T − prompt_length], nats.
+
+    logits: [B, T, V], of the whole sequences; input_ids: int [B, T].
+    """
+    return logps_from_logits(logits[:, prompt_length - 1 : -1], jnp.asarray(input_ids)[:, prompt_length:])
+
+
+def get_per_token_logps(
+    model: Model, input_ids: Any, attention_mask: Any, prompt_length: int, temperature: float = 1.0
+) -> jax.Array:
+    """Log-probabilities under a model of the tokens after the prompt, float32 [B, T − prompt_length], nats.
+
+    input_ids, attention_mask: int [B, T]; positions follow the mask. Logits are divided by `temperature`.
+    """
+    return get_per_token_logps_and_entropies(model, input_ids, attention_mask, prompt_length, temperature)[0]
+
+
+def get_per_token_logps_and_entropies(
+    model: Model, input_ids: Any, attention_mask: Any, prompt_length: int, temperature: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """As `get_per_token_logps`, and the entropies of the distributions the tokens were drawn from, nats."""
+    ids, mask = jnp.asarray(input_ids, jnp.int32), jnp.asarray(attention_mask, jnp.int32)
+    return _read(model.definition, model.params, ids, mask, prompt_length, temperature)
+
+
+@partial(jax.jit, static_argnums=(0, 4, 5))
+def _read(
+    model: Definition, params: Any, ids: jax.Array, mask: jax.Array, prompt_length: int, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    return completion_logps(model, params, ids, mask, prompt_length, temperature)
+
+
+def completion_logps(
+    model: Definition, params: Any, ids: jax.Array, mask: jax.Array, prompt_length: int, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    hidden = model.hidden(params, *padded_rows(ids, mask))
+    kernel, softcap = model.unembedding(params)
+    return token_logps(
+        hidden[:, prompt_length - 1 : -1],
+        kernel,
+        ids[:, prompt_length:],
+        temperature=temperature,
+        softcap=softcap,
+        entropy=True,
+    )
+
+
+def padded_inputs(
+    logps: jax.Array,
+    old_logps: jax.Array | None,
+    advantages: jax.Array,
+    mask: jax.Array,
+    ref_logps: jax.Array | None,
+    entropies: jax.Array | None,
+) -> PolicyInputs:
+    # What lies outside the mask may be anything, infinities of padding included; it must not reach a gradient.
+    def inside(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.where(mask > 0, x, 0.0)
+
+    logps = jnp.where(mask > 0, logps, 0.0)
+    advantages = jnp.asarray(advantages, jnp.float32)
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages
+    return PolicyInputs(
+        logps=logps,
+        old_logps=jax.lax.stop_gradient(logps if old_logps is None else jnp.where(mask > 0, old_logps, 0.0)),
+        advantages=jnp.broadcast_to(advantages, mask.shape),
+        mask=mask,
+        ref_logps=inside(ref_logps),
+        entropies=inside(entropies),
+    )
+
+
+def _denominator(loss: PolicyLoss, mask: jax.Array, terms: Terms, num_items: Any) -> Any:
+    aggregation = getattr(loss, "aggregation", "token_mean")
+    if aggregation == "token_mean":
+        return mask.sum() if num_items is None else num_items
+    return mask.shape[0] * (terms.max_completion_length if aggregation == "fixed_length" else 1)
+
+
+def loss_by_name(name: str, **options: Any) -> PolicyLoss:
+    """The named loss with those of the options that it has."""
+    if name not in LOSSES:
+        registry = plugins.load().registry
+        return registry.get(
+            POLICY_LOSS,
+            name,
+            **{k: v for k, v in options.items() if not registry.check(POLICY_LOSS, name, {k: v})},
+        )
+    loss: Any = LOSSES[name]
+    known = {field.name: options[field.name] for field in fields(loss) if field.name in options}
+    if name in ("gspo", "gspo_token") and known.get("importance_sampling_level") == "token":
+        del known["importance_sampling_level"]  # their level is what they are
+    return loss(**known)

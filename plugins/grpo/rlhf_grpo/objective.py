@@ -1,0 +1,150 @@
+"""The GRPO objective: a policy loss with its aggregation, KL and entropy terms, over packed rows or padded arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import PolicyInputs
+from rlhf_core.metrics import Max, Mean, Metric
+from rlhf_core.objectives import trained_logps, trained_sequence, trained_weight
+from rlhf_grpo.losses import Level, ratio
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import PolicyLoss
+    from rlhf_core.models import Definition
+    from rlhf_core.rows import Packed
+    from rlhf_core.step import Objective
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the trainer adds to a policy loss, and how it averages.
+
+    name: the loss's, in front of the metrics it reports. beta, kl, bias_correction: of the KL term in the loss.
+    entropy_coef: weight of the mean entropy. max_completion_length: what `fixed_length` divides by.
+    """
+
+    name: str
+    beta: float = 0.0
+    kl: str = "k3"
+    bias_correction: bool = False
+    entropy_coef: float = 0.0
+    max_completion_length: int = 1
+
+
+def kl_estimate(logps: jax.Array, ref_logps: jax.Array, name: str) -> jax.Array:
+    """Per-token estimate of KL(policy ‖ reference) from a sampled token, nats (Schulman 2020).
+
+    With d = ref − logp: k1 = −d, k2 = d²/2, k3 = exp(d) − d − 1.
+    """
+    d = ref_logps - logps
+    if name == "k1":
+        return -d
+    if name == "k2":
+        return 0.5 * jnp.square(d)
+    if name == "k3":
+        return jnp.exp(d) - d - 1.0
+    raise ValueError(f"kl: '{name}' is not one of k1, k2, k3")
+
+
+def combine(
+    loss: PolicyLoss,
+    inputs: PolicyInputs,
+    terms: Terms,
+    *,
+    sequences: Any,
+    kept: jax.Array | None = None,
+    num_items: Any = None,
+    entropy_scale: Any = 1.0,
+) -> tuple[Mean, dict[str, Metric]]:
+    """The loss as sum and count, and its metrics.
+
+    sequences: how many there are, those without a trained token included (they count in the average over sequences).
+    kept: float32 [N, T], 0 where the entropy quantile leaves a token out of the policy loss (KL stays).
+    num_items: the tokens that a mean over tokens divides by; None: those of the mask.
+    entropy_scale: the denominator of the loss over that of the mean entropy.
+    """
+    mask = inputs.mask
+    out = loss(inputs)
+    value = out.loss if kept is None else out.loss * kept
+    metrics: dict[str, Metric] = {
+        key if key.startswith("clip_ratio/") else f"{terms.name}/{key}": Mean.of(x, mask)
+        for key, x in out.metrics.items()
+    }
+    if inputs.ref_logps is not None:
+        kl = kl_estimate(inputs.logps, inputs.ref_logps, terms.kl)
+        metrics["kl"] = Mean.of(kl, mask)
+        if terms.beta:
+            level: Level = getattr(loss, "importance_sampling_level", "token")
+            value = value + terms.beta * (kl * ratio(inputs, level) if terms.bias_correction else kl)
+    aggregation = getattr(loss, "aggregation", "token_mean")
+    if aggregation == "token_mean":
+        total, count = (value * mask).sum(), mask.sum() if num_items is None else num_items
+    elif aggregation == "sequence_mean":
+        length = jnp.maximum(inputs.sequence_sum(jnp.ones_like(mask)), 1.0)
+        total, count = (value * mask / length).sum(), sequences
+    elif aggregation == "fixed_length":
+        total, count = (value * mask).sum(), sequences * terms.max_completion_length
+    else:
+        raise ValueError(
+            f"policy loss '{terms.name}': aggregation '{aggregation}' is not token_mean, sequence_mean or fixed_length"
+        )
+    if inputs.entropies is not None:
+        metrics["entropy"] = Mean.of(inputs.entropies, mask)
+        if terms.entropy_coef:
+            effective = mask if kept is None else mask * kept
+            total = total - terms.entropy_coef * entropy_scale * (inputs.entropies * effective).sum()
+    return Mean(total, jnp.asarray(count, jnp.float32)), metrics
+
+
+def objective(model: Definition, loss: PolicyLoss, terms: Terms, *, temperature: float) -> Objective:
+    """Over rows that carry `advantages` a sequence and, where they are kept, these values a trained token:
+    `old_logps` (else the policy's own are used, and the ratio is 1 with its gradient), `ref_logps`, `sampling_logps`,
+    `kept`; and `entropy_scale` a sequence.
+    """
+
+    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+        logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
+        mask, sequence = trained_weight(batch), trained_sequence(batch)
+        values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
+        own = jax.lax.stop_gradient(logps)
+        inputs = PolicyInputs(
+            logps=logps,
+            old_logps=values.get("old_logps", own),
+            advantages=jnp.take_along_axis(batch.sequence_values["advantages"], sequence, axis=1),
+            mask=mask,
+            ref_logps=values.get("ref_logps"),
+            entropies=entropies,
+            sequence=sequence,
+            sequences=batch.last.shape[1],
+        )
+        scale = batch.sequence_values.get("entropy_scale")
+        value, metrics = combine(
+            loss,
+            inputs,
+            terms,
+            sequences=(batch.last >= 0).sum(),
+            kept=values.get("kept"),
+            # The same number in every sequence; a maximum finds it in whichever row has one.
+            entropy_scale=1.0 if scale is None else scale.max(),
+        )
+        difference = jnp.abs(inputs.old_logps - values["sampling_logps"])
+        metrics["sampling/logp_difference_max"] = Max.of(difference, mask > 0)
+        return value, metrics
+
+    return compute
+
+
+def reader(model: Definition, *, temperature: float) -> Callable[[Any, Packed], tuple[jax.Array, jax.Array]]:
+    """Jitted (params, batch) → log-probabilities and entropies of trained tokens, float32 [rows, trained], nats."""
+
+    @jax.jit
+    def read(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:
+        return trained_logps(model, params, batch, temperature=temperature, entropy=True)
+
+    return read

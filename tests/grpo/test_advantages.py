@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+from rlhf_grpo import group_advantages
+
+GROUPS = np.array([[1, 0, 0, 1], [0.35] * 4, [1, 2, 3, 4]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("group", [[0.86587543] * 2, [0], [-1.16180501, -0.38726834, 0.38726834, 1.16180501]]),
+        ("batch", [[0.39607942] * 2, [0], [-1.18823826, -0.39607942, 0.39607942, 1.18823826]]),
+        ("none", [[0.5] * 2, [0], [-1.5, -0.5, 0.5, 1.5]]),
+    ],
+)
+def test_published_values(scale, expected):
+    got = np.asarray(group_advantages(GROUPS.reshape(-1), num_generations=4, scale=scale)).reshape(3, 4)
+    a = expected[0][0]
+    np.testing.assert_allclose(got[0], [a, -a, -a, a], atol=1e-6)
+    np.testing.assert_array_equal(got[1], 0)
+    np.testing.assert_allclose(got[2], expected[2], atol=1e-6)
+    assert got.dtype == np.float32
+
+
+def test_a_constant_group_is_exactly_zero_whatever_its_rounding():
+    rewards = np.full(7, 0.1 + 0.2, np.float32)
+    for scale in ("group", "batch", "none"):
+        assert not np.asarray(group_advantages(rewards, num_generations=7, scale=scale)).any()
+
+
+def test_unscored_completions_are_left_out_of_mean_and_deviation():
+    rewards = np.array([1.0, np.nan, 3.0, np.nan, 5.0, np.nan], np.float32)
+    got = np.asarray(group_advantages(rewards, num_generations=3))
+    deviation = np.std([1.0, 3.0], ddof=1)
+    np.testing.assert_allclose(got[:3], [-1 / (deviation + 1e-4), 0, 1 / (deviation + 1e-4)], rtol=1e-5)
+    np.testing.assert_array_equal(got[3:], 0)  # one scored completion has no deviation
+
+
+def test_weights_and_functions_that_do_not_apply():
+    rewards = np.array([[1.0, 10.0], [2.0, np.nan], [np.nan, np.nan], [0.0, 0.0]], np.float32)
+    total = np.array([0.7 + 3.0, 1.4, np.nan, 0.0])
+    got = np.asarray(group_advantages(rewards, num_generations=4, weights=[0.7, 0.3], scale="none"))
+    np.testing.assert_allclose(got, np.nan_to_num(total - np.nanmean(total)), rtol=1e-6)
+
+
+def test_normalize_then_sum():
+    rng = np.random.default_rng(0)
+    rewards = rng.normal(size=(12, 2)) * [1.0, 100.0]
+    weights = np.array([2.0, 1.0])
+    grouped = rewards.reshape(3, 4, 2)
+    each = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, ddof=1, keepdims=True) + 1e-4)
+    total = (each * weights).sum(-1)
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
+    got = group_advantages(rewards, num_generations=4, weights=weights, aggregation="normalize_then_sum")
+    np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_normalize_then_sum_leaves_unscored_rows_out_of_the_last_mean_too():
+    rewards = np.array([[1.0], [2.0], [np.nan], [1.0], [5.0], [3.0]])
+    got = np.asarray(group_advantages(rewards, num_generations=3, aggregation="normalize_then_sum"))
+
+    def z(x):
+        return (x - x.mean()) / (x.std(ddof=1) + 1e-4)
+
+    total = np.concatenate([z(np.array([1.0, 2.0])), z(np.array([1.0, 5.0, 3.0]))])
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(got[[0, 1, 3, 4, 5]], expected, rtol=1e-4, atol=1e-6)
+    assert got[2] == 0
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+def test_a_constant_added_to_a_group_changes_nothing(scale):
+    shifted = GROUPS + np.array([[1.0], [2.0], [-4.0]], np.float32)
+    np.testing.assert_allclose(
+        group_advantages(shifted.reshape(-1), num_generations=4, scale=scale),
+        group_advantages(GROUPS.reshape(-1), num_generations=4, scale=scale),
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "message"),
+    [
+        (np.ones(5), {"num_generations": 2}, "not whole groups"),
+        (np.ones(4), {"num_generations": 1}, "group of one"),
+        (np.ones((4, 2)), {"num_generations": 2, "weights": [1.0]}, "1 for 2 reward functions"),
+        (np.ones(4), {"num_generations": 2, "scale": "std"}, "'std' is not one of"),
+    ],
+)
+def test_what_cannot_be_computed_says_why(rewards, options, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(rewards, **options)

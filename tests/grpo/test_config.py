@@ -1,0 +1,31 @@
+"""The GRPO config: flat names, defaults, round trips, and what cannot be."""
+
+import pytest
+from rlhf_grpo import GRPOConfig
+
+from rlhf_core.errors import InputError
+
+
+def test_flat_names_expand():
+    config = GRPOConfig(
+        loss_type="grpo", epsilon=0.1, epsilon_high=0.3, delta=4.0, importance_sampling_level="sequence", beta=0.5,
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_completion_length=9, scale_rewards="batch",
+    )  # fmt: skip
+    assert config.loss.name == "grpo"
+    assert config.loss.options == {
+        "epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0, "importance_sampling_level": "sequence"
+    }  # fmt: skip
+    assert config.sampling.to_dict() == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_completion_length": 9
+    }  # fmt: skip
+    assert (config.kl.beta, config.advantage.options) == (0.5, {"scale": "batch"})
+    assert GRPOConfig.from_json(config.to_json()) == config
+    assert GRPOConfig.from_dict(config.to_dict()) == config
+    defaults = GRPOConfig()
+    assert [defaults.epsilon, defaults.epsilon_high, defaults.delta, defaults.beta, defaults.temperature] == [
+        0.2, 0.2, None, 0.04, 1.0
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"total_batch_size=6 .* is not a multiple of num_generations=4"):
+        GRPOConfig(total_batch_size=6, num_generations=4)
+    with pytest.raises(InputError, match=r"sampling.temperature=0 draws the same completion"):
+        GRPOConfig(temperature=0.0)

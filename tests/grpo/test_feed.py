@@ -1,0 +1,255 @@
+"""The source of GRPO's updates, with a sampler and a policy made of NumPy: what each update trains on, and resuming."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_grpo.advantages import Group
+from rlhf_grpo.feed import RolloutFeed
+from rlhf_grpo.minibatches import with_entropy_scale, with_kept
+from rlhf_grpo.rewards import Reward
+
+from rlhf_core import data
+from rlhf_core.rows import Layout
+from rlhf_core.sampling import Rollouts
+
+G, C = 3, 5
+LAYOUT = Layout((32,), (2,), (6,), (30,))
+
+
+def sampler(params, prompts, key):
+    """Completions that depend on the parameters, the prompts and the key alone."""
+    seed = [int(params), *np.asarray(jax.random.key_data(key)).tolist(), *(int(p.sum()) for p in prompts)]
+    draw = np.random.default_rng(seed)
+    n = len(prompts) * G
+    lengths = draw.integers(1, C + 1, n).astype(np.int32)
+    there = np.arange(C) < lengths[:, None]
+    tokens = np.where(there, draw.integers(3, 48, (n, C)), 0).astype(np.int32)
+    logps = np.where(there, -draw.random((n, C)), 0).astype(np.float32)
+    return Rollouts(tokens, lengths, logps, lengths < C)
+
+
+def read(params, batch):
+    """A policy whose log-probability of a token is −token/50 − params, and its entropy the token."""
+    tokens = np.take_along_axis(np.asarray(batch.rows.tokens), np.maximum(batch.trained, 0), axis=1)
+    there = np.asarray(batch.trained) >= 0
+    return (
+        jax.numpy.asarray(np.where(there, -tokens / 50 - int(params), 0), "float32"),
+        jax.numpy.asarray(np.where(there, tokens, 0), "float32"),
+    )
+
+
+@pytest.fixture
+def make(tiny, tmp_path):
+    prompts = data.encode_prompts(data.load(tiny.prompts(8)), tiny.make_tokenizer(), max_prompt_length=16)
+    stage = SimpleNamespace(devices=tiny.one_device, seed=5, is_main=True, dir=tmp_path)
+
+    def length(completion_ids):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def make(reference=None, **options):
+        config = GRPOConfig(**{"total_batch_size": 6, "num_generations": G, "log_steps": 4, **options})
+        rewards = [Reward("length", 1.0, length)]
+        return RolloutFeed(
+            stage,
+            config,
+            prompts,
+            tiny.make_tokenizer(),
+            sampler,
+            rewards,
+            Group(config.scale_rewards),
+            read,
+            LAYOUT,
+            reference,
+            "token_mean",
+        )
+
+    return make
+
+
+def state(params):
+    return SimpleNamespace(params=params, key=jax.random.key(3))
+
+
+def content(update):
+    """{completion's tokens: (advantage, its token values by name)} of an update, and the prompts' order."""
+    found = {}
+    for batch in update.batches:
+        for row, place in zip(*np.nonzero(batch.last >= 0), strict=True):
+            at = np.flatnonzero(batch.rows.sequence[row] == place)
+            mine = np.isin(batch.trained[row], at) & (batch.trained[row] >= 0)
+            values = {name: x[row][mine].tolist() for name, x in batch.token_values.items()}
+            index = int(batch.sequence_values["index"][row, place])
+            found[index] = (
+                batch.rows.tokens[row, at].tolist(),
+                float(batch.sequence_values["advantages"][row, place]),
+                values,
+            )
+    return found
+
+
+def test_counts(make):
+    feed = make(num_train_epochs=2, steps_per_generation=2, num_iterations=3)
+    # A rollout has 12 completions of 4 prompts and serves 6 updates; 2 epochs of 8 prompts are 4 rollouts.
+    assert (feed.total, feed.updates_per_epoch) == (24, 12)
+    assert make(max_training_steps=5).total == 5
+    assert make(num_train_epochs=1, total_batch_size=9).total == 3  # the third rollout wraps around
+
+
+def test_an_update_trains_on_its_part_of_a_rollout_and_comes_again_the_next_iteration(make):
+    feed = make(steps_per_generation=2, num_iterations=2)
+    moving = [state(n) for n in range(8)]  # the policy changes with every update
+    needs = []
+    updates = []
+    for n in range(8):
+        needs.append(feed.needs_state(n))
+        updates.append(content(feed.update(n, moving[n])))
+    assert needs == [True, False, False, False] * 2
+    assert [sorted(u) for u in updates] == [[*range(6)], [*range(6, 12)]] * 4
+    assert updates[0] == updates[2]
+    assert updates[1] == updates[3]
+    assert updates[0] != updates[4]
+    for n, update in enumerate(updates):
+        for tokens, _, values in update.values():
+            started = 0 if n < 4 else 4  # old log-probabilities are those of the rollout's own policy
+            assert values["old_logps"] == pytest.approx([-t / 50 - started for t in tokens], abs=1e-6)
+
+
+def test_with_one_update_a_rollout_no_old_log_probabilities_are_kept(make):
+    feed = make()
+    assert feed.token_names == ("sampling_logps",)
+    batches = feed.update(0, state(0)).batches
+    assert all(set(batch.token_values) == {"sampling_logps"} for batch in batches)
+    assert make(num_iterations=2).token_names == ("sampling_logps", "old_logps")
+    assert make(reference=9, top_entropy_quantile=0.5).token_names == ("sampling_logps", "ref_logps", "kept")
+
+
+def test_every_shape_is_known_before(make):
+    feed = make(reference=9, num_iterations=2, top_entropy_quantile=0.5, entropy_coef=0.1)
+
+    def shapes(batch):
+        return jax.tree.map(lambda x: (x.shape, x.dtype), batch)
+
+    known = [shapes(batch) for batch in feed.shapes()]
+    assert all(shapes(batch) in known for n in range(2) for batch in feed.update(n, state(0)).batches)
+
+
+def test_advantages_are_those_of_whole_groups(make):
+    update = content(make(steps_per_generation=2).update(0, state(0)))
+    for first in (0, 3):
+        rewards = np.array([len(update[i][0]) for i in range(first, first + G)], float)
+        spread = rewards.std(ddof=1)
+        expected = (rewards - rewards.mean()) / (spread + 1e-4) if np.ptp(rewards) else 0 * rewards
+        assert [update[i][1] for i in range(first, first + G)] == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_the_kl_may_be_taken_from_the_rewards(make):
+    plain, taxed = (
+        content(
+            make(reference=2, kl={"beta": 0.5, "name": "k1", "place": place}, scale_rewards="none").update(
+                0, state(0)
+            )
+        )
+        for place in ("loss", "reward")
+    )
+    rewards = []
+    for i in range(3):
+        tokens, _, values = taxed[i]
+        kl = sum(s - r for s, r in zip(values["sampling_logps"], values["ref_logps"], strict=True))
+        rewards.append(len(tokens) - 0.5 * kl)
+    assert [taxed[i][1] for i in range(3)] == pytest.approx(
+        (np.array(rewards) - np.mean(rewards)).tolist(), abs=1e-5
+    )
+    assert [plain[i][1] for i in range(3)] != [taxed[i][1] for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_generation": 2, "num_iterations": 2, "reference": 9, "top_entropy_quantile": 0.5},
+        {"num_iterations": 3, "entropy_coef": 0.1},
+        {"mask_truncated_completions": True},
+    ],
+    ids=str,
+)
+def test_resumed_at_any_update_the_rest_is_the_same(make, options):
+    moving = [state(n) for n in range(9)]
+    whole = make(**options)
+    expected, kept = [], []
+    for n in range(9):
+        host, arrays = whole.snapshot(n)
+        kept.append((host, {name: np.array(x) for name, x in arrays.items()}))
+        expected.append(whole.update(n, moving[n]))
+    for start in range(1, 9):
+        feed = make(**options)
+        feed.restore(start, *kept[start])
+        for n in range(start, 9):
+            update = feed.update(n, moving[n])
+            jax.tree.map(np.testing.assert_array_equal, list(update.batches), list(expected[n].batches))
+            assert dict(update.metrics) == dict(expected[n].metrics)
+            assert update.tokens == expected[n].tokens
+
+
+def test_a_checkpoint_between_rollouts_holds_nothing(make):
+    feed = make(num_iterations=2)
+    feed.update(0, state(0))
+    assert feed.snapshot(2) == ({}, {})
+    assert feed.snapshot(1)[0]["rollout"] == 0
+
+
+def test_a_moving_reference_is_part_of_the_checkpoint(make):
+    options = {"sync_ref_model": True, "num_iterations": 2}
+    feed = make(reference={"w": jax.numpy.arange(3.0)}, **options)
+    host, arrays = feed.snapshot(0)
+    other = make(reference={"w": jax.numpy.zeros(3)}, **options)
+    other.restore(0, host, arrays)
+    np.testing.assert_array_equal(other.reference["w"], [0, 1, 2])
+
+
+def test_tokens_and_places(make):
+    update = make().update(0, state(0))
+    groups = [tokens for tokens, _, _ in content(update).values()]
+    feed = make()
+    order = next(data.schedule(8, 2, seed=5))
+    feed.update(0, state(0))
+    assert [update.where(i) for i in range(2)] == [feed.prompts.where(int(i)) for i in order]
+    prompt_tokens = sum(len(feed.prompts.ids[i]) for i in order)
+    assert update.tokens == prompt_tokens + sum(map(len, groups))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"log_steps": 1}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"log_steps": 4}, [0, 3, 7]),
+        ({"log_steps": 4, "num_iterations": 2}, [0, 2, 6]),
+        ({"log_steps": 3, "num_iterations": 2, "steps_per_generation": 2}, [0, 4]),
+    ],
+)
+def test_samples_are_written_of_every_rollout_that_is_logged(make, tmp_path, options, steps):
+    feed = make(**options)
+    for n in range(8):
+        feed.update(n, state(n))
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
+        f"update-{n:06d}.jsonl" for n in steps
+    ]
+
+
+def test_the_entropy_quantile_is_over_all_micro_batches(make):
+    feed = make(top_entropy_quantile=0.4)
+    update = content(feed.update(0, state(0)))
+    tokens = np.array([t for own, _, _ in update.values() for t in own])
+    kept = np.array([k for _, _, values in update.values() for k in values["kept"]])
+    np.testing.assert_array_equal(kept, tokens >= np.quantile(tokens, 0.6))
+
+
+def test_nothing_to_train_on_has_no_quantile(make):
+    """All completions truncated and masked."""
+    feed = make(top_entropy_quantile=0.4, entropy_coef=0.1, mask_truncated_completions=True)
+    blank = feed.shapes()[0]
+    batches = with_kept([blank], [np.zeros(blank.trained.shape, np.float32)], 0.4)
+    assert not batches[0].token_values["kept"].any()
+    scale = with_entropy_scale(batches, "token_mean", C)[0].sequence_values["entropy_scale"]
+    assert np.isfinite(scale).all()

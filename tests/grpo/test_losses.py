@@ -1,0 +1,257 @@
+"""Policy losses against float64 NumPy, published numbers, and hand-computed gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rlhf_grpo import policy_loss
+from rlhf_grpo.functional import kept_by_entropy
+
+from rlhf_core.errors import InputError
+
+# Two sequences of three and two tokens.
+LOGPS = np.array([[-1.0, -0.5, -2.0], [-0.2, -1.5, 0.0]])
+OLD = np.array([[-1.2, -0.5, -1.5], [-0.6, -1.4, 0.0]])
+REF = np.array([[-1.1, -0.7, -1.8], [-0.3, -1.2, 0.0]])
+MASK = np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+ADVANTAGES = np.array([1.0, -1.0])
+
+
+def loss(flip=1.0, **options):
+    value, metrics = policy_loss(
+        *(jnp.asarray(x, jnp.float32) for x in (LOGPS, OLD, flip * ADVANTAGES, MASK)),
+        **{"ref_logps": jnp.asarray(REF, jnp.float32), "max_completion_length": 10, **options},
+    )
+    return float(value), {name: float(x) for name, x in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"loss_type": "grpo"}, 0.13141042),
+        ({"loss_type": "grpo", "beta": 0.04}, 0.13225719),
+        ({"loss_type": "dr_grpo"}, -0.02049343),
+        ({"loss_type": "dr_grpo", "beta": 0.04}, -0.02029409),
+        ({"loss_type": "bnpo"}, -0.08197371),
+        ({"loss_type": "dapo"}, -0.08197371),
+        ({"loss_type": "bnpo", "beta": 0.04}, -0.08117637),
+        ({"loss_type": "bnpo", "epsilon_high": 0.28}, -0.08625426),
+        ({"loss_type": "bnpo", "delta": 1.3}, -0.12033865),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 0.25576860),
+        ({"loss_type": "cispo", "epsilon_high": 1.2}, 0.26316104),
+        ({"loss_type": "sapo"}, 0.07689927),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, 0.12849841),
+        ({"loss_type": "gspo"}, 0.12849841),
+    ],
+)
+def test_published_values(options, expected):
+    assert loss(**options)[0] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"loss_type": "grpo"}, -0.02264223),
+        ({"loss_type": "bnpo"}, 0.18331307),
+        ({"loss_type": "dr_grpo"}, 0.04582827),
+        ({"loss_type": "bnpo", "epsilon_high": 0.28}, 0.16731307),
+        ({"loss_type": "gspo"}, -0.12849841),
+        ({"loss_type": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}, -0.00035),
+    ],
+)
+def test_published_values_with_the_advantages_flipped(options, expected):
+    assert loss(flip=-1.0, **options)[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_clip_and_kl_metrics():
+    metrics = loss(loss_type="dapo", beta=0.04)[1]
+    assert metrics["clip_ratio/low_mean"] == 0
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(0.2)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(0.2)
+    assert metrics["kl"] == pytest.approx(0.01993343, abs=1e-6)
+    flipped = loss(flip=-1.0, loss_type="dapo")[1]
+    assert flipped["clip_ratio/low_mean"] == pytest.approx(0.2)
+    assert flipped["clip_ratio/high_mean"] == pytest.approx(0.2)
+
+
+RATIOS = [0.5, 1.0, 1.25, 2.0, 10.0]
+PPO = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28}
+
+
+@pytest.mark.parametrize(
+    ("options", "advantage", "values", "slopes"),
+    [
+        (PPO, 1.0, [-0.5, -1, -1.25, -1.28, -1.28], [-0.5, -1, -1.25, 0, 0]),
+        (PPO, -1.0, [0.8, 1, 1.25, 2, 10], [0, 1, 1.25, 2, 10]),
+        ({**PPO, "delta": 4.0}, -1.0, [0.8, 1, 1.25, 2, 4], [0, 1, 1.25, 2, 0]),
+        ({**PPO, "dual_clip": 3.0}, -1.0, [0.8, 1, 1.25, 2, 3], [0, 1, 1.25, 2, 0]),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 1.0, None, [-0.5, -1, -1.25, -2, -5]),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, -1.0, None, [0.5, 1, 1.25, 2, 5]),
+    ],
+)
+def test_value_and_slope_against_the_ratio(options, advantage, values, slopes):
+    def one(logp, old):
+        ones = jnp.ones((1, 1))
+        return policy_loss(logp[None, None], old[None, None], advantage * ones[0], ones, **options)[0]
+
+    old = jnp.float32(-1.0)
+    for i, r in enumerate(RATIOS):
+        value, slope = jax.value_and_grad(one)(old + jnp.log(jnp.float32(r)), old)
+        assert float(slope) == pytest.approx(slopes[i], abs=1e-5)
+        if values is not None:
+            assert float(value) == pytest.approx(values[i], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kl", "at", "value", "slope"),
+    [
+        ("k1", 0.5, 0.5, 1.0),
+        ("k2", 2.0, 2.0, 2.0),
+        ("k3", -1.0, 0.7183, -1.7183),
+        ("k3", 0.5, 0.1065, 0.3935),
+        ("k3", 2.0, 1.1353, 0.8647),
+    ],
+)
+def test_kl_estimators(kl, at, value, slope):
+    def only_kl(d):
+        one = jnp.ones((1, 1))
+        return policy_loss(d * one, None, 0 * one[0], one, ref_logps=0 * one, beta=1.0, kl=kl)[0]
+
+    got = jax.value_and_grad(only_kl)(jnp.float32(at))
+    assert np.asarray(got) == pytest.approx([value, slope], abs=1e-4)
+
+
+def numpy_loss(logps, old, advantages, mask, *, kind, level, beta, ref, num_items, coef, entropies):
+    """The definitions, in float64."""
+    d = logps - old
+    if level == "sequence":
+        d = np.broadcast_to(
+            (d * mask).sum(1, keepdims=True) / np.maximum(mask.sum(1, keepdims=True), 1), d.shape
+        )
+    r, a = np.exp(d), advantages[:, None]
+    if kind == "cispo":
+        value = -np.minimum(r, 0.3) * a * logps
+    elif kind == "sapo":
+        t = np.where(a > 0, 1.0, 1.05)
+        value = -4 / (1 + np.exp(-t * (r - 1))) / t * a
+    else:
+        value = -np.minimum(r * a, np.clip(r, 0.8, 1.3) * a)
+    k = np.exp(ref - logps) - (ref - logps) - 1
+    value = value + beta * k
+    if kind in ("grpo", "sapo"):
+        out = ((value * mask).sum(1) / np.maximum(mask.sum(1), 1)).mean()
+    elif kind == "dr_grpo":
+        out = (value * mask).sum() / (len(mask) * 20)
+    else:
+        out = (value * mask).sum() / (mask.sum() if num_items is None else num_items)
+    return out - coef * (entropies * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_against_numpy_with_holes_and_empty_rows(kind, level):
+    rng = np.random.default_rng(3)
+    logps, old, ref = (-rng.exponential(1.0, (5, 7)) for _ in range(3))
+    mask = (rng.random((5, 7)) < 0.6).astype(float)
+    mask[2] = 0
+    advantages, entropies = rng.normal(size=5), rng.random((5, 7))
+    num_items = 31.0 if kind == "dapo" else None
+    options = {"kind": kind, "level": level, "beta": 0.1, "ref": ref, "num_items": num_items, "coef": 0.05}
+    expected = numpy_loss(logps, old, advantages, mask, entropies=entropies, **options)
+
+    def ours(x):
+        return policy_loss(
+            x,
+            jnp.asarray(old, jnp.float32),
+            jnp.asarray(advantages, jnp.float32),
+            jnp.asarray(mask, jnp.float32),
+            ref_logps=jnp.asarray(ref, jnp.float32),
+            loss_type=kind,
+            beta=0.1,
+            epsilon_high=0.3,
+            importance_sampling_level=level,
+            num_items=num_items,
+            max_completion_length=20,
+            entropies=jnp.asarray(entropies, jnp.float32),
+            entropy_coef=0.05,
+        )[0]
+
+    value, gradient = jax.value_and_grad(ours)(jnp.asarray(logps, jnp.float32))
+    assert float(value) == pytest.approx(expected, rel=1e-5)
+    if kind != "cispo":  # its weight has no gradient, so differences of the value say nothing about it
+        for i, t in [(0, 0), (1, 3), (4, 6), (2, 2)]:
+            moved = logps.copy()
+            moved[i, t] += 1e-6
+            up = numpy_loss(moved, old, advantages, mask, entropies=entropies, **options)
+            assert float(gradient[i, t]) == pytest.approx((up - expected) / 1e-6, abs=2e-5)
+    assert np.all(np.asarray(gradient)[mask == 0] == 0)
+
+
+def test_without_old_logps_the_ratio_is_one_and_the_gradient_is_not_zero():
+    mask = jnp.asarray(MASK, jnp.float32)
+
+    def ours(x):
+        return policy_loss(x, None, jnp.asarray(ADVANTAGES, jnp.float32), mask)
+
+    (value, metrics), gradient = jax.value_and_grad(ours, has_aux=True)(jnp.asarray(LOGPS, jnp.float32))
+    assert float(value) == pytest.approx(-(3 - 2) / 5)
+    assert float(metrics["clip_ratio/region_mean"]) == 0
+    np.testing.assert_allclose(gradient, -ADVANTAGES[:, None] * MASK / 5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+def test_what_lies_outside_the_mask_reaches_nothing(bad):
+    spoiled = np.where(MASK > 0, LOGPS, bad)
+
+    def ours(x):
+        return policy_loss(
+            x,
+            jnp.asarray(np.where(MASK > 0, OLD, bad), jnp.float32),
+            jnp.asarray(ADVANTAGES, jnp.float32),
+            jnp.asarray(MASK, jnp.float32),
+            ref_logps=jnp.asarray(np.where(MASK > 0, REF, -bad), jnp.float32),
+            beta=0.04,
+            importance_sampling_level="sequence",
+        )[0]
+
+    value, gradient = jax.value_and_grad(ours)(jnp.asarray(spoiled, jnp.float32))
+    clean = jax.value_and_grad(ours)(jnp.asarray(LOGPS, jnp.float32))
+    assert float(value) == float(clean[0])
+    np.testing.assert_array_equal(gradient, clean[1])
+
+
+def test_an_empty_mask_is_a_loss_of_zero_with_zero_gradient():
+    zero = jnp.zeros((2, 3))
+
+    def ours(x):
+        return policy_loss(x, None, jnp.ones(2), zero)[0]
+
+    value, gradient = jax.value_and_grad(ours)(jnp.asarray(LOGPS, jnp.float32))
+    assert float(value) == 0
+    assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [
+        (0.2, [0.9, 1.0]),
+        (0.5, [0.6, 0.7, 0.8, 0.9, 1.0]),
+        (1.0, [0.1 * i for i in range(1, 11)]),
+        (0.0, [1.0]),
+    ],
+)
+def test_entropy_quantile(share, kept):
+    entropies = np.arange(1, 13).reshape(2, 6) / 10
+    mask = np.ones((2, 6))
+    mask[1, 4:] = 0
+    got = np.asarray(kept_by_entropy(jnp.asarray(entropies, jnp.float32), jnp.asarray(mask), share))
+    np.testing.assert_allclose(entropies[got > 0], kept)
+
+
+def test_an_option_that_needs_an_array_says_so():
+    with pytest.raises(ValueError, match="needs ref_logps"):
+        loss(beta=0.1, ref_logps=None)
+    with pytest.raises(ValueError, match="needs entropies"):
+        loss(top_entropy_quantile=0.5)
+    with pytest.raises(InputError, match=r"no policy loss named 'dappo'\. Did you mean 'dapo'"):
+        loss(loss_type="dappo")

@@ -1,0 +1,238 @@
+"""Reward functions: what they are called with, what they may return, and what is said of everything else."""
+
+import asyncio
+import warnings
+
+import numpy as np
+import pytest
+from rlhf_grpo.advantages import total_reward
+from rlhf_grpo.config import WeightedReward
+from rlhf_grpo.rewards import Reward, make_rewards, score, set_up
+from rlhf_grpo.rollout import measure
+
+from rlhf_core import REWARD, Registry, RewardInputs
+from rlhf_core.errors import InputError, RunError
+
+INPUTS = RewardInputs(
+    prompts=["a", "a", "b"],
+    completions=["x y", "x", ""],
+    completion_ids=[[5, 6, 1], [5, 1], [1]],
+    columns={"answer": ["x", "y", None], "number": [1, 1, 2]},
+)
+
+
+def reward(function, label="r", weight=1.0):
+    return Reward(label, weight, function)
+
+
+def values(function):
+    return score([reward(function)], INPUTS)[:, 0].tolist()
+
+
+def test_a_function_names_only_what_it_uses():
+    assert values(lambda completions: [len(c) for c in completions]) == [3, 1, 0]
+    assert values(lambda completion_ids: [len(ids) for ids in completion_ids]) == [3, 2, 1]
+    assert values(lambda number, prompts: [n + ord(p) for n, p in zip(number, prompts, strict=True)]) == [
+        98,
+        98,
+        100,
+    ]
+    assert values(lambda number, scale=10: [n * scale for n in number]) == [10, 10, 20]
+
+
+def test_columns_arrive_by_name_and_all_of_them_where_asked_for():
+    seen = {}
+
+    def every(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return np.zeros(3)
+
+    values(every)
+    assert seen == {
+        **INPUTS.columns,
+        **{k: getattr(INPUTS, k) for k in ("prompts", "completions", "completion_ids")},
+    }
+
+
+def test_asynchronous_functions_run_together():
+    met = []
+
+    async def first(completions):
+        met.append("first begins")
+        await asyncio.sleep(0.01)
+        met.append("first ends")
+        return [1.0, 2.0, 3.0]
+
+    async def second(completions):
+        met.append("second begins")
+        return [4.0, 5.0, 6.0]
+
+    table = score([reward(first, "a"), reward(second, "b")], INPUTS)
+    assert table.tolist() == [[1, 4], [2, 5], [3, 6]]
+    assert met == ["first begins", "second begins", "first ends"]
+
+
+def test_they_run_where_an_event_loop_runs_already():
+    async def notebook():
+        return values(lambda completions: [0.5] * 3)
+
+    assert asyncio.run(notebook()) == [0.5] * 3
+
+
+class Judge:
+    """An object with set-up and a call, as reward models are."""
+
+    def __init__(self):
+        self.stages = []
+
+    def setup(self, stage):
+        self.stages.append(stage)
+
+    async def __call__(self, completions, answer):
+        return [float(len(self.stages))] * len(completions)
+
+
+class FakeStage:
+    name = "policy"
+
+
+def test_objects_are_set_up_once_and_called():
+    judge = Judge()
+    set_up([reward(judge)], ["answer"], FakeStage())
+    assert judge.stages[0].name == "policy"
+    assert values(judge) == [1.0, 1.0, 1.0]
+
+
+def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
+    judge = Judge()
+    rewards = [reward(judge), reward(lambda completions, gold, key: None, "exact")]
+    with pytest.raises(InputError) as caught:
+        set_up(rewards, ["answer", "number"], FakeStage())
+    assert caught.value.problems == tuple(
+        f"stage 'policy'.rewards: reward 'exact' needs the column '{name}', which the prompts do not have; "
+        "they have answer, number"
+        for name in ("gold", "key")
+    )
+    assert judge.stages == []
+
+
+def test_none_and_nan_mean_not_scored_and_nan_is_warned_of_once():
+    assert values(lambda completions: [1, None, 0])[0] == 1
+    function = reward(lambda completions: [1.0, None, float("nan")])
+    with pytest.warns(UserWarning, match="reward 'r' returned NaN for 1 of 3 completions") as caught:
+        table = score([function], INPUTS)
+    assert np.isnan(table[1:, 0]).all()
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        score([function], INPUTS)
+        score([reward(lambda completions: [1, None, 0])], INPUTS)
+
+
+def fail(completions):
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions: [1.0, 2.0], "reward 'r' returned 2 values for 3 completions"),
+        (lambda completions: 1.0, "reward 'r' returned float; it must return a list of 3 numbers"),
+        (lambda completions: None, "reward 'r' returned NoneType; it must return a list of 3"),
+        (lambda completions: [1, 2, "good"], "reward 'r' returned 'good' for completion 2; a number or None"),
+        (
+            lambda completions: [0, float("inf"), 0],
+            "reward 'r' returned inf for completion 1; rewards must be finite",
+        ),
+        (lambda completions: [-float("inf"), 0, 0], "reward 'r' returned -inf for completion 0"),
+        (fail, "reward 'r' raised KeyError: 'gold'"),
+        (lambda completions: [None] * 3, "no reward function applies to any completion"),
+    ],
+)
+def test_what_is_not_a_list_of_numbers_ends_the_run(function, message):
+    with pytest.raises(RunError, match=message):
+        values(function)
+
+
+def test_an_exception_keeps_its_cause():
+    with pytest.raises(RunError) as caught:
+        values(fail)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_weights_and_functions_that_do_not_apply():
+    rewards = [
+        reward(lambda completions: [1.0, None, 1.0], "f1", 0.7),
+        reward(lambda completions: [0.0, 0.0, None], "f2", 0.3),
+    ]
+    each, total = measure(rewards, INPUTS)
+    assert total.tolist() == pytest.approx([0.7, 0.0, 0.7])
+    assert np.isnan(each).tolist() == [[False, False], [True, False], [False, True]]
+    assert np.isnan(total_reward(np.array([[np.nan, np.nan]]), np.ones(2)))
+
+
+def brevity(completions):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def registry():
+    registry = Registry()
+    with registry.transaction("test"):
+        registry.add(REWARD, "brevity", brevity)
+        registry.add(REWARD, "scaled", lambda completions, *, by=1.0: [by] * len(completions))
+    return registry
+
+
+def build(components=(), given=None, weights=None, *, registry):
+    named = [WeightedReward(**c) for c in components]
+    return make_rewards(named, given, weights, registry, "stage 'policy'")
+
+
+def test_rewards_by_name_with_options_weight_and_label(registry):
+    one, two = build(
+        [{"name": "scaled", "by": 3.0, "weight": 0.5}, {"name": "scaled", "label": "other"}],
+        registry=registry,
+    )
+    assert (one.label, one.weight) == ("scaled", 0.5)
+    assert (two.label, two.weight) == ("other", 1.0)
+    assert score([one, two], INPUTS)[0].tolist() == [3.0, 1.0]
+
+
+def test_callables_and_names_from_python(registry):
+    made = build(given=[brevity, "scaled", Judge()], registry=registry)
+    assert [each.label for each in made] == ["brevity", "scaled", "Judge"]
+
+
+def test_a_function_of_a_file(registry, tmp_path):
+    (tmp_path / "mine.py").write_text("def shout(completions, number):\n    return [2 * n for n in number]\n")
+    name = f"{tmp_path}/mine.py:shout"
+    for made in (
+        build([{"name": name, "label": "shout"}], registry=registry),
+        build(given=[name], registry=registry),
+    ):
+        assert score(made, INPUTS)[:, 0].tolist() == [2, 2, 4]
+    with pytest.raises(InputError, match=r"mine\.py"):
+        build([{"name": f"{tmp_path}/mine.py:whisper"}], registry=registry)
+
+
+def test_reward_weights_replace_the_weights(registry):
+    made = build(
+        [{"name": "brevity", "weight": 9.0}, {"name": "scaled"}], weights=[0.7, 0.3], registry=registry
+    )
+    assert [each.weight for each in made] == [0.7, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("components", "given", "weights", "message"),
+    [
+        ([{"name": "brevity"}, {"name": "brevity"}], None, None, "two rewards are called 'brevity'.*label"),
+        ([{"name": "brevity"}], [brevity], None, "two rewards are called 'brevity'"),
+        ([], None, None, r"stage 'policy'.rewards: missing"),
+        ([{"name": "brevity"}], None, [1.0, 2.0], "reward_weights: 2 weights for 1 rewards"),
+        ([{"name": "brevty"}], None, None, "brevty.*Did you mean 'brevity'"),
+    ],
+)
+def test_what_cannot_be_built_says_why(registry, components, given, weights, message):
+    with pytest.raises(InputError, match=message):
+        build(components, given, weights, registry=registry)

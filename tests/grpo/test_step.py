@@ -1,0 +1,285 @@
+"""grpo_step and the log-probability functions over padded arrays, against logits in float64 and policy_loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rlhf_grpo import (
+    compute_per_token_logps,
+    get_per_token_logps,
+    get_per_token_logps_and_entropies,
+    grpo_step,
+    policy_loss,
+)
+
+from rlhf_core import create_state
+
+N, G, P, C = 8, 4, 6, 7
+TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "gspo", "gspo_token"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("lm", scale=8.0)
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    """Two groups of four; prompts padded on the left, completions on the right, all lengths different."""
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(3, 48, (N // G, P))
+    prompt_mask = np.arange(P) >= np.array([[2], [0]])
+    completions = draw.integers(3, 48, (N, C))
+    mask = np.arange(C) < np.array([1, 7, 3, 5, 2, 4, 7, 6])[:, None]
+    out = {
+        "prompt_ids": np.repeat(prompts * prompt_mask, G, 0),
+        "prompt_mask": np.repeat(prompt_mask, G, 0).astype(np.int32),
+        "completion_ids": completions * mask,
+        "completion_mask": mask.astype(np.int32),
+        "advantages": draw.normal(size=N).astype(np.float32),
+    }
+    own = reference(model, out)[0]
+    out["old_per_token_logps"] = (own + 0.3 * draw.normal(size=(N, C))).astype(np.float32)
+    out["ref_per_token_logps"] = (own + 0.3 * draw.normal(size=(N, C))).astype(np.float32)
+    return out
+
+
+def joined(batch):
+    ids = np.concatenate([batch["prompt_ids"], batch["completion_ids"]], 1)
+    return ids, np.concatenate([batch["prompt_mask"], batch["completion_mask"]], 1)
+
+
+def reference(model, batch, temperature=1.0):
+    """(log-probabilities, entropies) of the completions in float64, from the model's logits."""
+    ids, mask = joined(batch)
+    logits = np.asarray(model.logits(ids, mask), np.float64)[:, P - 1 : -1] / temperature
+    logits -= logits.max(-1, keepdims=True)
+    every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    own = np.take_along_axis(every, ids[:, P:, None], -1)[..., 0]
+    return own, -(np.exp(every) * every).sum(-1)
+
+
+def state_of(model, tx=None):
+    return create_state(model, tx or optax.sgd(1.0))
+
+
+def numbers(metrics):
+    return {name: float(x) for name, x in metrics.items()}
+
+
+def without(batch, *names):
+    return {k: v for k, v in batch.items() if k not in names}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_and_entropies_equal_those_of_the_logits(model, batch, temperature):
+    ids, mask = joined(batch)
+    logps, entropies = get_per_token_logps_and_entropies(model, ids, mask, P, temperature)
+    alone = get_per_token_logps(model, ids, mask, P, temperature)
+    expected, spread = reference(model, batch, temperature)
+    there = batch["completion_mask"] > 0
+    assert logps.shape == (N, C)
+    assert logps.dtype == jnp.float32
+    assert spread[there].std() > 0.01
+    np.testing.assert_allclose(np.asarray(logps)[there], expected[there], atol=2e-5)
+    np.testing.assert_allclose(np.asarray(entropies)[there], spread[there], atol=2e-5)
+    np.testing.assert_array_equal(alone, logps)
+    if temperature == 1.0:
+        computed = compute_per_token_logps(model.logits(ids, mask), ids, P)
+        np.testing.assert_allclose(np.asarray(computed)[there], expected[there], atol=2e-5)
+
+
+def expected_loss(model, batch, *, temperature=1.0, **options):
+    own, entropies = (jnp.asarray(x, jnp.float32) for x in reference(model, batch, temperature))
+    loss, metrics = policy_loss(
+        own,
+        batch.get("old_per_token_logps"),
+        batch["advantages"],
+        batch["completion_mask"],
+        ref_logps=batch.get("ref_per_token_logps"),
+        entropies=entropies,
+        num_items=batch.get("num_items_in_batch"),
+        **options,
+    )
+    return {**numbers(metrics), "loss": float(loss)}
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_the_loss_is_policy_loss_of_the_log_probabilities(model, batch, loss_type):
+    options = {"loss_type": loss_type, "beta": 0.2, "epsilon": 0.1, "epsilon_high": 0.3}
+    _, metrics = grpo_step(state_of(model), batch, is_training=False, **options)
+    expected = expected_loss(model, batch, **options)
+    assert abs(expected["loss"]) > 1e-3
+    assert numbers(metrics) == pytest.approx(expected, rel=2e-4, abs=2e-6)
+    assert "grad_norm" not in metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "delta": 1.1, "beta": 0.0},
+        {"loss_type": "dr_grpo", "max_completion_length": 20},
+        {"top_entropy_quantile": 0.4, "loss_type": "grpo"},
+        {"importance_sampling_level": "sequence", "use_bias_correction_kl": True},
+        {"loss_type": "gspo", "use_bias_correction_kl": True},
+        {"epsilon": 0.1, "epsilon_high": None},
+    ],
+    ids=str,
+)
+def test_options_reach_the_loss(model, batch, options):
+    options = {"beta": 0.2, "epsilon": 0.2, "epsilon_high": 0.2, **options}
+    _, metrics = grpo_step(state_of(model), batch, is_training=False, **options)
+    assert numbers(metrics) == pytest.approx(expected_loss(model, batch, **options), rel=2e-4, abs=2e-6)
+
+
+def test_sequence_losses_correct_the_kl_with_their_own_ratio(model, batch):
+    losses = [
+        numbers(
+            grpo_step(state_of(model), batch, is_training=False, use_bias_correction_kl=True, **options)[1]
+        )
+        for options in ({"loss_type": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"})
+    ]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"])
+
+
+def assert_close(tiny, params, others, tolerance=1e-5):
+    ours, theirs = tiny.leaves(params), tiny.leaves(others)
+    for name, leaf in ours.items():
+        np.testing.assert_allclose(leaf, theirs[name], atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "dapo", "top_entropy_quantile": 0.5},
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo", "max_completion_length": 9},
+    ],
+    ids=lambda o: o["loss_type"],
+)
+def test_splits_change_nothing(tiny, model, batch, options, splits):
+    """The rows' lengths differ, so a mean of the splits' means would not do."""
+    state = state_of(model)
+    whole, metrics = grpo_step(state, batch, beta=0.1, **options)
+    parted, others = grpo_step(state, batch, beta=0.1, gradient_accumulation_steps=splits, **options)
+    assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-4, abs=1e-6)
+    assert float(metrics["grad_norm"]) > 1e-3
+    assert_close(tiny, whole.params, parted.params)
+    evaluated = grpo_step(
+        state, batch, beta=0.1, gradient_accumulation_steps=splits, is_training=False, **options
+    )[1]
+    assert float(evaluated["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+
+
+def test_a_prompt_may_be_given_once_a_group(tiny, model, batch):
+    once = {**batch, "prompt_ids": batch["prompt_ids"][::G], "prompt_mask": batch["prompt_mask"][::G]}
+    one, metrics = grpo_step(state_of(model), batch, num_generations=G)
+    other, others = grpo_step(state_of(model), once, num_generations=G)
+    assert numbers(metrics) == numbers(others)
+    assert_close(tiny, one.params, other.params, 0)
+    with pytest.raises(
+        ValueError, match=r"batch.prompt_ids has 2 rows for 8 completions and num_generations=2"
+    ):
+        grpo_step(state_of(model), once, num_generations=2)
+
+
+def test_num_items_is_the_divisor_whatever_the_splits(model, batch):
+    tokens = int(batch["completion_mask"].sum())
+    state = state_of(model)
+    plain = grpo_step(state, batch)[1]
+    for splits, is_training in ((1, True), (2, True), (4, True), (2, False)):
+        options = {"gradient_accumulation_steps": splits, "is_training": is_training}
+        same = grpo_step(state, {**batch, "num_items_in_batch": tokens}, **options)[1]
+        half = grpo_step(state, {**batch, "num_items_in_batch": jnp.int32(2 * tokens)}, **options)[1]
+        assert float(same["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
+        assert float(half["loss"]) == pytest.approx(float(plain["loss"]) / 2, rel=1e-5)
+        if is_training:
+            assert float(half["grad_norm"]) == pytest.approx(float(plain["grad_norm"]) / 2, rel=1e-4)
+
+
+def test_the_entropy_quantile_is_taken_over_the_whole_batch(model, batch):
+    """Half of the tokens, all in rows of high entropy: quantiles of each split would keep others."""
+    own, entropies = reference(model, batch)
+    order = np.argsort(
+        np.where(batch["completion_mask"] > 0, entropies, 0).sum(1) / batch["completion_mask"].sum(1)
+    )
+    rows = {k: v[order] for k, v in batch.items()}
+    options = {"top_entropy_quantile": 0.3, "beta": 0.0, "gradient_accumulation_steps": 4}
+    got = float(grpo_step(state_of(model), rows, **options)[1]["loss"])
+    there = batch["completion_mask"] > 0
+    kept = (entropies >= np.quantile(entropies[there], 0.7)) & there
+    assert kept.sum() < 0.4 * there.sum()
+    ratio, a = np.exp(own - batch["old_per_token_logps"]), batch["advantages"][:, None]
+    value = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a)
+    assert got == pytest.approx((value * kept).sum() / there.sum(), rel=1e-4)
+
+
+def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(model, batch):
+    ids, mask = joined(batch)
+    own = get_per_token_logps(model, ids, mask, P)
+    on_policy = {**without(batch, "old_per_token_logps"), "ref_per_token_logps": own}
+    state = state_of(model)
+    for given in (on_policy, {**on_policy, "old_per_token_logps": own}):
+        metrics = numbers(grpo_step(state, given, beta=0.1)[1])
+        a = batch["advantages"][:, None] * batch["completion_mask"]
+        assert metrics["loss"] == pytest.approx(-a.sum() / batch["completion_mask"].sum(), rel=1e-5)
+        assert {k: v for k, v in metrics.items() if k.startswith("clip_ratio/")} == {
+            f"clip_ratio/{side}_mean": 0.0 for side in ("low", "high", "region")
+        }
+        assert metrics["kl"] == pytest.approx(0, abs=1e-9)
+        assert metrics["grad_norm"] > 1e-3
+
+
+def test_the_step_moves_by_the_gradient_and_donates_nothing(tiny, model, batch):
+    state = state_of(model)
+    before = tiny.leaves(jax.tree.map(np.array, state.params))
+    following, metrics = grpo_step(state, batch)
+    again, _ = grpo_step(state, batch)
+    moved = tiny.leaves(jax.tree.map(lambda a, b: a - b, state.params, following.params))
+    size = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in moved.values()))
+    assert float(metrics["grad_norm"]) == pytest.approx(size, rel=1e-4)
+    assert (int(following.step), int(state.step)) == (1, 0)
+    for name, leaf in before.items():
+        np.testing.assert_array_equal(tiny.leaves(state.params)[name], leaf)
+        np.testing.assert_array_equal(tiny.leaves(following.params)[name], tiny.leaves(again.params)[name])
+
+
+def test_evaluation_leaves_the_state(model, batch):
+    state = state_of(model, optax.adamw(1e-2))
+    same, metrics = grpo_step(state, batch, is_training=False)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(same.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(same.step) == 0
+    assert int(optax.tree.get(same.opt_state, "count")) == 0
+    assert float(metrics["loss"]) == pytest.approx(float(grpo_step(state, batch)[1]["loss"]), rel=1e-5)
+
+
+def test_padding_reaches_nothing(tiny, model, batch):
+    """Wider on both sides, other tokens in the padding, infinities in the arrays there."""
+    there = batch["completion_mask"] > 0
+    wide = {
+        "prompt_ids": np.pad(
+            np.where(batch["prompt_mask"] > 0, batch["prompt_ids"], 9), ((0, 0), (3, 0)), constant_values=5
+        ),
+        "prompt_mask": np.pad(batch["prompt_mask"], ((0, 0), (3, 0))),
+        "completion_ids": np.pad(np.where(there, batch["completion_ids"], 8), ((0, 0), (0, 2))),
+        "completion_mask": np.pad(batch["completion_mask"], ((0, 0), (0, 2))),
+        "advantages": batch["advantages"],
+    }
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        wide[name] = np.pad(np.where(there, batch[name], -np.inf), ((0, 0), (0, 2)), constant_values=np.nan)
+    one, metrics = grpo_step(state_of(model), batch)
+    other, others = grpo_step(state_of(model), wide)
+    assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
+    assert_close(tiny, one.params, other.params)
+
+
+def test_what_is_missing_is_named(model, batch):
+    with pytest.raises(ValueError, match="batch lacks ref_per_token_logps"):
+        grpo_step(state_of(model), without(batch, "ref_per_token_logps"))
+    with pytest.raises(ValueError, match="batch lacks completion_mask"):
+        grpo_step(state_of(model), without(batch, "completion_mask"), beta=0.0)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=3 does not divide"):
+        grpo_step(state_of(model), batch, gradient_accumulation_steps=3)

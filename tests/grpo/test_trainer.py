@@ -1,0 +1,289 @@
+"""GRPO end to end on a tiny policy: the Python door, what is logged and kept, and runs that must not move."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+
+from rlhf_core import hookimpl, load_model
+from rlhf_core.errors import InputError, RunError
+
+CONTRACT = {
+    "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time", "reward",
+    "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean",
+    "clip_ratio/region_mean", "completions/mean_length", "completions/clipped_ratio", "sampling/logp_difference_max",
+}  # fmt: skip
+BASE = {
+    "learning_rate": 1e-2,
+    "weight_decay": 0.0,
+    "total_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_training_steps": 4,
+    "log_steps": 1,
+}
+
+
+def early(completions):
+    """The share of a completion's words that are in the first half of the alphabet."""
+    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("lm", scale=4.0)
+
+
+@pytest.fixture
+def train(tiny, model, tmp_path):
+    def train(rewards=(early,), rows=None, **changes):
+        seen = []
+
+        class Keep:
+            @hookimpl
+            def rlhf_step_end(self, step, metrics):
+                seen.append(dict(metrics))
+
+        config = GRPOConfig(**{**BASE, **changes})
+        data = tiny.prompts(6) if rows is None else rows
+        artifact = tiny.run(
+            "grpo",
+            config,
+            tmp_path / "run",
+            listeners=[Keep()],
+            model=model,
+            rewards=list(rewards),
+            train_dataset=data,
+        )
+        after = load_model(artifact.path, mesh=tiny.one_device())
+        return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=tmp_path / "run")
+
+    return train
+
+
+def moved(tiny, model, run):
+    before = tiny.leaves(model.params)
+    return {name for name, leaf in run.params.items() if not np.array_equal(leaf, before[name])}
+
+
+def test_the_python_door(tiny, model, tmp_path):
+    class Vowels:
+        def __call__(self, completions, number):
+            assert all(isinstance(n, int) for n in number)
+            return [float(sum(c in "aeiou" for c in text)) for text in completions]
+
+    async def patient(completion_ids):
+        return [-len(ids) / 6 for ids in completion_ids]
+
+    config = GRPOConfig(**{**BASE, "max_training_steps": 2}, save_directory=tmp_path / "out", beta=0.02)
+    trainer = GRPOTrainer(
+        args=config,
+        model=model,
+        rewards=[early, Vowels(), patient, "length"],
+        train_dataset=tiny.prompts(6),
+        processing_class=tiny.make_tokenizer(),
+    )
+    result = trainer.train()
+    assert result.artifact.kind == "language_model"
+    assert result.artifacts["model"].path == result.artifact.path
+    labels = ["early", "Vowels", "patient", "length"]
+    assert set(result.metrics) == CONTRACT | {
+        f"rewards/{name}/{x}" for name in labels for x in ("mean", "std")
+    }
+    assert all(np.isfinite(x) for x in result.metrics.values())
+    assert (tmp_path / "out" / "samples" / "update-000000.jsonl").is_file()
+    # The caller's model is whole and unchanged, the artifact is another.
+    trained = load_model(result.artifact.path)
+    assert trained.logits([[3, 4]], [[1, 1]]).shape == (1, 2, 48)
+    assert not np.array_equal(model.logits([[3, 4]], [[1, 1]]), trained.logits([[3, 4]], [[1, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"rewrds": [early]}, InputError, "rewrds: unknown argument"),
+        ({"args": GRPOConfig(), "arguments": GRPOConfig()}, InputError, "the config is given twice"),
+        ({"args": {"learning_rate": 1.0}}, TypeError, "expected a GRPOConfig, got dict"),
+    ],
+)
+def test_arguments_that_nobody_knows(inputs, error, message):
+    with pytest.raises(error, match=message):
+        GRPOTrainer(**inputs)
+
+
+def test_without_rewards_there_is_nothing_to_do(train):
+    with pytest.raises(InputError, match=r"stage 'grpo'.rewards: missing"):
+        train(rewards=())
+
+
+def test_a_missing_column_is_told_before_training(train, tmp_path):
+    def gold(completions, solution):
+        raise AssertionError
+
+    with pytest.raises(InputError, match=r"reward 'gold' needs the column 'solution'.*answer, number"):
+        train(rewards=[gold])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_reward_that_fails_ends_the_run(train):
+    def flaky(completions):
+        raise TimeoutError("the judge does not answer")
+
+    with pytest.raises(RunError, match="reward 'flaky' raised TimeoutError: the judge does not answer"):
+        train(rewards=[flaky])
+
+
+def test_the_first_update_is_on_policy(train):
+    """The reference is the policy's own copy, and old log-probabilities are the policy's own."""
+    run = train(beta=0.1, num_iterations=2)
+    first = run.rows[0]
+    assert set(first) == CONTRACT | {"rewards/early/mean", "rewards/early/std"}
+    assert (
+        first["clip_ratio/region_mean"] == first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0
+    )
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert run.rows[1]["kl"] > 1e-7
+
+
+def test_the_first_loss_is_minus_the_mean_advantage_of_a_token(train):
+    run = train(num_iterations=2, beta=0.0)
+    rows = [
+        json.loads(line)
+        for line in (run.directory / "samples" / "update-000000.jsonl").read_text().splitlines()
+    ]
+    total = sum(row["advantage"] * row["length"] for row in rows)
+    assert run.rows[0]["loss"] == pytest.approx(-total / sum(row["length"] for row in rows), abs=1e-5)
+
+
+def test_the_sampler_and_the_trainer_agree(train):
+    """Decoding with a cache, one token at a time, against one packed pass over whole groups."""
+    for changes in ({}, {"num_iterations": 2, "temperature": 0.7, "top_p": 0.9}):
+        run = train(**changes, max_training_steps=2)
+        assert 0 <= run.rows[0]["sampling/logp_difference_max"] < 1e-4
+        assert run.rows[0]["entropy"] > 0.1
+
+
+def test_many_iterations_over_one_rollout_reach_the_clip(train):
+    run = train(num_iterations=4, learning_rate=0.05, beta=0.0)
+    regions = [row["clip_ratio/region_mean"] for row in run.rows]
+    assert regions[0] == 0
+    assert max(regions) > 0.05
+    for row in run.rows:
+        assert row["clip_ratio/low_mean"] + row["clip_ratio/high_mean"] == pytest.approx(
+            row["clip_ratio/region_mean"]
+        )
+    assert len({row["reward"] for row in run.rows}) == 1  # one rollout
+
+
+def test_it_learns(train):
+    run = train(learning_rate=0.05, max_training_steps=15, beta=0.0)
+    rewards = [row["reward"] for row in run.rows]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_iterations": 2, "beta": 0.1, "top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+        {"loss_type": "grpo"},
+    ],
+    ids=["dapo", "every term", "grpo"],
+)
+def test_where_all_completions_are_truncated_and_masked_nothing_moves(tiny, model, train, changes):
+    def first_token(completion_ids):
+        return [float(ids[0]) for ids in completion_ids]
+
+    run = train(
+        [first_token],
+        max_completion_length=1,
+        mask_truncated_completions=True,
+        max_training_steps=2,
+        seed=2,
+        **changes,
+    )
+    assert [row["completions/clipped_ratio"] for row in run.rows] == [1.0, 1.0]
+    assert all(row["reward_std"] > 0 for row in run.rows)
+    assert [row["loss"] for row in run.rows] == [0.0, 0.0]
+    assert [row["grad_norm"] for row in run.rows] == [0.0, 0.0]
+    assert moved(tiny, model, run) == set()
+
+
+def test_rewards_that_are_all_equal_move_nothing(tiny, model, train):
+    run = train([lambda completions: [0.7] * len(completions)], beta=0.0, max_training_steps=2)
+    assert [row["frac_reward_zero_std"] for row in run.rows] == [1.0, 1.0]
+    assert moved(tiny, model, run) == set()
+
+
+def test_weights_in_the_reward(train):
+    def f1(completions):
+        return [1.0] * len(completions)
+
+    def f2(completions):
+        return [0.0] * len(completions)
+
+    run = train([f1, f2], reward_weights=[0.7, 0.3], max_training_steps=1)
+    row = run.rows[0]
+    assert row["reward"] == pytest.approx(0.7)
+    assert (row["rewards/f1/mean"], row["rewards/f2/mean"]) == (1.0, 0.0)
+
+
+def test_samples_say_what_was_drawn_and_how_it_was_judged(tiny, train):
+    rows = tiny.prompts(6)
+
+    def number_back(completions, number, answer):
+        by_number = {row["number"]: row["answer"] for row in rows}
+        assert [by_number[n] for n in number] == answer
+        return [None if n == 0 else float(n) for n in number]
+
+    run = train([early, number_back], rows, steps_per_generation=3, max_training_steps=3)
+    files = sorted(path.name for path in (run.directory / "samples").iterdir())
+    assert files == ["update-000000.jsonl"]
+    lines = tiny.read_rows(run.directory / "samples" / files[0])
+    assert len(lines) == 24  # a rollout serves three updates
+    prompts = {row["prompt"]: row["number"] for row in rows}
+    for first in range(0, 24, 4):
+        assert len({line["prompt"] for line in lines[first : first + 4]}) == 1
+    for line in lines:
+        number = prompts[line["prompt"]]
+        assert line["rewards"] == {
+            "early": pytest.approx(early([line["completion"]])[0]),
+            "number_back": float(number) if number else None,
+        }
+        assert line["reward"] == pytest.approx(
+            line["rewards"]["early"] + (line["rewards"]["number_back"] or 0)
+        )
+        # Special tokens are no text; the stop token is one of them.
+        assert line["length"] >= len(line["completion"].split()) + line["finished"]
+        assert line["finished"] or line["length"] == 6
+
+
+def test_evaluation(tiny, model, tmp_path):
+    config = GRPOConfig(**{**BASE, "max_training_steps": 2}, save_directory=str(tmp_path), evaluation_steps=1)
+    result = GRPOTrainer(
+        config,
+        model=model,
+        rewards=[early],
+        train_dataset=tiny.prompts(6),
+        eval_dataset=tiny.prompts(5, seed=4),
+    ).train()
+    names = [
+        "reward",
+        "reward_std",
+        "rewards/early/mean",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+    ]
+    assert {name for name in result.metrics if name.startswith("eval_")} == {f"eval_{name}" for name in names}
+    rows = [row for row in tiny.read_rows(tmp_path / "metrics.jsonl") if "eval_reward" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["eval_reward"] == row["eval_rewards/early/mean"] for row in rows)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "cispo", "sapo", "dr_grpo"])
+def test_every_loss_trains(train, loss_type):
+    run = train(loss_type=loss_type, max_training_steps=2, num_iterations=2)
+    assert all(np.isfinite(row["loss"]) for row in run.rows)
+    assert run.rows[1]["grad_norm"] > 0
