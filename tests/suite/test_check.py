@@ -1,0 +1,259 @@
+"""`plan` and `rlhf check`: every problem at once, in the words of the file; paths; --set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf_core import plugins
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline import Plan, plan, read
+from rlhf_core.preview import previews
+
+WRONG = """
+sead = 1
+mesh = { data = -1, fsdp = -1, tenser = 2 }
+[[stage]]
+name = "base"
+trainer = "fake"
+model = { model_type = "llama", tokenizer = "tokeniser/" }
+train_data = "trian.jsonl"
+learning_rat = 1e-3
+size = "big"
+[[stage]]
+name = "rm"
+trainer = "fake_mr"
+model = "bass.model"
+[[stage]]
+name = "policy"
+trainer = "fake"
+model = "rn.model"
+loss = { name = "fake_los" }
+rewards = [{ name = "fake_model", model = "base.modle" }, { name = "mine.py:brevity" }]
+[[stage]]
+name = "last"
+trainer = "fake"
+model = "later.model"
+loss = { name = "fake_loss", temprature = 2.0 }
+[[stage]]
+name = "later"
+trainer = "fake"
+"""
+
+
+def make(text: str, fake: ModuleType, *sets: str, dir: str | None = "runs/a") -> Plan:
+    path = Path("p.toml")
+    path.write_text(text)
+    return plan(read(path, sets=sets, dir=dir), plugins.load(objects=[fake]))
+
+
+def problems(text: str, fake: ModuleType, *sets: str, dir: str | None = "runs/a") -> str:
+    with pytest.raises(InputError) as caught:
+        make(text, fake, *sets, dir=dir)
+    assert len(caught.value.problems) == len(str(caught.value).splitlines())
+    return str(caught.value)
+
+
+def test_every_mistake_is_told_at_once(fake: ModuleType) -> None:
+    Path("train.jsonl").write_text("{}")
+    told = problems(WRONG, fake, "nope.size=1", dir=None)
+    for expected in (
+        "sead: unknown field of a pipeline. Did you mean 'seed'?",
+        "dir: missing",
+        "mesh: only one size may be -1",
+        "mesh.tenser: unknown axis. Did you mean 'tensor'?",
+        "--set nope.size=1: no stage 'nope'",
+        f"stage 'base'.train_data: no such file: {Path('trian.jsonl').absolute()}. Did you mean 'train.js",
+        "stage 'base'.model.tokenizer: no such file",
+        "stage 'base'.learning_rat: unknown field. Did you mean 'learning_rate'?",
+        "stage 'base'.size: expected a whole number, got 'big'",
+        "stage 'rm'.trainer: no trainer named 'fake_mr'. Did you mean 'fake_rm'?",
+        "stage 'rm'.model: no artifact 'bass.model' before this stage. Did you mean 'base.model'?",
+        "stage 'policy'.model: no artifact 'rn.model' before this stage. Available: base.model",
+        "stage 'policy'.loss.name: no pairwise loss named 'fake_los'. Did you mean 'fake_loss'?",
+        "stage 'policy'.rewards[0].model: stage 'base' has no output 'modle'. Did you mean 'model'?",
+        f"stage 'policy'.rewards[1].name: {Path('mine.py').absolute()}: no such file",
+        "stage 'last'.model: 'later.model': stage 'later' is not before this one",
+        "stage 'last'.loss.temprature: unknown option",
+    ):
+        assert expected in told, f"{expected}\n--- not in ---\n{told}"
+    stages = [line.split("'")[1] for line in told.splitlines() if line.startswith("stage '")]
+    assert stages == sorted(stages, key=["base", "rm", "policy", "last"].index)
+    # A stage whose trainer is unknown makes no errors of its own in the stages that use it.
+    assert told.count("stage 'rm'") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "stage: the pipeline has none"),
+        ("[stage]\nname = 'a'", "write each stage as a [[stage]] table"),
+        ("[[stage]]\ntrainer = 'fake'", "stage 1: name: missing"),
+        ("[[stage]]\nname = 'a.b'\ntrainer = 'fake'", "'a.b' cannot name a stage"),
+        ("[[stage]]\nname = 'seed'\ntrainer = 'fake'", "'seed' cannot name a stage"),
+        ("[[stage]]\nname = 'a'", "stage 'a'.trainer: missing"),
+        ("[[stage]]\nname = 'a'\ntrainer = 'fake'\n" * 2, "stage 'a': two stages have this name"),
+        ("seed = -1\n[[stage]]\nname = 'a'\ntrainer = 'fake'", "seed: a whole number"),
+        ("mesh = 8\n[[stage]]\nname = 'a'\ntrainer = 'fake'", "mesh: write mesh = {"),
+        ("mesh = { data = 0 }\n[[stage]]\nname = 'a'\ntrainer = 'fake'", "mesh.data: a positive number"),
+        ("[[stage]]\nname = 'a'\ntrainer = 'fake'\nchat_template = 'plian'", "chat_template: no such file"),
+    ],
+)
+def test_one_mistake(fake: ModuleType, text: str, expected: str) -> None:
+    assert expected in problems(text, fake)
+
+
+def test_references_are_checked_for_their_kind(fake: ModuleType) -> None:
+    chain = """
+[[stage]]
+name = "rm"
+trainer = "fake_rm"
+[[stage]]
+name = "base"
+trainer = "fake"
+model = "rm.model"
+rewards = [{ name = "fake_model", model = "rm.model" }]
+[[stage]]
+name = "policy"
+trainer = "fake"
+rewards = [{ name = "fake_model", model = "base.model" }]
+[[stage]]
+name = "rm2"
+trainer = "fake_rm"
+model = "rm.model"
+"""
+    told = problems(chain, fake).splitlines()
+    assert told == [
+        "stage 'base'.model: rm.model is a reward_model; a trainer that makes a language_model starts from a "
+        "language_model",
+        "stage 'policy'.rewards[0].model: base.model is a language_model; a reward needs a reward_model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"seed = \n", "p.toml line 1, column 8: not valid TOML"),
+        (b"a = 1\na = 2\n", "p.toml line 2"),
+        (b"name = '\xff'\n", "p.toml: not UTF-8 text (byte 8)"),
+    ],
+)
+def test_what_is_not_toml(fake: ModuleType, content: bytes, expected: str) -> None:
+    Path("p.toml").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read("p.toml")
+    assert expected in str(caught.value)
+
+
+def test_a_missing_pipeline_file_names_its_neighbour(fake: ModuleType) -> None:
+    Path("chain.toml").write_text("")
+    with pytest.raises(InputError, match=r"chian.toml: no such file. Did you mean 'chain.toml'\?"):
+        read("chian.toml")
+    with pytest.raises(InputError, match="is a directory"):
+        read(".")
+
+
+def test_whose_paths_are_relative_to_what(
+    fake: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pipelines").mkdir()
+    (tmp_path / "here").mkdir()
+    for place in ("pipelines", "here"):
+        (tmp_path / place / "train.jsonl").write_text("{}")
+        (tmp_path / place / "model").mkdir()
+    file = tmp_path / "pipelines" / "p.toml"
+    file.write_text(
+        'dir = "runs/x"\n[[stage]]\nname = "a"\ntrainer = "fake"\n'
+        'train_data = ["train.jsonl", { name = "jsonl", path = "train.jsonl" }]\n'
+        'model = "model"\neval_data = "org/dataset"\n'
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    plain = read(file)
+    options = plain.stages[0].options
+    beside = str(tmp_path / "pipelines" / "train.jsonl")
+    assert options["train_data"] == [beside, {"name": "jsonl", "path": beside}]
+    assert options["model"] == str(tmp_path / "pipelines" / "model")
+    assert options["eval_data"] == "org/dataset"
+    assert plain.dir == tmp_path / "here" / "runs" / "x"
+    changed = read(file, sets=["a.train_data=train.jsonl", "a.model=model", "dir=y"])
+    assert changed.stages[0].options["train_data"] == str(tmp_path / "here" / "train.jsonl")
+    assert changed.stages[0].options["model"] == str(tmp_path / "here" / "model")
+    assert changed.dir == tmp_path / "here" / "y"
+    assert read(file, dir="z").dir == tmp_path / "here" / "z"
+    mistyped = read(file, sets=["a.model=../here/modle", "a.eval_data=none"])
+    assert [p for p in mistyped.problems if "model" in p] == [
+        f"stage 'a'.model: no such file: {tmp_path}/here/modle. Did you mean 'model'?"
+    ]
+    missing = read(file, sets=["a.train_data=tarin.jsonl"])
+    assert [p for p in missing.problems if "train_data" in p] == [
+        f"stage 'a'.train_data: no such file: {tmp_path}/here/tarin.jsonl. Did you mean 'train.jsonl'?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("a.size=5", "size", 5),
+        ("a.learning_rate=1e-3", "learning_rate", 1e-3),
+        ("a.loss.temperature=2.0", "loss", {"name": "fake_loss", "temperature": 2.0}),
+        ("a.rewards[0].weight=2.5", "rewards", [{"name": "length", "weight": 2.5}, "exact_match"]),
+        ("a.rewards[1].weight=2.5", "rewards", [{"name": "length"}, {"name": "exact_match", "weight": 2.5}]),
+        ("a.fail=x=y", "fail", "x=y"),
+        ("a.max_training_steps=none", "max_training_steps", None),
+    ],
+)
+def test_set(fake: ModuleType, text: str, key: str, value: Any) -> None:
+    Path("p.toml").write_text(
+        'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nloss = "fake_loss"\n'
+        'rewards = [{ name = "length" }, "exact_match"]'
+    )
+    file = read("p.toml", sets=[text])
+    assert not file.problems
+    assert file.stages[0].options[key] == value
+
+
+def test_set_of_the_pipeline_itself(fake: ModuleType) -> None:
+    Path("p.toml").write_text('dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\n')
+    file = read("p.toml", sets=["seed=5", "mesh.fsdp=2"])
+    assert (file.seed, file.mesh) == (5, {"fsdp": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", "--set a: write stage.field=value"),
+        ("a.size", "write stage.field=value"),
+        ("b.size=1", "no stage 'b'"),
+        ("a.rewards[7].weight=1", "nothing at 'a.rewards[7].weight' to set"),
+        ("a.size.x.y=1", "nothing at 'a.size.x.y'"),
+    ],
+)
+def test_what_cannot_be_set(fake: ModuleType, text: str, expected: str) -> None:
+    Path("p.toml").write_text(
+        'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nsize = 3\nrewards = [{ name = "length" }]'
+    )
+    assert any(expected in problem for problem in read("p.toml", sets=[text]).problems)
+
+
+def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: ModuleType) -> None:
+    host = plugins.load(objects=[fake])
+    planned = plan(read(pipeline, dir="runs/a"), host)
+    lines = previews(planned, host)
+    assert lines["policy"] == ["3 bytes from {'model_type': 'llama'}"]
+    assert planned.stages[2].config.model == str(Path("runs/a/base/artifacts/model").absolute())
+    assert planned.stages[2].written.model == "base.model"
+    assert planned.stages[2].config.rewards[0].options["model"].endswith("runs/a/rm/artifacts/model")
+
+
+def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleType) -> None:
+    host = plugins.load(objects=[fake])
+    planned = plan(read(pipeline, sets=["rm.fail=plan", "policy.fail=plan"], dir="runs/a"), host)
+    with pytest.raises(InputError) as caught:
+        previews(planned, host)
+    assert caught.value.problems == (
+        "stage 'rm': train.jsonl row 7: no column 'text'",
+        "stage 'policy': train.jsonl row 7: no column 'text'",
+    )

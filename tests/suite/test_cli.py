@@ -1,0 +1,216 @@
+"""The command line: exit codes, messages, what is imported, and `rlhf train`'s flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf_core import cli, train_flags
+from rlhf_core.errors import InputError
+
+FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
+
+
+def rlhf(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf_core.cli", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["generate", "--help"]]
+)
+def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['rlhf', *sys.argv[1:]]\n"
+        "from rlhf_core.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "heavy = {'jax', 'numpy', 'transformers', 'datasets', 'wandb', 'flax', 'pluggy'} & set(sys.modules)\n"
+        "print('IMPORTED', sorted(heavy), code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "IMPORTED [] 0" in done.stdout.replace("None", "0")
+
+
+def test_version(tmp_path: Path) -> None:
+    done = rlhf("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "rlhf 0.1.0\n")
+
+
+def test_run_check_and_skip(pipeline: Path, tmp_path: Path) -> None:
+    plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a"]
+    checked = rlhf("check", "p.toml", *plugin, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl"):
+        assert expected in checked.stdout
+    assert not Path("runs").exists()
+    ran = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "runs/a/policy/artifacts/model/rlhf_artifact.json").is_file()
+    again = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
+    assert again.returncode == 0
+    assert "every stage is done" in again.stdout
+    assert "done, skipped" in rlhf("check", "p.toml", *plugin, cwd=tmp_path).stdout
+    refused = rlhf("check", "p.toml", *plugin, "--set", "rm.size=9", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "stage 'rm'.size: then 3, now 9" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "said"),
+    [
+        ("error", 1, "the fake trainer was told to fail"),
+        ("stopped", 75, "stopped, state saved"),
+        ("full", 1, "no space left on the disk while writing weights.txt"),
+        ("empty", 1, "without its output 'model'"),
+    ],
+)
+def test_exit_codes(pipeline: Path, tmp_path: Path, fail: str, code: int, said: str) -> None:
+    plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a", "--set", f"base.fail={fail}"]
+    done = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_input_is_exit_code_2_without_a_traceback(tmp_path: Path) -> None:
+    for arguments in (
+        ["run", "nothing.toml"],
+        ["check", "nothing.toml"],
+        ["run"],
+        ["fly"],
+        ["train", "nobody"],
+    ):
+        done = rlhf(*arguments, cwd=tmp_path)
+        assert done.returncode == 2, arguments
+        assert done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_markup_in_messages_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise InputError("stage 'a'.rewards[0].model: [bold]odd[/bold]")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "stage 'a'.rewards[0].model: [bold]odd[/bold]\n"
+
+
+def test_plugins_as_json(tmp_path: Path) -> None:
+    done = rlhf("plugins", "--json", "--plugin", str(FAKE_TRAINERS), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    listed: dict[str, Any] = {each["name"]: each for each in json.loads(done.stdout)}
+    core = listed["core"]
+    assert core["distribution"] == "rlhf-core"
+    assert core["version"] == "0.1.0"
+    assert core["state"] == "loaded"
+    assert set(core["components"]["optimizer"]) == {"adamw", "adafactor", "lion", "muon", "sgd"}
+    assert set(core["components"]["reward"]) == {"length", "exact_match"}
+    assert set(core["components"]["logger"]) == {"console", "jsonl", "wandb"}
+    assert {"jsonl", "json", "csv", "parquet", "arrow", "hub"} <= set(core["components"]["dataset"])
+    assert core["components"]["model"] == ["decoder"]
+    assert listed["grpo"]["state"] == "disabled"
+    assert listed[str(FAKE_TRAINERS)]["components"]["trainer"] == ["fake", "fake_rm"]
+    table = rlhf("plugins", "--plugin", str(FAKE_TRAINERS), cwd=tmp_path)
+    assert "optimizer: adafactor, adamw" in table.stdout
+
+
+def test_train_from_flags(tmp_path: Path, fake: ModuleType) -> None:
+    (tmp_path / "train.jsonl").write_text("{}")
+    plugin = ["--plugin", str(FAKE_TRAINERS)]
+    flags = ["--train_data", "train.jsonl", "--size=5", "--loss.temperature", "2.0", "--dir", "runs/one"]
+    done = rlhf("train", "fake", *flags, *plugin, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "runs/one/fake/stage.json").read_text())
+    assert record["state"] == "done"
+    assert record["config"]["size"] == 5
+    assert record["config"]["loss"] == {"name": "fake_loss", "temperature": 2.0}
+    assert (tmp_path / "runs/one/fake/artifacts/model/weights.txt").read_text() == "xxxxx0"
+    wrong = rlhf("train", "fake", "--sise", "5", "--train_data", "tarin.jsonl", *plugin, cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "Did you mean 'size'?" in wrong.stderr
+    assert "Did you mean 'train.jsonl'?" in wrong.stderr
+    listed = rlhf("train", "fake", "--help", *plugin, cwd=tmp_path)
+    assert listed.returncode == 0
+    assert "--learning_rate" in listed.stdout
+    assert "bytes of the model" in listed.stdout
+
+
+def stage(fake: ModuleType, *arguments: str) -> dict[str, Any]:
+    file = train_flags.pipeline_from_flags("fake", fake.FakeConfig, list(train_flags._flags(arguments)))
+    assert not file.problems
+    return dict(file.stages[0].options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--learning-rate", "1e-3"], {"learning_rate": 1e-3}),
+        (["--learning_rate=1e-3"], {"learning_rate": 1e-3}),
+        (["--use_wandb", "--size", "4"], {"use_wandb": True, "size": 4}),
+        (["--shuffle_train_dataset", "false"], {"shuffle_train_dataset": False}),
+        (
+            ["--loss", "fake_loss", "--loss.temperature", "2.0"],
+            {"loss": {"name": "fake_loss", "temperature": 2.0}},
+        ),
+        (
+            ["--loss.temperature", "2.0", "--loss", "fake_loss"],
+            {"loss": {"name": "fake_loss", "temperature": 2.0}},
+        ),
+        (["--rewards", "length"], {"rewards": ["length"]}),
+        (["--rewards", "length", "--rewards", "exact_match"], {"rewards": ["length", "exact_match"]}),
+        (["--rewards", '[{ name = "length", target = 4 }]'], {"rewards": [{"name": "length", "target": 4}]}),
+        (
+            ["--repo_id", "org/model", "--dataset-name", "org/data"],
+            {"repo_id": "org/model", "dataset_name": "org/data"},
+        ),
+        (["--weight_decay", "-1"], {"weight_decay": -1}),
+        (["--seed", "3"], {"seed": 3}),
+    ],
+)
+def test_flag_spellings(fake: ModuleType, arguments: list[str], options: dict[str, Any]) -> None:
+    assert stage(fake, *arguments) == options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["size"], "size: not a flag"),
+        (["--size"], "--size: needs a value"),
+        (["--size", "3", "--size.x", "3"], "--size.x: --size already has a value"),
+    ],
+)
+def test_flags_that_are_none(fake: ModuleType, arguments: list[str], expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        stage(fake, *arguments)
+
+
+def test_dir_and_mesh_of_flags(fake: ModuleType, tmp_path: Path) -> None:
+    def file(*arguments: str) -> Any:
+        return train_flags.pipeline_from_flags("fake", fake.FakeConfig, list(train_flags._flags(arguments)))
+
+    assert file().dir == tmp_path / "runs" / "fake"
+    assert file("--dir", "x", "--mesh.fsdp", "2").dir == tmp_path / "x"
+    assert file("--dir", "x", "--mesh.fsdp", "2").mesh == {"fsdp": 2}
+    assert file("--save_directory", "y").dir == tmp_path / "y"

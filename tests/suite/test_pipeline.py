@@ -1,0 +1,196 @@
+"""Pipelines: skip, refuse, continue, events, outputs, the lock. The trainers are fake."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf_core import plugins
+from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.pipeline import Results, read, run
+from rlhf_core.plan import plan
+
+
+def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str = "runs/a") -> Results:
+    host = plugins.load(objects=[fake])
+    return run(plan(read(pipeline, sets=sets, dir=dir), host), host)
+
+
+def test_chain_runs_in_order_with_its_events(pipeline: Path, fake: ModuleType) -> None:
+    results = go(pipeline, fake)
+    events: list[Any] = []
+    for name in ("base", "rm", "policy"):
+        events += [("start", name), ("run", name), ("saved", f"{name}.model"), ("end", None)]
+    assert events == fake.EVENTS
+    assert results.dir == Path("runs/a").absolute()
+    assert list(results.stages) == ["base", "rm", "policy"]
+    policy = results.stages["policy"]
+    assert not policy.skipped
+    assert policy.metrics["size"] == 3
+    # The seed is the pipeline's, or the stage's own; the input is what the reference names.
+    assert (policy.artifacts["model"].path / "weights.txt").read_text() == "xxx7xxx3"
+    assert results.stages["rm"].artifacts["model"].kind == "reward_model"
+
+
+def test_a_finished_run_says_so_and_trains_nothing(
+    pipeline: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = go(pipeline, fake)
+    fake.EVENTS.clear()
+    capsys.readouterr()
+    again = go(pipeline, fake)
+    assert fake.EVENTS == []
+    assert all(stage.skipped for stage in again.stages.values())
+    assert again.stages["policy"].metrics == first.stages["policy"].metrics
+    said = capsys.readouterr().out
+    assert "stage 'base': done" in said
+    assert "every stage is done" in said
+
+
+def test_resolved_file_runs_the_same_stages(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    resolved = Path("runs/a/pipeline.resolved.toml")
+    table = tomllib.loads(resolved.read_text())
+    assert table["stage"][2]["rewards"] == [{"name": "fake_model", "model": "rm.model"}]
+    assert table["stage"][0]["train_data"] == str(pipeline.parent / "train.jsonl")
+    host = plugins.load(objects=[fake])
+    again = run(plan(read(resolved), host), host)
+    assert all(stage.skipped for stage in again.stages.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("policy.size=5", "stage 'policy'.size: then 3, now 5"),
+        ("policy.loss.temperature=2.0", "stage 'policy'.loss.temperature: then not given, now 2.0"),
+        ("policy.model=rm.model", "stage 'policy'.model"),
+        ("seed=8", "stage 'base'.seed: then 7, now 8"),
+        ("policy.seed=4", "stage 'policy'.seed: then 3, now 4"),
+    ],
+)
+def test_a_changed_stage_is_refused_before_anything_runs(
+    pipeline: Path, fake: ModuleType, change: str, shown: str
+) -> None:
+    go(pipeline, fake)
+    fake.EVENTS.clear()
+    with pytest.raises(InputError) as caught:
+        go(pipeline, fake, change)
+    assert shown in str(caught.value)
+    assert fake.EVENTS == []
+
+
+def test_refusal_says_what_to_do(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    with pytest.raises(InputError, match=r"use another --dir, or delete .*runs/a/policy"):
+        go(pipeline, fake, "policy.size=5")
+
+
+def test_changed_data_is_refused_and_moved_data_is_not(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    data = pipeline.parent / "train.jsonl"
+    data.rename(pipeline.parent / "moved.jsonl")
+    assert go(pipeline, fake, "base.train_data=moved.jsonl").stages["base"].skipped
+    (pipeline.parent / "moved.jsonl").write_text('{"text": "b"}\n')
+    with pytest.raises(InputError, match=r"stage 'base'.train_data: .*contents differ"):
+        go(pipeline, fake, "base.train_data=moved.jsonl")
+
+
+def test_a_changed_input_artifact_is_refused(pipeline: Path, fake: ModuleType) -> None:
+    import shutil
+
+    go(pipeline, fake)
+    shutil.rmtree("runs/a/base")
+    with pytest.raises(InputError, match=r"stage 'rm'.model: the contents of base.model have changed"):
+        go(pipeline, fake, "base.size=9")
+
+
+def test_watching_differently_is_no_change(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    assert go(pipeline, fake, "base.log_steps=1", "base.progress_bar_type=json").stages["base"].skipped
+
+
+def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType) -> None:
+    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)  # there is something to continue
+    with pytest.raises(RunError, match="told to fail"):
+        go(pipeline, fake, "rm.fail=error")
+    assert fake.EVENTS[-3:] == [("start", "rm"), ("run", "rm"), ("end", "RunError")]
+    assert json.loads(Path("runs/a/rm/stage.json").read_text())["state"] == "running"
+    # An unfinished stage with another config is refused too.
+    with pytest.raises(InputError, match=r"stage 'rm'.fail: then \"error\", now not given"):
+        go(pipeline, fake)
+    fake.EVENTS.clear()
+    with pytest.raises(RunError):
+        go(pipeline, fake, "rm.fail=error")
+    assert ("run", "base") not in fake.EVENTS
+
+
+def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(pipeline: Path, fake: ModuleType) -> None:
+    with pytest.raises(RunError, match="told to fail"):
+        go(pipeline, fake, "rm.fail=error")
+    assert not Path("runs/a/rm/stage.json").exists()
+    assert not go(pipeline, fake).stages["rm"].skipped
+
+
+def test_stopped_is_raised_after_the_last_event(pipeline: Path, fake: ModuleType) -> None:
+    with pytest.raises(Stopped):
+        go(pipeline, fake, "base.fail=stopped")
+    assert fake.EVENTS[-1] == ("end", "Stopped")
+
+
+def test_every_declared_output_must_exist(pipeline: Path, fake: ModuleType) -> None:
+    with pytest.raises(RunError, match=r"stage 'base': the trainer returned without its output 'model'"):
+        go(pipeline, fake, "base.fail=empty")
+    assert fake.EVENTS[-1] == ("end", "RunError")
+
+
+def test_a_damaged_output_of_a_finished_stage_is_told(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    Path("runs/a/base/artifacts/model/weights.txt").write_text("yyyy")
+    with pytest.raises(InputError, match=r"stage 'base': output 'model'.*delete .*runs/a/base"):
+        go(pipeline, fake)
+
+
+def test_two_processes_do_not_run_one_directory(pipeline: Path, fake: ModuleType) -> None:
+    Path("runs/a").mkdir(parents=True)
+    with open("runs/a/.lock", "w+") as other:
+        other.write("4711\n")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"in use by another run \(process 4711\)"):
+            go(pipeline, fake)
+    go(pipeline, fake)
+    assert Path("runs/a/.lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_loggers_listen_for_one_stage_only(pipeline: Path, fake: ModuleType) -> None:
+    host = plugins.load(objects=[fake])
+    before = host.pm.get_plugins()
+    run(plan(read(pipeline, dir="runs/a"), host), host)
+    assert host.pm.get_plugins() == before
+    for name in ("base", "rm", "policy"):
+        lines = Path(f"runs/a/{name}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1]
+
+
+def test_a_corrupt_stage_record_is_told(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    Path("runs/a/rm/stage.json").write_text("{")
+    with pytest.raises(InputError, match=r"runs/a/rm/stage.json: not readable"):
+        go(pipeline, fake)
+
+
+def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    path = Path("runs/a/rm/stage.json")
+    record = json.loads(path.read_text())
+    record["versions"]["rlhf-core"] = "0.0.1"
+    path.write_text(json.dumps(record))
+    with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now"):
+        assert go(pipeline, fake).stages["rm"].skipped

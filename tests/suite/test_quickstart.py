@@ -1,0 +1,181 @@
+"""`make demo` in miniature: run, found again, measured and shown. How well it learns, `make demo` says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+MODULES = ("words", "generate", "judge", "measure", "table", "demo")
+SETS = (
+    "base.model.hidden_size=16",
+    "base.model.num_hidden_layers=1",
+    "base.model.num_attention_heads=2",
+    "base.model.intermediate_size=24",
+    "base.max_training_steps=2",
+    "rm.max_training_steps=2",
+    "policy.max_training_steps=1",
+    "policy.total_batch_size=16",
+)
+
+
+@pytest.fixture(scope="module")
+def quickstart(repository: Path) -> Iterator[SimpleNamespace]:
+    """The example's own modules, imported as a script in its directory would."""
+    directory = str(repository / "examples" / "quickstart")
+    sys.path.insert(0, directory)
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(directory)
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+def run(quickstart: SimpleNamespace, directory: Path, **options: Any) -> dict[str, Any]:
+    sizes = quickstart.generate.Sizes(128, 96, 16, 16, 4, 16, 512)
+    found: dict[str, Any] = quickstart.demo.demo(directory, seed=0, sizes=sizes, sets=SETS, **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(quickstart: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    directory = tmp_path_factory.mktemp("runs") / "quickstart-seed0"
+    return SimpleNamespace(summary=run(quickstart, directory), directory=directory)
+
+
+def shown(quickstart: SimpleNamespace, summary: dict[str, Any], directory: Path) -> str:
+    from rich.console import Console
+
+    out = StringIO()
+    Console(file=out, width=80, highlight=False).print(quickstart.table.closing_table(summary, directory))
+    return out.getvalue()
+
+
+@pytest.mark.slow
+def test_a_second_run_trains_nothing(quickstart: SimpleNamespace, finished: SimpleNamespace) -> None:
+    assert finished.summary["found"] is False
+    before = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
+    again = run(quickstart, finished.directory)
+    after = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
+    rewritten = {p.name for p in after if after[p] != before.get(p)}
+    assert rewritten <= {"quickstart.toml", "pipeline.resolved.toml", ".lock"}
+    assert again == {**finished.summary, "found": True}
+    text = shown(quickstart, again, finished.directory)
+    assert "nothing was trained" in " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_the_summary_is_complete(quickstart: SimpleNamespace, finished: SimpleNamespace) -> None:
+    summary = json.loads((finished.directory / "summary.json").read_text())
+    assert {**summary, "found": False} == finished.summary
+    assert set(summary["pair_accuracy"]) == {"all", *quickstart.generate.KINDS}
+    shares = [
+        *summary["pair_accuracy"].values(),
+        *(summary[s][k] for s in ("before", "after") for k in ("success", "best_of_8")),
+    ]
+    for share in shares:
+        assert 0 <= share["low"] <= share["value"] <= share["high"] <= 1
+    for estimate in (
+        summary["kl"],
+        summary["good_reply_reward"],
+        summary["after"]["reward"],
+        summary["after"]["length"],
+    ):
+        assert estimate["low"] <= estimate["value"] <= estimate["high"]
+    assert 1 <= summary["after"]["length"]["value"] <= quickstart.measure.LONGEST_REPLY
+    assert len(summary["examples"]) == 3
+    assert set(summary["seconds"]) == {"base", "rm", "policy", "measuring"}
+    assert all(seconds > 0 for seconds in summary["seconds"].values())
+
+
+@pytest.mark.slow
+def test_the_table_fits_80_columns_without_colour(
+    quickstart: SimpleNamespace, finished: SimpleNamespace
+) -> None:
+    text = shown(quickstart, finished.summary, finished.directory)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "\x1b" not in text
+    for words in ("before (SFT)", "after (GRPO)", "right, best of 8", "KL to SFT", "unfinished", "Wall time"):
+        assert words in text
+    for example in finished.summary["examples"]:
+        assert example["prompt"] in text
+
+
+@pytest.mark.slow
+def test_other_data_in_the_run_directory_is_refused(
+    quickstart: SimpleNamespace, finished: SimpleNamespace
+) -> None:
+    from rlhf_core.errors import InputError
+
+    with pytest.raises(InputError, match="other settings"):
+        run(quickstart, finished.directory, shuffle_labels=True)
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_replies_do_not_depend_on_padding(
+    quickstart: SimpleNamespace, finished: SimpleNamespace
+) -> None:
+    from rlhf_core import load_model
+
+    model = load_model(finished.directory / "policy/artifacts/model")
+    prompts = ["Mia wants a red kite .", "Mia wants a red"]
+    replies = ["Dear Mia , here", "Thank you !"]
+    encode = model.tokenizer
+    tokens, lengths = np.zeros((2, 6), np.int32), np.zeros(2, np.int32)
+    expected = []
+    for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+        head, whole = encode(prompt)["input_ids"], encode(f"{prompt} {reply}")["input_ids"]
+        said = whole[len(head) :]
+        tokens[row, : len(said)], lengths[row] = said, len(said)
+        logits = np.asarray(model.logits([whole], [[1] * len(whole)]), np.float64)[0]
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected.append(sum(logps[t - 1, whole[t]] for t in range(len(head), len(whole))))
+    found = quickstart.measure.sequence_logps(model, prompts, tokens, lengths)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (250, 512), (512, 512)])
+def test_the_interval_of_a_share_solves_wilsons_equation(
+    quickstart: SimpleNamespace, successes: int, trials: int
+) -> None:
+    found = quickstart.measure.proportion(successes, trials)
+    share = successes / trials
+    assert found["value"] == share
+    for end in (found["low"], found["high"]):
+        deviation = abs(share - end)
+        assert deviation == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / trials), abs=1e-9)
+    assert 0 <= found["low"] <= share <= found["high"] <= 1 + 1e-12
+
+
+def test_the_interval_of_a_mean_covers_19_times_in_20(quickstart: SimpleNamespace) -> None:
+    rng = np.random.default_rng(0)
+    found = [quickstart.measure.mean(rng.normal(3.0, 2.0, 200)) for _ in range(2000)]
+    assert np.mean([f["low"] <= 3.0 <= f["high"] for f in found]) == pytest.approx(0.95, abs=0.015)
+
+
+def test_the_stopwatch_adds_up_the_attempts(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_core import plugins
+
+    stage = SimpleNamespace(name="base", dir=tmp_path, is_main=True)
+    now = iter([100.0, 103.0, 500.0, 501.5, 502.0])
+    for attempt in ("killed", "finished"):
+        host = plugins.load(files=[repository / "examples/quickstart/stopwatch.py"])
+        with monkeypatch.context() as patch:
+            patch.setattr("time.monotonic", lambda: next(now))
+            host.hook.rlhf_stage_start(stage=stage)
+            host.hook.rlhf_step_end(stage=stage, step=1, metrics={})
+            if attempt == "finished":
+                host.hook.rlhf_stage_end(stage=stage, error=None)
+    assert json.loads((tmp_path / "wall_time.json").read_text()) == {"seconds": 5.0}

@@ -1,0 +1,277 @@
+"""The quickstart's generator, tokenizer and judge."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+PARTS = ("words", "generate", "judge")
+
+
+@pytest.fixture(scope="module")
+def quickstart(repository: Path) -> Iterator[SimpleNamespace]:
+    """The example's own modules, imported as a script in its directory would."""
+    import importlib
+
+    sys.path.insert(0, str(repository / "examples" / "quickstart"))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in PARTS})
+    finally:
+        sys.path.remove(str(repository / "examples" / "quickstart"))
+        for name in PARTS:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def data(quickstart: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data of `make demo`, in full size."""
+    directory = tmp_path_factory.mktemp("quickstart")
+    quickstart.generate.generate(directory, seed=0)
+    return directory
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def small(quickstart: SimpleNamespace) -> Any:
+    return quickstart.generate.Sizes(
+        demonstrations=50,
+        pairs=60,
+        prompts=20,
+        heldout_demonstrations=10,
+        heldout_pairs=4,
+        heldout_prompts=10,
+        heldout_orders=100,
+    )
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()
+    }
+
+
+def test_words_are_distinct_and_take_the_article_a(quickstart: SimpleNamespace) -> None:
+    words = quickstart.words
+    slots = [*words.NAMES, *words.COLOURS, *words.ITEMS]
+    assert len(set(slots)) == len(slots)
+    assert all(colour[0] not in "aeiou" for colour in words.COLOURS)
+    assert 100 <= len(words.vocabulary()) <= 256
+    assert len(set(words.vocabulary())) == len(words.vocabulary())
+
+
+def test_the_judge_accepts_exactly_one_reply(quickstart: SimpleNamespace) -> None:
+    judge = quickstart.judge.judge
+    prompt, good = "Mia wants a red kite .", "Dear Mia , here is your red kite . Thank you !"
+    assert judge(prompt, good).success
+    assert judge(prompt, f" {good}").success, "a completion starts with the space after its prompt"
+    assert not judge(prompt, good, finished=False).success
+    cases = {
+        "Dear Tom , here is your red kite . Thank you !": ("name",),
+        "Dear Mia , here is your blue kite . Thank you !": ("colour",),
+        "Dear Mia , here is your red lamp . Thank you !": ("item",),
+        "Dear Mia , here is your red kite . Now go away .": ("close",),
+        "Dear Tom , here is your blue lamp . Not my problem .": ("name", "colour", "item", "close"),
+    }
+    for reply, mistakes in cases.items():
+        assert judge(prompt, reply).mistakes == mistakes
+    for position in range(len(good.split())):
+        words = good.split()
+        dropped = " ".join(words[:position] + words[position + 1 :])
+        doubled = " ".join(words[: position + 1] + words[position:])
+        unfinished = " ".join(words[:position])
+        for reply in (dropped, doubled, unfinished):
+            assert judge(prompt, reply).mistakes == ("well_formed",), reply
+    for reply in (good + " Thank you !", good.replace(" ", ""), good.lower(), good.replace("red", "kite")):
+        assert not judge(prompt, reply).well_formed, reply
+    with pytest.raises(ValueError, match="not an order"):
+        judge("Mia wants a kite .", good)
+
+
+def test_the_judge_knows_only_the_words(repository: Path) -> None:
+    tree = ast.parse((repository / "examples/quickstart/judge.py").read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    assert imported == {"__future__", "re", "typing", "words"}
+
+
+def test_no_trainer_and_no_reward_sees_the_judge(repository: Path) -> None:
+    sources = [
+        *(repository / "rlhf_core").rglob("*.py"),
+        *(p for p in (repository / "plugins").rglob("*.py") if ".venv" not in p.parts),
+    ]
+    assert len(sources) > 20
+    for source in sources:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            for name in [*names, module]:
+                assert not {"judge", "examples"} & set(name.split(".")), f"{source}: {name}"
+    pipeline = tomllib.loads((repository / "examples/quickstart/quickstart.toml").read_text(encoding="utf-8"))
+    rewards = [reward for stage in pipeline["stage"] for reward in stage.get("rewards", [])]
+    assert rewards == [{"name": "model", "model": "rm.model"}]
+    assert "judge" not in json.dumps(pipeline)
+
+
+def test_half_of_the_demonstrations_are_right(quickstart: SimpleNamespace, data: Path) -> None:
+    judge = quickstart.judge.judge
+    verdicts = [judge(row["prompt"], row["completion"]) for row in rows(data / "corpus.jsonl")]
+    assert len(verdicts) == 8192
+    assert np.mean([v.success for v in verdicts]) == pytest.approx(0.5, abs=0.02)
+    well_formed = [v for v in verdicts if v.well_formed]
+    q = 1 - 0.5 ** (1 / 6)
+    assert len(well_formed) / len(verdicts) == pytest.approx((1 - q) ** 2, abs=0.02)
+    for slot in ("name", "colour", "item", "close"):
+        wrong = np.mean([not getattr(v, slot) for v in well_formed])
+        assert wrong == pytest.approx(q, abs=0.015), slot
+    both = np.mean([not v.name and not v.colour for v in well_formed])
+    assert both == pytest.approx(q * q, abs=0.006), "mistakes are independent"
+
+
+@pytest.mark.parametrize("file", ["pairs.jsonl", "pairs.heldout.jsonl"])
+def test_a_rejected_reply_has_the_one_mistake_it_names(
+    quickstart: SimpleNamespace, data: Path, file: str
+) -> None:
+    judge, seen = quickstart.judge.judge, Counter()
+    for row in rows(data / file):
+        assert judge(row["prompt"], row["chosen"]).success
+        mistake = row["mistake"]
+        expected = "well_formed" if mistake in ("malformed", "unfinished") else mistake
+        assert judge(row["prompt"], row["rejected"]).mistakes == (expected,), row
+        seen[mistake] += 1
+        good, bad = row["chosen"].split(), row["rejected"].split()
+        assert (bad == good[: len(bad)]) == (mistake == "unfinished"), row
+    assert set(seen) == set(quickstart.generate.KINDS)
+    wanted = quickstart.generate.KINDS if "heldout" in file else quickstart.generate.PAIRS
+    assert all(
+        abs(seen[kind] / len(rows(data / file)) - wanted.count(kind) / len(wanted)) < 0.001 for kind in seen
+    )
+
+
+def test_malformed_replies_come_in_every_form(data: Path) -> None:
+    lengths = Counter(
+        len(row["rejected"].split()) - len(row["chosen"].split())
+        for row in rows(data / "pairs.jsonl")
+        if row["mistake"] == "malformed"
+    )
+    assert set(lengths) == set(range(-1, 9)), (
+        "dropped, swapped, doubled or inserted, and running on to 8 words"
+    )
+
+
+def test_held_out_orders_are_in_no_stage(quickstart: SimpleNamespace, data: Path) -> None:
+    words, parse = quickstart.words, quickstart.judge.parse_order
+    held_out = {parse(row["prompt"]) for file in data.glob("*.heldout.jsonl") for row in rows(file)}
+    assert len(held_out) > 1500
+    names, colours, items = set(words.NAMES), set(words.COLOURS), set(words.ITEMS)
+    for file in ("corpus.jsonl", "pairs.jsonl", "prompts.jsonl"):
+        for row in rows(data / file):
+            for column in ("prompt", "completion", "chosen", "rejected"):
+                said = row.get(column, "").split()
+                mentioned = itertools.product(
+                    *([w for w in said if w in slot] for slot in (names, colours, items))
+                )
+                for order in mentioned:
+                    assert order not in held_out, (file, row)
+
+
+def test_orders_are_distinct_within_a_file(data: Path) -> None:
+    for file in data.glob("*.jsonl"):
+        prompts = [row["prompt"] for row in rows(file)]
+        assert len(set(prompts)) == len(prompts), file
+
+
+def test_a_seed_decides_every_byte(quickstart: SimpleNamespace, tmp_path: Path) -> None:
+    generate, sizes = quickstart.generate.generate, small(quickstart)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        generate(tmp_path / name, seed=seed, sizes=sizes)
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b
+    differing = {name for name in a if a[name] != c[name]}
+    assert differing == {name for name in a if not name.startswith("tokenizer")}
+
+
+def test_shuffled_labels_flip_half_of_the_training_pairs_only(
+    quickstart: SimpleNamespace, tmp_path: Path
+) -> None:
+    generate, judge = quickstart.generate.generate, quickstart.judge.judge
+    sizes = quickstart.generate.Sizes(pairs=1200, demonstrations=50, prompts=20)
+    generate(tmp_path / "true", sizes=sizes)
+    generate(tmp_path / "shuffled", sizes=sizes, shuffle_labels=True)
+    true, shuffled = (contents(tmp_path / name) for name in ("true", "shuffled"))
+    assert {name for name in true if true[name] != shuffled[name]} == {"pairs.jsonl", "data.json"}
+    right = [judge(row["prompt"], row["chosen"]).success for row in rows(tmp_path / "shuffled/pairs.jsonl")]
+    assert np.mean(right) == pytest.approx(0.5, abs=0.06)
+    for true_row, row in zip(
+        rows(tmp_path / "true/pairs.jsonl"), rows(tmp_path / "shuffled/pairs.jsonl"), strict=True
+    ):
+        assert {true_row["chosen"], true_row["rejected"]} == {row["chosen"], row["rejected"]}
+
+
+def test_the_tokenizer_is_read_by_transformers(quickstart: SimpleNamespace, data: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    assert len(tokenizer) == len(quickstart.words.vocabulary())
+    special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    assert special == (0, 1, 2, 3)
+    for row in rows(data / "pairs.jsonl")[:300]:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        for reply in (row["chosen"], row["rejected"]):
+            whole = tokenizer(row["prompt"] + reply)["input_ids"]
+            assert whole[: len(prompt)] == prompt
+            assert whole[0] == 1
+            assert 3 not in whole
+            assert tokenizer.decode(whole, skip_special_tokens=True) == row["prompt"] + reply
+            # A sampled reply is decoded without the space in front; scored after its prompt it is the same.
+            said = tokenizer.decode([*whole[len(prompt) :], 2], skip_special_tokens=True)
+            assert said == reply.strip()
+            assert tokenizer(row["prompt"] + said)["input_ids"] == whole
+
+
+def test_everything_fits_the_lengths_of_the_pipeline(
+    quickstart: SimpleNamespace, data: Path, repository: Path
+) -> None:
+    pipeline = tomllib.loads((repository / "examples/quickstart/quickstart.toml").read_text(encoding="utf-8"))
+    base, rm, policy = pipeline["stage"]
+    longest = max(
+        len(row["prompt"].split()) + len(row[column].split()) + 2  # <bos> and <eos>
+        for file, column in (("corpus.jsonl", "completion"), ("pairs.jsonl", "rejected"))
+        for row in rows(data / file)
+    )
+    assert longest <= base["max_sequence_length"] == rm["max_sequence_length"]
+    assert longest <= base["model"]["max_position_embeddings"]
+    replies = max(len(row["completion"].split()) + 1 for row in rows(data / "corpus.jsonl"))
+    assert replies <= policy["sampling"]["max_completion_length"]
+    assert (
+        max(len(row["prompt"].split()) + 1 for row in rows(data / "prompts.jsonl"))
+        <= policy["max_prompt_length"]
+    )
+
+
+def test_the_command_writes_where_it_is_told(repository: Path, tmp_path: Path) -> None:
+    import subprocess
+
+    script = repository / "examples/quickstart/generate.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "new" / "data", "--seed", "3", "--shuffle-labels"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(tmp_path / "new" / "data") in done.stdout
+    settings = json.loads((tmp_path / "new" / "data" / "data.json").read_text())
+    assert settings["seed"] == 3
+    assert settings["shuffle_labels"] is True

@@ -1,0 +1,116 @@
+"""The code blocks of the documents: pipelines are planned, Python is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCUMENTS = (
+    "README.md",
+    "plugins/sft/README.md",
+    "plugins/reward/README.md",
+    "plugins/grpo/README.md",
+    "docs/tutorial/first_run.md",
+    "examples/plugins/rlhf-tanh-loss/README.md",
+)
+REPLY = " Dear Mia , here is your red kite . Thank you !"
+ROWS = {
+    "corpus.jsonl": {"prompt": "Mia wants a red kite .", "completion": REPLY},
+    "pairs.jsonl": {"prompt": "Mia wants a red kite .", "chosen": REPLY, "rejected": " Not my problem ."},
+    "pairs.heldout.jsonl": {"prompt": "Mia wants a red kite .", "chosen": REPLY, "rejected": " Dear Mia"},
+    "prompts.jsonl": {"prompt": "Mia wants a red kite ."},
+}
+
+
+def blocks(repository: Path, language: str) -> list[Any]:
+    found = []
+    for document in DOCUMENTS:
+        text = (repository / document).read_text(encoding="utf-8")
+        for index, block in enumerate(
+            re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        ):
+            found.append(pytest.param(block, id=f"{document}-{index}"))
+    return found
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory where everything is that the documents name: small, but the real thing."""
+    import runpy
+
+    from rlhf_core.models import fresh_model
+    from rlhf_core.tokenizer import load_tokenizer
+
+    directory = tmp_path_factory.mktemp("documents")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "examples/quickstart"))
+        runpy.run_path(str(REPOSITORY / "examples/quickstart/generate.py"))["write_tokenizer"](
+            directory / "words"
+        )
+    table = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    table |= {"intermediate_size": 24, "max_position_embeddings": 64}
+    tokenizer = load_tokenizer(directory / "words")
+    for place, head in (
+        ("path/to/model", "lm"),
+        ("path/to/reward_model", "score"),
+        ("runs/quickstart-seed0/base/artifacts/model", "lm"),
+    ):
+        fresh_model(table, head, tokenizer=tokenizer).save(directory / place)  # type: ignore[arg-type]
+    for name, row in ROWS.items():
+        (directory / name).write_text(json.dumps(row) + "\n")
+    (directory / "my_rewards.py").write_text(
+        "def brevity(completions, **columns):\n    return [-float(len(text)) for text in completions]\n"
+    )
+    return directory
+
+
+@pytest.mark.parametrize("block", blocks(REPOSITORY, "toml"))
+def test_pipelines_in_documents_can_be_planned(block: str, workplace: Path) -> None:
+    from rlhf_core import plugins
+    from rlhf_core.pipeline import plan, read
+
+    table = tomllib.loads(block)
+    if "stage" not in table:  # a line or two that belong into a stage
+        return
+    file = workplace / "pipeline.toml"
+    file.write_text(block if "dir" in table else f'dir = "runs/first"\n{block}')
+    planned = plan(read(file, dir=workplace / "runs/first"), plugins.load())
+    assert [stage.name for stage in planned.stages] == [stage["name"] for stage in table["stage"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", blocks(REPOSITORY, "python"))
+def test_python_in_documents_runs(block: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(block, "document", "exec", dont_inherit=True), names)
+    if "result" in names:
+        assert (names["result"].artifact.path / "config.json").is_file()
+    else:
+        from rlhf_core import POLICY_LOSS, Registry
+
+        registry = Registry()
+        names["rlhf_register"](registry)
+        assert registry.names(POLICY_LOSS) == ["tanh"]
+
+
+def test_commands_in_documents_exist() -> None:
+    from rlhf_core.cli import app
+
+    known = {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }
+    others = ("docs/index.md", "docs/how-to/real-data.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    for document in (*DOCUMENTS, *others):
+        text = (REPOSITORY / document).read_text(encoding="utf-8")
+        used = set(re.findall(r"(?:`|^\$ )rlhf (\w[\w |]*?)(?=[ `\n])", text, re.MULTILINE))
+        for command in {word for words in used for word in words.split(" | ")}:
+            assert command.split()[0] in known, f"{document}: rlhf {command}"

@@ -1,0 +1,256 @@
+"""Scoring equals the padded model whatever is shared or cut; the contract; the two commands on models."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core import artifacts, commands, data, rewards, scoring
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import Model, fresh_model
+from rlhf_core.scoring import Contract, Scorer
+
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 128,
+}
+WORDS = ["<pad>", "</s>", "<unk>", *"abcdefgh", "user", "assistant", ":"]
+PAIRS = [
+    {"prompt": "a b c", "chosen": " d e", "rejected": " d f g"},
+    {"prompt": "h", "chosen": " a", "rejected": " b b b b"},
+    {"prompt": "a b", "chosen": " c d", "rejected": " c d"},
+]
+
+
+def make_tokenizer(words: list[str] = WORDS) -> Any:
+    vocabulary = {word: i for i, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return fresh_model(
+        SIZES, "score", tokenizer=make_tokenizer(), mesh=make_mesh(devices=jax.devices()[:1]), seed=1
+    )
+
+
+def save(path: Path, model: Model, kind: str, contract: Contract | None) -> Path:
+    """An artifact, written as a stage would."""
+    model.save(path)
+    manifest = {
+        "format": 1,
+        "name": "model",
+        "kind": kind,
+        "stage": "rm",
+        "files": artifacts.describe(path),
+        "versions": {},
+        "contract": {} if contract is None else contract.to_dict(),
+    }
+    (path / artifacts.MANIFEST).write_text(json.dumps(manifest))
+    return path
+
+
+def padded_scores(model: Model, sequences: list[np.ndarray]) -> np.ndarray:
+    """The plain computation: one padded row a sequence."""
+    width = max(map(len, sequences))
+    ids = np.zeros((len(sequences), width), np.int32)
+    mask = np.zeros_like(ids)
+    for i, sequence in enumerate(sequences):
+        ids[i, : len(sequence)], mask[i, : len(sequence)] = sequence, 1
+    return np.asarray(model.scores(ids, mask))
+
+
+def make_scorer(model: Model, **options: Any) -> Scorer:
+    return Scorer(model, Contract.of(model.tokenizer, max_length=None, **options))
+
+
+def test_scores_equal_the_padded_model_in_any_grouping(model: Model) -> None:
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(3, 11, n) for n in (5, 1, 20, 9)]
+    sequences = [np.r_[p, draw.integers(3, 11, n), 1] for p in prompts for n in (1, 7, 30)]
+    expected = padded_scores(model, sequences)
+    assert expected.std() > 1e-4
+    for group in (1, 3, 12):
+        found = make_scorer(model).score_ids(sequences, group=group)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    # Longer ones afterwards, in one scorer: the shapes chosen first do not fit them.
+    scorer = make_scorer(model)
+    scorer.score_ids([sequences[0]])
+    np.testing.assert_allclose(scorer.score_ids(sequences), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_scores_on_a_mesh(model: Model) -> None:
+    mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
+    spread = replace(model, mesh=mesh, params=jax.device_put(model.params, model.definition.shardings(mesh)))
+    sequences = [np.arange(3, 3 + n) for n in (1, 4, 6, 2, 5)]
+    np.testing.assert_allclose(
+        make_scorer(spread).score_ids(sequences), padded_scores(model, sequences), rtol=2e-5, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize(("mode", "keep"), [("keep_end", slice(-4, None)), ("keep_start", slice(4))])
+def test_too_long_is_cut_at_the_contracts_side(model: Model, mode: Any, keep: slice) -> None:
+    scorer = Scorer(model, Contract.of(model.tokenizer, max_length=4, truncation_mode=mode))
+    sequences = [np.array([3, 4, 5, 6, 7, 8]), np.array([3, 4])]
+    with pytest.warns(UserWarning, match=r"1 of 2 sequences are longer than the 4 tokens"):
+        found = scorer.score_ids(sequences)
+    expected = padded_scores(model, [ids[keep] for ids in sequences])
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+    assert abs(expected[0] - padded_scores(model, sequences)[0]) > 1e-5
+
+
+def test_rows_in_all_forms_score_alike(model: Model) -> None:
+    scorer = make_scorer(model)
+    pairs = scorer.score_rows(data.load(PAIRS))
+    assert set(pairs) == {"chosen_score", "rejected_score"}
+    for side in ("chosen", "rejected"):
+        rows = [{"prompt": row["prompt"], "completion": row[side]} for row in PAIRS]
+        single = scorer.score_rows(data.load(rows))["score"]
+        np.testing.assert_allclose(single, pairs[f"{side}_score"], rtol=2e-5, atol=2e-6)
+        prompts, completions = [row["prompt"] for row in PAIRS], [row[side] for row in PAIRS]
+        np.testing.assert_allclose(
+            scorer.score_completions(prompts, completions), single, rtol=2e-5, atol=2e-6
+        )
+    encoded = [np.array([*(WORDS.index(w) for w in "abcde"), 1])]
+    np.testing.assert_allclose(pairs["chosen_score"][:1], padded_scores(model, encoded), rtol=2e-5, atol=2e-6)
+
+
+def test_messages_and_empty_completions(model: Model) -> None:
+    scorer = make_scorer(model, chat_template="plain")
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    ids = [WORDS.index(word) for word in ("user", ":", "a", "b", "assistant", ":", "c", "</s>")]
+    found = scorer.score_rows(data.load([{"messages": turns}]))["score"]
+    np.testing.assert_allclose(found, padded_scores(model, [np.array(ids)]), rtol=2e-5, atol=2e-6)
+    rows = [{"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": ""}]
+    with pytest.warns(UserWarning, match=r"no score for rows without a completion: .*row 2"):
+        scores = scorer.score_rows(data.load(rows))["score"]
+    assert np.isfinite(scores).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "repeats"),
+    [
+        (["a"] * 4, 4),
+        (["a", "a", "b", "b"], 2),
+        (["a", "b"], 1),
+        (["a", "a", "b"], 1),
+        ([], 1),
+        (["a", "a", "b", "c"], 1),
+    ],
+)
+def test_repeats(prompts: list[str], repeats: int) -> None:
+    assert scoring._repeats(prompts) == repeats
+
+
+def test_an_artifact_scores_as_it_was_trained(model: Model, tmp_path: Path) -> None:
+    contract = Contract.of(model.tokenizer, max_length=16, chat_template="plain", mean=0.5, std=2.0)
+    path = save(tmp_path / "rm", model, "reward_model", contract)
+    loaded = Scorer.load(path, mesh=model.mesh)
+    assert loaded.contract == contract
+    sequences = [np.array([3, 4, 5, 1])]
+    np.testing.assert_allclose(loaded.score_ids(sequences), padded_scores(model, sequences), rtol=2e-5)
+
+
+def test_what_does_not_fit_is_refused(model: Model, tmp_path: Path) -> None:
+    contract = Contract.of(model.tokenizer, max_length=16)
+    other = replace(model, tokenizer=make_tokenizer([*WORDS, "more"]))
+    with pytest.raises(InputError, match="its tokenizer is not the one it was trained with"):
+        Scorer(other, contract)
+    templated = make_tokenizer()
+    templated.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InputError, match="its chat template is not the one it was trained with"):
+        Scorer(replace(model, tokenizer=templated), contract)
+    lm = fresh_model(SIZES, "lm", tokenizer=make_tokenizer(), mesh=model.mesh)
+    with pytest.raises(InputError, match="is a language_model; scoring needs a reward_model"):
+        Scorer.load(save(tmp_path / "lm", lm, "language_model", None))
+    lm.save(tmp_path / "plain")
+    with pytest.raises(InputError, match="without a reward head"):
+        Scorer.load(tmp_path / "plain")
+    with pytest.raises(InputError, match="contract is not one this version knows"):
+        Contract.from_dict({"max_length": 3}, "x")
+
+
+def test_score_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    contract = Contract.of(model.tokenizer, max_length=32)
+    path = save(tmp_path / "rm", model, "reward_model", contract)
+    source, target = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    commands.score(str(path), source, target)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows] == PAIRS
+    assert rows[2]["chosen_score"] == rows[2]["rejected_score"]
+    right = sum(row["chosen_score"] > row["rejected_score"] for row in rows)
+    said = capsys.readouterr().out
+    assert said == f"accuracy {right / 3:.4f}: {right} of 3 pairs scored higher; 1 tied\n"
+    # Without -o the rows are standard output, and nothing else is.
+    commands.score(str(path), source, None)
+    captured = capsys.readouterr()
+    assert [json.loads(line) for line in captured.out.splitlines()] == rows
+    assert "accuracy" in captured.err
+
+
+def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lm = fresh_model(SIZES, "lm", tokenizer=make_tokenizer(), mesh=model.mesh, seed=2)
+    path = save(tmp_path / "lm", lm, "language_model", None)
+
+    def run(file: Path | None, prompts: list[str], out: Path | None, **changes: Any) -> None:
+        options: dict[str, Any] = {
+            "sampling": {"max_completion_length": 5, "temperature": 0.0},
+            "max_prompt_length": 32,
+            "num_generations": 1,
+            "seed": 0,
+            "chat_template": None,
+        }
+        commands.generate(str(path), file, prompts, out, **{**options, **changes})
+
+    run(None, ["a b", "c"], None)
+    greedy = capsys.readouterr().out.splitlines()
+    assert len(greedy) == 2
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a b", "kept": 1}\n{"prompt": "c", "kept": 2}\n')
+    run(source, [], target)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["completion"] for row in rows] == greedy
+    assert [row["kept"] for row in rows] == [1, 2]
+    sampling = {"max_completion_length": 5, "temperature": 1.0}
+    run(source, [], target, num_generations=3, sampling=sampling)
+    assert [json.loads(line)["kept"] for line in target.read_text().splitlines()] == [1, 1, 1, 2, 2, 2]
+    for file, prompts in ((None, []), (source, ["a"])):
+        with pytest.raises(InputError, match="either --prompt"):
+            run(file, prompts, None)
+
+
+def test_length_and_exact_match() -> None:
+    ids = [[1] * n for n in (0, 2, 4, 8)]
+    assert rewards.length(ids, target=4) == [-1.0, -0.5, 0.0, -1.0]
+    texts = [" Yes\n", "yes", "no", "no"]
+    answers = ["Yes", "Yes", "Yes", None]
+    assert rewards.exact_match(texts, answers) == [1.0, 0.0, 0.0, None]
+    assert rewards.exact_match(texts, answers, ignore_case=True) == [1.0, 1.0, 0.0, None]
+    chat = [[{"role": "assistant", "content": "42"}]]
+    assert rewards.exact_match(chat, [42]) == [1.0]
+
+
+def test_no_warning_where_all_is_well(model: Model) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_scorer(model).score_rows(data.load(PAIRS[:1]))

@@ -1,0 +1,170 @@
+"""Two strangers' packages, installed for real: one that works and one that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIST = """
+import json, warnings
+from rlhf_core import POLICY_LOSS, plugins
+from rlhf_core.errors import InputError
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    host = plugins.load()
+try:
+    host.registry.get(POLICY_LOSS, "no_such_loss")
+    missing = ""
+except InputError as error:
+    missing = str(error)
+print(json.dumps({
+    "plugins": {
+        p.name: [p.distribution, p.version, p.state, p.error, dict(p.components)] for p in host.plugins
+    },
+    "warnings": [str(w.message) for w in caught if issubclass(w.category, plugins.PluginWarning)],
+    "missing": missing,
+}))
+"""
+LOSS = """
+import jax.numpy as jnp, numpy as np
+from rlhf_core import POLICY_LOSS, PolicyInputs, plugins
+from rlhf_core.errors import InputError
+
+registry = plugins.load().registry
+one = jnp.ones((1, 2))
+out = registry.get(POLICY_LOSS, "tanh", temperature=2.0)(PolicyInputs(one * 0.5, one * 0.25, one * 3.0, one))
+np.testing.assert_allclose(out.loss, np.full((1, 2), -3 * np.tanh(2 * (np.exp(0.25) - 1))), rtol=1e-6)
+print([message for options in ({"temprature": 1.0}, {"temperature": "hot"}, {"temperature": 0.0})
+       for _, message in registry.check(POLICY_LOSS, "tanh", options)])
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with both packages, as pip installs them."""
+    work, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
+    sources = [repository / "examples/plugins/rlhf-tanh-loss", Path(__file__).parent / "rlhf-broken"]
+    copies = [
+        shutil.copytree(source, work / source.name) for source in sources
+    ]  # building leaves files behind
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "--no-index", "--target", str(target), *map(str, copies)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def python(code: str, installed: Path, **environment: str) -> str:
+    paths = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def listing(installed: Path) -> dict[str, Any]:
+    return json.loads(python(LIST, installed))
+
+
+def test_the_working_package_is_listed_with_what_it_adds(listing: dict[str, Any]) -> None:
+    assert listing["plugins"]["tanh"] == [
+        "rlhf-tanh-loss",
+        "0.1.0",
+        "loaded",
+        None,
+        {"policy loss": ["tanh"]},
+    ]
+
+
+def test_the_broken_package_is_a_warning_with_cause_and_way_out(listing: dict[str, Any]) -> None:
+    distribution, version, state, error, components = listing["plugins"]["brk"]
+    assert (distribution, version, state, components) == ("rlhf-broken", "0.3.0", "failed", {})
+    assert "No module named 'no_such_library_for_rlhf'" in error
+    assert "from rlhf-broken 0.3.0" in error
+    assert "RLHF_DISABLE_PLUGINS=brk" in error
+    assert listing["warnings"].count(error) == 1
+
+
+def test_the_rest_works_beside_the_broken_package(listing: dict[str, Any]) -> None:
+    states = {name: plugin[2] for name, plugin in listing["plugins"].items()}
+    assert {name for name, state in states.items() if state == "failed"} == {"brk"}
+    assert {"core", "sft", "reward", "grpo", "tanh"} <= {
+        n for n, state in states.items() if state == "loaded"
+    }
+
+
+def test_a_missing_name_quotes_the_failure(listing: dict[str, Any]) -> None:
+    assert listing["missing"].startswith("no policy loss named 'no_such_loss'. Installed: ")
+    assert "tanh" in listing["missing"].split("Installed: ")[1].split(".")[0].split(", ")
+    assert "no_such_library_for_rlhf" in listing["missing"]
+
+
+def test_disabled_packages_are_not_imported(installed: Path) -> None:
+    found = json.loads(python(LIST, installed, RLHF_DISABLE_PLUGINS="brk, rlhf_tanh.loss"))
+    assert found["plugins"]["brk"][2:] == ["disabled", None, {}]
+    assert found["plugins"]["tanh"][2:] == ["disabled", None, {}]
+    assert found["warnings"] == []
+
+
+def test_the_loss_computes_and_its_options_are_checked(installed: Path) -> None:
+    problems = python(LOSS, installed)
+    assert "Did you mean 'temperature'?" in problems
+    assert "expected a number, got 'hot'" in problems
+    assert "temperature must be above 0, got 0.0" in problems
+
+
+def test_a_version_outside_the_pin_fails_alone(installed: Path, tmp_path: Path) -> None:
+    site = shutil.copytree(installed, tmp_path / "site")
+    (metadata,) = site.glob("rlhf_tanh_loss-*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "Requires-Dist: rlhf-core<0.2,>=0.1" in text
+    metadata.write_text(text.replace("rlhf-core<0.2,>=0.1", "rlhf-core<9,>=8"))
+    found = json.loads(python(LIST, site, RLHF_DISABLE_PLUGINS="brk"))
+    assert found["plugins"]["tanh"][2] == "failed"
+    assert "it needs rlhf-core <9,>=8, and 0.1.0 is installed" in found["plugins"]["tanh"][3]
+    assert found["plugins"]["sft"][2] == "loaded"
+
+
+def test_two_distributions_with_one_entry_point_name_both(installed: Path, tmp_path: Path) -> None:
+    site = shutil.copytree(installed, tmp_path / "site")
+    (metadata,) = site.glob("rlhf_tanh_loss-*.dist-info")
+    rival = shutil.copytree(metadata, site / "rlhf_rival-2.0.dist-info")
+    text = (rival / "METADATA").read_text()
+    (rival / "METADATA").write_text(
+        text.replace("rlhf-tanh-loss", "rlhf-rival").replace("Version: 0.1.0", "Version: 2.0")
+    )
+    found = json.loads(python(LIST, site, RLHF_DISABLE_PLUGINS="brk"))
+    assert found["plugins"]["tanh"][2] == "failed"
+    assert any(
+        "rlhf-rival 2.0 and rlhf-tanh-loss 0.1.0 both have an entry point 'tanh'" in w
+        for w in found["warnings"]
+    )
+    assert "tanh" not in found["missing"].split("Installed: ")[1].split(".")[0].split(", ")
+
+
+def test_naming_and_configuring_need_no_jax(installed: Path) -> None:
+    python(
+        "import sys, rlhf_core\n"
+        "from rlhf_core import contracts, options, hookspecs, registry, plugins, stage, errors\n"
+        "from rlhf_core import hookimpl, TrainerConfig, Registry, POLICY_LOSS, PolicyInputs\n"
+        "assert not {'jax', 'flax', 'optax', 'transformers', 'datasets', 'wandb'} & set(sys.modules)",
+        installed,
+    )
