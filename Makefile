@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2
 
 # hatchling and editables build the four distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter
-DISTRIBUTIONS := . plugins/sft plugins/reward plugins/grpo
+PLUGINS := plugins/sft plugins/reward plugins/grpo
 
 .PHONY: help env demo lint test
 
@@ -20,10 +20,10 @@ help:
 env: $(VENV)/installed
 
 # The tools come first and build isolation is off, so that building, too, uses the versions of constraints.txt.
-$(VENV)/installed: constraints.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
+$(VENV)/installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TOOLS)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation $(DISTRIBUTIONS:%=-e %)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[math]' $(PLUGINS:%=-e %)
 	@touch $@
 
 demo: env

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import PAIRWISE_LOSS as PAIRWISE_LOSS
     from rlhf_core.contracts import POLICY_LOSS as POLICY_LOSS
     from rlhf_core.contracts import REWARD as REWARD
+    from rlhf_core.contracts import SAMPLER as SAMPLER
     from rlhf_core.contracts import TRAINER as TRAINER
     from rlhf_core.contracts import AdvantageInputs as AdvantageInputs
     from rlhf_core.contracts import Artifact as Artifact
@@ -27,19 +28,21 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import PolicyInputs as PolicyInputs
     from rlhf_core.contracts import RewardInputs as RewardInputs
     from rlhf_core.contracts import Rows as Rows
+    from rlhf_core.contracts import SamplerInputs as SamplerInputs
     from rlhf_core.contracts import Trainer as Trainer
     from rlhf_core.hookspecs import hookimpl as hookimpl
     from rlhf_core.models import load_model as load_model
     from rlhf_core.options import TrainerConfig as TrainerConfig
     from rlhf_core.pipeline import run_pipeline as run_pipeline
     from rlhf_core.registry import Registry as Registry
+    from rlhf_core.sampling import Rollouts as Rollouts
     from rlhf_core.stage import Stage as Stage
     from rlhf_core.state import TrainState as TrainState
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD TRAINER AdvantageInputs Artifact Kind "
-    "LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows Trainer"
+    "ADVANTAGE DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER AdvantageInputs "
+    "Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows SamplerInputs Trainer"
 )
 _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
     "hookimpl": "hookspecs",
@@ -47,6 +50,7 @@ _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
     "TrainerConfig": "options",
     "run_pipeline": "pipeline",
     "Registry": "registry",
+    "Rollouts": "sampling",
     "Stage": "stage",
     "TrainState": "state",
     "create_state": "state",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from rlhf_core import data, loggers, optimizers, rewards
-from rlhf_core.contracts import DATASET, LOGGER, MODEL, OPTIMIZER, REWARD
+from rlhf_core import data, loggers, optimizers, rewards, sampling
+from rlhf_core.contracts import DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
 from rlhf_core.data.files import FORMATS
 from rlhf_core.hookspecs import hookimpl
 from rlhf_core.models import DECODER
@@ -24,8 +24,14 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(LOGGER, "console", loggers.Console)
     registry.add(LOGGER, "jsonl", loggers.JsonLines)
     registry.add(LOGGER, "wandb", wandb)
-    registry.add(REWARD, "length", rewards.length)
+    registry.add(SAMPLER, "jax", sampling.make_sampler)
     registry.add(REWARD, "exact_match", rewards.exact_match)
+    registry.add(REWARD, "numeric_answer", rewards.numeric_answer)
+    registry.add(REWARD, "math_verify", rewards.MathVerify)
+    registry.add(REWARD, "regex", rewards.Regex)
+    registry.add(REWARD, "length", rewards.length)
+    registry.add(REWARD, "soft_overlong", rewards.SoftOverlong)
+    registry.add(REWARD, "repetition", rewards.repetition)
 
 
 def _file(kind: str) -> Callable[..., data.Records]:

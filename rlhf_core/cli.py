@@ -141,6 +141,17 @@ def generate(
     top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
     min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition_penalty", help="Above 1: fewer tokens that were there before.")
+    ] = 1.0,
+    stop_strings: Annotated[
+        list[str] | None,
+        typer.Option("--stop_strings", metavar="TEXT", help="Ends a completion; repeatable."),
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable."),
+    ] = None,
     num_generations: Annotated[
         int, typer.Option("--num_generations", min=1, help="Completions a prompt.")
     ] = 1,
@@ -158,6 +169,9 @@ def generate(
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": stop_strings or [],
+        "stop_token_ids": stop_token_ids or [],
     }
     commands.generate(
         model,

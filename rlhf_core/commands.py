@@ -142,6 +142,7 @@ def generate(
         num_generations=num_generations,
         prompts_per_call=min(len(encoded), max(1, SEQUENCES_AT_ONCE // num_generations)),
         max_prompt_length=max_prompt_length,
+        tokenizer=loaded.tokenizer,
     )
     rollouts = sampler(loaded.params, encoded.ids, jax.random.key(seed))
     rows = []

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
     import optax
+    from jax.sharding import Mesh
 
+    from rlhf_core.models import Definition
     from rlhf_core.options import TrainerConfig
+    from rlhf_core.sampling import Rollouts, SamplingOptions
     from rlhf_core.stage import Stage
 
 T = TypeVar("T")
@@ -108,13 +111,13 @@ class PolicyInputs:
 class AdvantageInputs(NamedTuple):
     """Rewards of one rollout, grouped by prompt."""
 
-    rewards: jax.Array
+    rewards: jax.Array | np.ndarray
     """float32 [prompts, samples], the weighted sum over functions; NaN: not scored."""
-    rewards_by_function: jax.Array
+    rewards_by_function: jax.Array | np.ndarray
     """float32 [prompts, samples, functions]; NaN: the function does not apply."""
-    weights: jax.Array
+    weights: jax.Array | np.ndarray
     """float32 [functions]."""
-    lengths: jax.Array
+    lengths: jax.Array | np.ndarray
     """int32 [prompts, samples], completion tokens."""
 
 
@@ -129,6 +132,27 @@ class RewardInputs(NamedTuple):
     """The sampled tokens, stop token included."""
     columns: Mapping[str, Sequence[Any]]
     """The dataset's other columns, one value a completion."""
+
+
+@dataclass(frozen=True)
+class SamplerInputs:
+    """What a sampler is made for; equal on every process."""
+
+    definition: Definition
+    """The model without its parameters: `family`, `config`, and their functions."""
+    tokenizer: Any | None
+    options: SamplingOptions
+    """To be honoured in full, or refused with an InputError that names the field."""
+    mesh: Mesh
+    """The devices that hold the parameters."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion, besides `options.stop_token_ids`."""
+    num_generations: int
+    """Completions a prompt."""
+    prompts_per_call: int
+    """Prompts that will usually come at once; a call may bring any number."""
+    max_prompt_length: int
+    """Tokens; no prompt is longer."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +225,34 @@ class Advantage(Protocol):
     def __call__(self, inputs: AdvantageInputs, /) -> jax.Array | np.ndarray: ...
 
 
+class Draw(Protocol):
+    """What a sampler makes: completions of prompts, for a trainer that calls it on every process, in step.
+
+    params: the policy as it is now, arrays on the mesh. They are the trainer's, which overwrites them with its next
+        update: an engine that keeps weights of its own copies them inside the call.
+    prompts: int [length] each, at least one token and at most max_prompt_length, as they are to be read: nothing is
+        added. The completions are tokens too, and are never made from text.
+    key: a typed key, the same on every process; ids: int [N], which random numbers each completion is drawn with,
+        default 0 … N - 1. Equal keys, ids, prompts and parameters should give equal completions on any machine: a
+        run whose sampler does otherwise is not reproducible, nor bit for bit the same when it continues.
+
+    Returns `Rollouts` of N = len(prompts) × num_generations completions, those of a prompt adjacent, as new NumPy
+    arrays that are the caller's, whole and equal on every process. Its log-probabilities are those of the policy,
+    under softmax(logits / temperature), before penalty and filters.
+
+    An optional method `warm_up(params, lengths)` does, before the first call, all that is slow once for prompts of
+    these lengths in tokens.
+    """
+
+    def __call__(
+        self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
+    ) -> Rollouts: ...
+
+
+class SamplerMaker(Protocol):
+    def __call__(self, inputs: SamplerInputs, /) -> Draw: ...
+
+
 class Reward(Protocol):
     def __call__(self, *args: Any, **columns: Any) -> Any: ...
 
@@ -218,6 +270,7 @@ TRAINER: Kind[Trainer] = Kind("trainer")
 PAIRWISE_LOSS: Kind[PairwiseLoss] = Kind("pairwise loss", ("inputs",))
 POLICY_LOSS: Kind[PolicyLoss] = Kind("policy loss", ("inputs",))
 ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",))
+SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
 REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"))
 MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, plugins, runtime
+from rlhf_core import data, optimizers, plugins, runtime
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.execution import execute
+from rlhf_core.feeds import MICRO_BATCH_TOKENS
+from rlhf_core.memory import definition_of, memory_line, training_bytes
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Head, Model, fresh_model, load_model
+from rlhf_core.models import Definition, Head, Model, fresh_model, load_model
 from rlhf_core.stage import Stage
 from rlhf_core.tokenizer import load_tokenizer
 
@@ -166,9 +168,9 @@ def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple
 
 
 def plan_lines(
-    config: TrainerConfig, stage: Stage, *, unit: str, encode: Callable[[str], Any] | None
+    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, encode: Callable[[str], Any] | None
 ) -> Sequence[str]:
-    """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens.
+    """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens, memory.
 
     encode: tokenises `train_data` or `eval_data`, None for a field that is not given, raising InputError for every row
     that does not fit; None where the model's tokenizer is not at hand, and rows are only counted.
@@ -184,6 +186,32 @@ def plan_lines(
     total = data.updates(count, config.total_batch_size, config.num_train_epochs, config.max_training_steps)
     epochs = total * config.total_batch_size / count
     tokens = f"at most {total * config.total_batch_size * config.max_sequence_length:,} tokens"
+    update_tokens, longest = config.total_batch_size * config.max_sequence_length, config.max_sequence_length
     if encode is not None:
-        tokens = f"about {round(epochs * sum(tree.size for tree in encoded.trees())):,} tokens, shared prompts once"
-    return [said, f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs", tokens]
+        sizes = [tree.size for tree in encoded.trees()]
+        tokens = f"about {round(epochs * sum(sizes)):,} tokens, shared prompts once"
+        update_tokens, longest = round(sum(sizes) / count * config.total_batch_size), max(sizes)
+    memory = training_memory(config, stage, head, total, update_tokens, longest)
+    return [
+        said,
+        f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
+        tokens,
+        *([] if memory is None else [memory_line(memory[2])]),
+    ]
+
+
+def training_memory(
+    config: TrainerConfig, stage: Stage, head: Head, total: int, update_tokens: int, longest: int
+) -> tuple[Definition, Mapping[str, Any], dict[str, int]] | None:
+    """The stage's model by definition and config.json, and the bytes that training it takes; None where nothing local
+    describes it.
+
+    total: updates. update_tokens: of one update. longest: tokens of the longest row. Raises InputError for a model
+    that could not be built.
+    """
+    found = definition_of(config.model, head, stage.inputs.get("tokenizer"), stage.registry)
+    if found is None:
+        return None
+    slots = min(MICRO_BATCH_TOKENS, -(-update_tokens // config.gradient_accumulation_steps))
+    tx = optimizers.make(config, stage.registry, total)[0]
+    return *found, training_bytes(found[0], tx, (-(-slots // longest), longest))

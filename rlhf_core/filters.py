@@ -1,7 +1,7 @@
-"""Drawing a token from a distribution, and the usual ways of cutting its tail.
+"""Drawing a token from a distribution, and the usual ways of bending it.
 
-Everything works on masses, float32 [B, V]: probabilities up to a factor a row. A token with mass 0 is never
-drawn. Masses need not sum to 1, so that a filter is one comparison and nothing is normalised twice.
+All but the repetition penalty work on masses, float32 [B, V]: probabilities up to a factor a row. A token with
+mass 0 is never drawn. Masses need not sum to 1, so that a filter is one comparison and nothing is normalised twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+def repetition_penalty(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
+    """Logits [B, V], those of tokens in `seen` (bool [B, V]) divided by `penalty` where positive, else multiplied
+    (Keskar et al. 2019).
+    """
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def top_k_filter(mass: jax.Array, k: int) -> jax.Array:

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.checkpoint import Checkpoints
+from rlhf_core.diagnosis import not_finite
 from rlhf_core.doors import run_alone as run_alone
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.feeds import Feed, Update
@@ -57,18 +58,21 @@ def fit(
     schedule: Schedule,
     evaluate: Callable[[TrainState], dict[str, float]] | None = None,
     after_update: Callable[[int, TrainState], None] | None = None,
+    stop_when: Callable[[Mapping[str, float]], str | None] | None = None,
 ) -> Fitted:
     """Run `feed.total` updates, continuing from the newest whole checkpoint of the stage.
 
     objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, reported with `eval_` in front, every
     `evaluation_steps` updates and at the end. after_update: called with the number of updates done and the state.
+    stop_when: given the metrics of a logged step, a reason to give up, or None.
 
     `state` is donated: its arrays, and those of the model it was made from, are gone afterwards.
 
-    Raises RunError where a loss or gradient is not finite, naming the examples; the last good state is on disk then.
+    Raises RunError where a loss or gradient is not finite, naming the examples, with the last good state on disk; and
+    where `stop_when` gives a reason, with the state saved.
     Raises Stopped after SIGTERM or SIGINT, with the state saved.
     """
-    run = _Run(stage, config, objective, feed, schedule, evaluate)
+    run = _Run(stage, config, objective, feed, schedule, evaluate, stop_when)
     checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
     try:
         with stop_signals() as stop:
@@ -86,9 +90,10 @@ class _Run:
         feed: Feed,
         schedule: Schedule,
         evaluate: Callable[[TrainState], dict[str, float]] | None,
+        stop_when: Callable[[Mapping[str, float]], str | None] | None,
     ) -> None:
         self.stage, self.config, self.objective, self.feed = stage, config, objective, feed
-        self.evaluate = evaluate
+        self.evaluate, self.stop_when = evaluate, stop_when
         self.rate = jax.jit(schedule)
         self.mesh = stage.devices()
         self.tokens = 0
@@ -113,6 +118,8 @@ class _Run:
         steps = programs(self.objective, state)
         if start < feed.total:
             self.warm_up(steps, state)
+        if start == 0 and config.eval_on_start and self.evaluate is not None:
+            self.report(0, state, logs=False, evaluates=True)
         began, saved_at = time.perf_counter() - self.elapsed, time.perf_counter()
         self.interval.started = time.perf_counter()
         out_of_time = False
@@ -125,9 +132,9 @@ class _Run:
                 done = steps.accumulate(state.params, put_rows(self.mesh, batch), done)
             if done is None:
                 raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
-            state, metrics = steps.apply(state, done)
+            state, measured = steps.apply(state, done)
             self.check(steps, state, checkpoints)  # the one before: this one is still being computed
-            self.pending.append((step, jnp.copy(state.guard), update, metrics))
+            self.pending.append((step, jnp.copy(state.guard), update, measured))
             count = step + 1
             if after_update is not None:
                 after_update(count, state)
@@ -139,7 +146,14 @@ class _Run:
             evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
             if logs or (evaluates and self.evaluate):
                 self.check(steps, state, checkpoints)
-                self.report(count, state, logs=logs, evaluates=evaluates)
+                metrics = self.report(count, state, logs=logs, evaluates=evaluates)
+                if self.stop_when is not None and (reason := self.stop_when(metrics)):
+                    self.save(count, state, checkpoints)
+                    checkpoints.wait()
+                    raise RunError(
+                        f"stage '{self.stage.name}': stopped after update {count} of {feed.total}: {reason}. "
+                        f"The state is kept in {self.stage.dir / 'checkpoints'}."
+                    )
             # Asked last, so that a signal that comes during an evaluation stops after this update.
             saves, stops = _agreed(self.save_due(count, saved_at), stop.is_set())
             if saves and not ends:
@@ -198,7 +212,7 @@ class _Run:
             sound = replace(state, guard=jax.device_put(np.int32(-1), state.guard.sharding))
             self.save(step, sound, checkpoints)
             checkpoints.wait()
-            culprits = self.diagnose(steps, sound, update)
+            culprits = not_finite(steps, sound.params, update, self.feed.shapes(), self.mesh)
             listed = "; ".join(culprits[:5]) + (
                 f"; and {len(culprits) - 5} more" if len(culprits) > 5 else ""
             )
@@ -209,26 +223,8 @@ class _Run:
                 "max_grad_norm, or look at these examples."
             )
 
-    def diagnose(self, steps: Programs, state: TrainState, update: Update) -> list[str]:
-        """The rows of an update whose own loss or gradient is not finite, with the examples in them."""
-        empty = {batch.rows.tokens.shape: batch for batch in self.feed.shapes()}
-        found = []
-        for number, batch in enumerate(update.batches):
-            blank = empty[batch.rows.tokens.shape]
-            for row in range(len(batch.example)):
-                examples = sorted({int(i) for i in batch.example[row] if i >= 0})
-                if not examples:
-                    continue
-                alone = jax.tree.map(lambda x, b, r=row: _only(x, b, r), batch, blank)
-                done = steps.accumulate(state.params, put_rows(self.mesh, alone), None)
-                leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
-                if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
-                    names = ", ".join(update.where(i) for i in examples)
-                    found.append(f"row {row} of micro-batch {number} ({names})")
-        return found
-
-    def report(self, count: int, state: TrainState, *, logs: bool, evaluates: bool) -> None:
-        """One event a step, whether it logs, evaluates or both."""
+    def report(self, count: int, state: TrainState, *, logs: bool, evaluates: bool) -> dict[str, float]:
+        """One event a step, whether it logs, evaluates or both; its metrics."""
         metrics: dict[str, float] = {}
         if logs:
             metrics = self.interval.read(self.tokens)
@@ -241,6 +237,7 @@ class _Run:
             self.interval.started += time.perf_counter() - began
         self.metrics.update(metrics)
         self.stage.hook.rlhf_step_end(stage=self.stage, step=count, metrics=metrics)
+        return metrics
 
     def save_due(self, count: int, saved_at: float) -> bool:
         config = self.config
@@ -285,9 +282,3 @@ def _agreed(*flags: bool) -> list[bool]:
     from jax.experimental import multihost_utils
 
     return [bool(flag) for flag in multihost_utils.process_allgather(np.array(flags)).any(axis=0)]
-
-
-def _only(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:
-    out = np.array(blank)
-    out[row] = x[row]
-    return out

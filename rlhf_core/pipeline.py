@@ -18,6 +18,7 @@ from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.pipeline_file import PipelineFile, read
 from rlhf_core.plan import Plan, StagePlan, plan
+from rlhf_core.preview import previews
 from rlhf_core.resolved import to_toml
 from rlhf_core.stage_record import StageRecord
 
@@ -66,7 +67,7 @@ def run_pipeline(
 
 
 def run(plan: Plan, host: Host, *, say: Callable[[str], None] = print) -> Results:
-    """Run a plan. `say` is told, on the main process, about stages that are skipped or continued."""
+    """Run a plan. `say` is told, on the main process, what each stage will do, and which are skipped or continued."""
     import jax
 
     from rlhf_core import runtime
@@ -79,8 +80,13 @@ def run(plan: Plan, host: Host, *, say: Callable[[str], None] = print) -> Result
     with lock(plan.dir, is_main):
         records = {stage.name: StageRecord(stage) for stage in plan.stages}
         _refuse(records)
+        # What is wrong with the last stage's data is told now, not after the first ones are trained.
+        done = {name for name, record in records.items() if record.state == "done"}
+        said = previews(plan, host, without=done)
         if is_main:
             _write_resolved(plan)
+        for name, lines in said.items():
+            say("\n  ".join([f"stage '{name}' will train on", *lines]))
         results = {
             stage.name: _run_stage(stage, records[stage.name], mesh, host, is_main, say)
             for stage in plan.stages

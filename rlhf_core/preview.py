@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rlhf_core.plugins import Host
 
 
-def previews(plan: Plan, host: Host) -> dict[str, list[str]]:
-    """{stage: what its trainer says it would do}, without a device.
+def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str, list[str]]:
+    """{stage: what its trainer says it would do}, without a device, but for the stages `without`.
 
     Raises InputError with every problem that the trainers find, such as malformed rows.
     """
@@ -32,6 +32,8 @@ def previews(plan: Plan, host: Host) -> dict[str, list[str]]:
                 inputs["tokenizer"] = load_tokenizer(source)
                 sources[each.name] = source
             stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs)
+            if each.name in without:
+                continue
             said = [] if each.trainer.plan is None else each.trainer.plan(each.preview, stage)
             lines[each.name] = [str(line) for line in said]
         except InputError as error:

@@ -7,26 +7,23 @@ Each sequence has a key of its own: what it samples does not depend on its neigh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from pydantic import Field
 
 from rlhf_core.errors import InputError
-from rlhf_core.filters import draw, min_p_filter, top_k_filter, top_p_filter
-from rlhf_core.logprobs import unembed
-from rlhf_core.mesh import put_rows, replicated, row_multiple, row_sharding
+from rlhf_core.generation import Plan, generate
+from rlhf_core.mesh import put_rows, replicated, row_multiple
 from rlhf_core.options import Options
+from rlhf_core.stopping import stop_table
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import Mesh
 
+    from rlhf_core.contracts import SamplerInputs
     from rlhf_core.models import Definition
 
 SHORTEST_BUCKET = 32
@@ -34,7 +31,9 @@ SHORTEST_BUCKET = 32
 
 
 class SamplingOptions(Options):
-    """How completions are drawn: temperature, then top_k, top_p and min_p, in transformers' order."""
+    """How completions are drawn: repetition_penalty, temperature, top_k, top_p and min_p, in transformers' order;
+    and what ends them besides the model's own stop tokens.
+    """
 
     temperature: float = Field(
         default=1.0, ge=0, description="logits are divided by it; 0 takes the likeliest token"
@@ -46,7 +45,19 @@ class SamplingOptions(Options):
     min_p: float | None = Field(
         default=None, ge=0, le=1, description="least probability, relative to the likeliest token's"
     )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0,
+        description="logits of the prompt's and the completion's tokens are divided by it where positive, "
+        "multiplied where negative; 1: off",
+    )
     max_completion_length: int = Field(default=256, ge=1, description="tokens, the stop token included")
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that end a completion, with the token that completes one"
+    )
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="tokens that end a completion, besides the model's own"
+    )
 
 
 class Rollouts(NamedTuple):
@@ -55,36 +66,30 @@ class Rollouts(NamedTuple):
     tokens: np.ndarray
     """int32 [N, C], 0 after the end."""
     lengths: np.ndarray
-    """int32 [N], tokens of the completion, its stop token included."""
+    """int32 [N], tokens of the completion, the one that ended it included."""
     logps: np.ndarray
-    """float32 [N, C], nats: log-probability under softmax(logits / temperature), not filtered; 0 after the
-    end. At temperature 0, under softmax(logits)."""
+    """float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
+    filters; 0 after the end. At temperature 0, under softmax(logits)."""
     finished: np.ndarray
-    """bool [N], a stop token was sampled; False: cut at C."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What one compiled program is for, beside its shapes. Samplers with equal plans share programs."""
-
-    definition: Definition
-    options: SamplingOptions
-    mesh: Mesh
-    stop_ids: tuple[int, ...]
-    num_generations: int
-    key_type: str
+    """bool [N], a stop token was sampled or a stop string completed; False: cut at C."""
 
 
 class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
     definition: a language model; its parameters are given with every call and may be spread over `mesh`.
-    stop_ids: tokens that end a completion.
+    stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts on the devices at once, rounded up to a multiple of the mesh's rows; there are
         num_generations times as many sequences.
     max_prompt_length: tokens; longer prompts are refused.
+    tokenizer: needed for options.stop_strings only. They are looked for in a completion's bytes as `token_bytes`
+        gives them, wherever token borders lie, and never across the border of prompt and completion.
 
-    One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length.
+    One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length. `warm_up` does
+    it ahead of time.
+
+    Raises InputError for stop strings without a tokenizer or that it cannot write, and for stop tokens that the
+    model does not have.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Sampler:
         num_generations: int = 1,
         prompts_per_call: int,
         max_prompt_length: int,
+        tokenizer: Any = None,
     ) -> None:
         if min(num_generations, prompts_per_call, max_prompt_length) < 1:
             raise ValueError(
@@ -106,11 +112,12 @@ class Sampler:
         self.definition = definition
         self.options = options
         self.mesh = mesh
-        self.stop_ids = tuple(int(i) for i in stop_ids)
+        self.stop_ids = tuple(int(i) for i in (*stop_ids, *options.stop_token_ids))
         self.num_generations = num_generations
         multiple = row_multiple(mesh)
         self.prompts_per_call = -(-prompts_per_call // multiple) * multiple
         self.max_prompt_length = max_prompt_length
+        self._stop_table = self._table(tokenizer)
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
@@ -132,10 +139,6 @@ class Sampler:
                 f"ids must have one entry a completion, [{count * groups}]; its shape is {ids.shape}"
             )
         ids = ids.astype(np.uint32).reshape(count, groups)
-        key_data = np.asarray(jax.random.key_data(key))
-        plan = _Plan(
-            self.definition, self.options, self.mesh, self.stop_ids, groups, str(jax.random.key_impl(key))
-        )
         out = Rollouts(
             np.zeros((count, groups, longest), np.int32),
             np.zeros((count, groups), np.int32),
@@ -147,10 +150,55 @@ class Sampler:
         for start in range(0, count, self.prompts_per_call):
             chosen = order[start : start + self.prompts_per_call]
             batch = self._batch([prompts[i] for i in chosen], lengths[chosen], ids[chosen])
-            result = jax.device_get(_generate(params, *put_rows(self.mesh, batch), key_data, plan=plan))
-            for whole, part in zip(out, result, strict=True):
+            for whole, part in zip(out, self._run(params, batch, key), strict=True):
                 whole[chosen] = part.reshape(-1, *whole.shape[1:])[: len(chosen)]
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
+
+    def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
+        """Compile what prompts of `lengths` tokens will need, so that no later call does.
+
+        params: placed like those of later calls. Runs each program once without a row that is wanted: a prefill,
+        no decoding. Keys of later calls must be of the implementation that jax.random.key makes by default.
+
+        Raises InputError as a call does.
+        """
+        lengths = np.asarray(lengths, np.int32)
+        self._check(lengths)
+        rows = self.prompts_per_call
+        for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
+            tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
+            ids = np.zeros(rows * self.num_generations, np.uint32)
+            self._run(params, (tokens, none, ids), jax.random.key(0))
+
+    def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
+        """The fields of `Rollouts` for one batch of `_batch`, all its rows, on the host."""
+        plan = Plan(
+            self.definition,
+            self.options,
+            self.mesh,
+            self.stop_ids,
+            self.num_generations,
+            str(jax.random.key_impl(key)),
+        )
+        rows, key_data = put_rows(self.mesh, batch), np.asarray(jax.random.key_data(key))
+        return jax.device_get(generate(params, *rows, key_data, self._stop_table, plan=plan))
+
+    def _table(self, tokenizer: Any) -> jax.Array | None:
+        """The table of the stop strings, on every device of the mesh; None where there are none."""
+        if unknown := [i for i in self.options.stop_token_ids if i >= self.definition.vocab_size]:
+            raise InputError(
+                f"sampling.stop_token_ids: the model has no token {', '.join(map(str, unknown))}; its ids end at "
+                f"{self.definition.vocab_size - 1}"
+            )
+        if not self.options.stop_strings:
+            return None
+        if tokenizer is None:
+            raise InputError(
+                "sampling.stop_strings: there is no tokenizer to tell what tokens write; give one, or use "
+                "sampling.stop_token_ids"
+            )
+        table = stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
+        return jax.make_array_from_callback(table.shape, replicated(self.mesh), lambda index: table[index])
 
     def _check(self, lengths: np.ndarray) -> None:
         problems = [f"prompt {i + 1} has no tokens" for i in np.flatnonzero(lengths == 0)]
@@ -182,113 +230,15 @@ def bucket(length: int, longest: int) -> int:
     return min(size, longest)
 
 
-class _State(NamedTuple):
-    """The loop's own arrays; the model's cache is carried beside them."""
-
-    sampled: jax.Array  # int32, tokens sampled so far
-    last: jax.Array  # int32 [B], the token sampled last
-    done: jax.Array  # bool [B]
-    tokens: jax.Array  # int32 [B, C]
-    logps: jax.Array  # float32 [B, C]
-    lengths: jax.Array  # int32 [B]
-
-
-@functools.partial(jax.jit, static_argnames="plan")
-def _generate(
-    params: Any, prompts: jax.Array, lengths: jax.Array, ids: jax.Array, key_data: jax.Array, *, plan: _Plan
-) -> Any:
-    """The fields of `Rollouts`, for P prompts and G completions each, B = P · G, replicated.
-
-    prompts: int32 [P, time], left-padded; lengths: int32 [P], 0: the row is not wanted; ids: uint32 [P · G].
-    """
-    model, options, groups = plan.definition, plan.options, plan.num_generations
-    time, longest = prompts.shape[1], options.max_completion_length
-    cache_length = time + longest - 1  # the last token is sampled and never fed back
-    slots = jnp.arange(cache_length)
-    stops = jnp.asarray(plan.stop_ids, jnp.int32)
-
-    first = time - lengths[:, None]  # the index of a prompt's first token
-    used = slots[:time] >= first
-    positions = jnp.maximum(slots[:time] - first, 0)
-    states, cache = model.prefill(params, prompts, positions, jnp.where(used, time, 0), cache_length)
-    cache = model.repeat(cache, groups)
-    states, lengths, first = (jnp.repeat(x, groups, axis=0) for x in (states[:, -1], lengths, first))
-    prepared = model.prepare(params)
-    kernel, softcap = model.unembedding(params)
-    kernel = kernel.astype(states.dtype)
-    uniforms = _uniforms(jax.random.wrap_key_data(key_data, impl=plan.key_type), ids, longest)
-
-    def sample(state: _State, hidden: jax.Array) -> _State:
-        """The next token of every row that is not done."""
-        logits = unembed(hidden, kernel, softcap)
-        token, logp = _choose(logits, lax.dynamic_index_in_dim(uniforms, state.sampled, 1, False), options)
-        token, logp = jnp.where(state.done, 0, token), jnp.where(state.done, 0.0, logp)
-        stopped = (token[:, None] == stops).any(-1)
-        return _State(
-            state.sampled + 1,
-            token,
-            state.done | stopped,
-            lax.dynamic_update_slice(state.tokens, token[:, None], (0, state.sampled)),
-            lax.dynamic_update_slice(state.logps, logp[:, None], (0, state.sampled)),
-            state.lengths + ~state.done,
-        )
-
-    def step(carry: tuple[_State, Any]) -> tuple[_State, Any]:
-        state, cache = carry
-        slot = time + state.sampled - 1
-        visible = (slots >= first) & (slots <= slot)
-        hidden, cache = model.decode(prepared, cache, state.last, slot - first[:, 0], visible, slot)
-        return sample(state, hidden), cache
-
-    def going(carry: tuple[_State, Any]) -> jax.Array:
-        return (carry[0].sampled < longest) & ~carry[0].done.all()
-
-    def row_zeros(dtype: Any, *shape: int) -> Any:
-        return _constrained(jnp.zeros((len(ids), *shape), dtype), row_sharding(plan.mesh))
-
-    start = _State(
-        jnp.int32(0),
-        row_zeros(jnp.int32),
-        lengths == 0,
-        row_zeros(jnp.int32, longest),
-        row_zeros(jnp.float32, longest),
-        row_zeros(jnp.int32),
+def make_sampler(inputs: SamplerInputs) -> Sampler:
+    """The sampler "jax" of the registry."""
+    return Sampler(
+        inputs.definition,
+        inputs.options,
+        mesh=inputs.mesh,
+        stop_ids=inputs.stop_ids,
+        num_generations=inputs.num_generations,
+        prompts_per_call=inputs.prompts_per_call,
+        max_prompt_length=inputs.max_prompt_length,
+        tokenizer=inputs.tokenizer,
     )
-    state, _ = lax.while_loop(going, step, (sample(start, states), cache))
-    # Replicated, so that every process of a multi-process run can read all of it.
-    return _constrained((state.tokens, state.lengths, state.logps, state.done), replicated(plan.mesh))
-
-
-def _constrained(arrays: Any, sharding: NamedSharding) -> Any:
-    return lax.with_sharding_constraint(arrays, sharding)
-
-
-def _uniforms(key: jax.Array, ids: jax.Array, count: int) -> jax.Array:
-    """float32 [B, count, 2] in [0, 1), two numbers for each token of each sequence."""
-
-    def of_sequence(id_: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(key, id_)
-        return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(own, t), (2,)))(jnp.arange(count))
-
-    return jax.vmap(of_sequence)(ids)
-
-
-def _choose(logits: jax.Array, uniforms: jax.Array, options: SamplingOptions) -> tuple[jax.Array, jax.Array]:
-    """(tokens int32 [B], their log-probabilities float32 [B]) of logits [B, V], given uniforms [B, 2]."""
-    greedy = options.temperature == 0
-    if not greedy:
-        logits = logits / options.temperature
-    logits = logits - logits.max(-1, keepdims=True)
-    mass = jnp.exp(logits)
-    normalizer = jnp.log(mass.sum(-1))
-    if greedy:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        if options.top_k is not None:
-            mass = top_k_filter(mass, options.top_k)
-        if options.top_p < 1:
-            mass = top_p_filter(mass, options.top_p)
-        if options.min_p:
-            mass = min_p_filter(mass, options.min_p)
-        token = draw(mass, uniforms)
-    return token, jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - normalizer

@@ -109,6 +109,23 @@ def fresh_model(
     Hugging Face's, except that head_dim is hidden_size / num_attention_heads. A seed gives the same weights on every
     mesh. Raises InputError with every unknown or impossible field.
     """
+    hf_config = complete_table(table, tokenizer, registry)
+    family = find_family(hf_config.get("model_type"), registry)
+    hf_config = config_for(hf_config, head, tokenizer) if head == "score" else hf_config
+    try:
+        config = family.parse(hf_config, head)
+    except InputError as error:
+        raise InputError(*(line.replace("config.json", "model", 1) for line in error.problems)) from None
+    definition = Definition(family, config, head)
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    params = complete(definition, {}, mesh, seed)
+    return Model(definition, params, tokenizer, hf_config, None, mesh)
+
+
+def complete_table(
+    table: Mapping[str, Any], tokenizer: Any | None, registry: Registry | None
+) -> dict[str, Any]:
+    """A whole config.json for a table of sizes, as `fresh_model` describes it."""
     given = {name: value for name, value in table.items() if name != "tokenizer"}
     family = find_family(given.get("model_type"), registry)
     if family is DECODER:
@@ -126,15 +143,7 @@ def fresh_model(
         size = hf_config.setdefault("vocab_size", len(tokenizer))
         if isinstance(size, int) and size < len(tokenizer):
             raise InputError(f"model: vocab_size {size} is less than the tokenizer's {len(tokenizer)} tokens")
-    hf_config = config_for(hf_config, head, tokenizer) if head == "score" else hf_config
-    try:
-        config = family.parse(hf_config, head)
-    except InputError as error:
-        raise InputError(*(line.replace("config.json", "model", 1) for line in error.problems)) from None
-    definition = Definition(family, config, head)
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    params = complete(definition, {}, mesh, seed)
-    return Model(definition, params, tokenizer, hf_config, None, mesh)
+    return hf_config
 
 
 def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamily:

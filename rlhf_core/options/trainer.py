@@ -108,6 +108,7 @@ class TrainerConfig(Options):
     evaluation_steps: int | None = Field(
         None, ge=1, description="updates between evaluations; none: only at the end"
     )
+    eval_on_start: bool = Field(False, description="evaluate before the first update too")
     max_evaluation_steps: int | None = Field(None, ge=1, description="batches of an evaluation; none: all")
     save_steps: int | None = Field(None, ge=1, description="updates between checkpoints")
     save_interval_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")

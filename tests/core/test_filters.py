@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.filters import draw, min_p_filter, top_k_filter, top_p_filter
+from rlhf_core.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
 
 
 def masses(rows: int = 16, vocab: int = 97, spread: float = 3.0) -> np.ndarray:
@@ -24,6 +24,18 @@ def nucleus(mass: np.ndarray, p: float) -> np.ndarray:
     stays = np.empty(len(mass), bool)
     stays[order] = ~removed
     return stays
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.7])
+def test_the_penalty_makes_seen_tokens_less_likely_whatever_their_sign(penalty: float) -> None:
+    rng = np.random.default_rng(0)
+    logits, seen = rng.normal(size=(16, 97)).astype(np.float32), rng.random((16, 97)) < 0.3
+    expected = logits.astype(np.float64)
+    expected[seen & (logits > 0)] /= penalty
+    expected[seen & (logits < 0)] *= penalty
+    found = np.asarray(repetition_penalty(jnp.asarray(logits), jnp.asarray(seen), penalty))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert ((found - logits)[seen] * (penalty - 1) <= 0).all()
 
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9, 0.999])

@@ -1,6 +1,9 @@
 import numpy as np
 import pytest
 from rlhf_grpo import group_advantages
+from rlhf_grpo.advantages import RLOO, Group, NormalizeThenSum, ReinforcePP
+
+from rlhf_core import AdvantageInputs
 
 GROUPS = np.array([[1, 0, 0, 1], [0.35] * 4, [1, 2, 3, 4]], np.float32)
 
@@ -90,3 +93,47 @@ def test_a_constant_added_to_a_group_changes_nothing(scale):
 def test_what_cannot_be_computed_says_why(rewards, options, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(rewards, **options)
+
+
+def inputs(rewards, weights=None):
+    each = rewards[..., None] if rewards.ndim == 2 else rewards
+    weights = np.ones(each.shape[-1]) if weights is None else weights
+    total = np.where(np.isnan(each).all(-1), np.nan, np.nansum(each * weights, axis=-1))
+    return AdvantageInputs(total, each, weights, np.zeros(total.shape, np.int32))
+
+
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others():
+    rewards = np.random.default_rng(1).normal(size=(3, 4))
+    expected = [[row[i] - np.delete(row, i).mean() for i in range(4)] for row in rewards]
+    np.testing.assert_allclose(RLOO()(inputs(rewards)), expected, rtol=1e-6)
+    got = RLOO()(inputs(GROUPS.astype(np.float64)))
+    np.testing.assert_allclose(got[0], [2 / 3, -2 / 3, -2 / 3, 2 / 3], rtol=1e-6)
+    np.testing.assert_array_equal(got[1], 0)
+
+
+def test_leave_one_out_among_those_that_are_scored():
+    got = RLOO()(inputs(np.array([[1.0, np.nan, 4.0, 7.0], [2.0, np.nan, np.nan, np.nan]])))
+    np.testing.assert_allclose(got[0], [1 - 5.5, 0, 4 - 4, 7 - 2.5], rtol=1e-6)
+    np.testing.assert_array_equal(got[1], 0)
+
+
+@pytest.mark.parametrize("baseline", ["group", "batch"])
+def test_reinforce_pp(baseline):
+    rewards = np.random.default_rng(2).normal(size=(3, 4)) + np.array([[0.0], [5.0], [-5.0]])
+    rewards[1, 2] = np.nan
+    if baseline == "group":
+        centred = rewards - np.nanmean(rewards, axis=1, keepdims=True)
+        spread = np.nanstd(centred, ddof=1)
+    else:
+        centred, spread = rewards - np.nanmean(rewards), np.nanstd(rewards, ddof=1)
+    got = ReinforcePP(baseline)(inputs(rewards))
+    np.testing.assert_allclose(got, np.nan_to_num(centred / (spread + 1e-4)), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("advantage", [Group(), NormalizeThenSum(), RLOO(), ReinforcePP()])
+def test_a_constant_group_among_others_is_exactly_zero(advantage):
+    rewards = np.random.default_rng(3).normal(size=(4, 3, 2))
+    rewards[2] = [0.1 + 0.2, 1e6 / 3]
+    got = advantage(inputs(rewards, np.array([1.0, 0.1])))
+    np.testing.assert_array_equal(got[2], 0)
+    assert (got[[0, 1, 3]] != 0).all()

@@ -4,6 +4,7 @@ import pytest
 from rlhf_grpo import GRPOConfig
 
 from rlhf_core.errors import InputError
+from rlhf_core.sampling import SamplingOptions
 
 
 def test_flat_names_expand():
@@ -15,9 +16,9 @@ def test_flat_names_expand():
     assert config.loss.options == {
         "epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0, "importance_sampling_level": "sequence"
     }  # fmt: skip
-    assert config.sampling.to_dict() == {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_completion_length": 9
-    }  # fmt: skip
+    assert config.sampling == SamplingOptions(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_completion_length=9
+    )
     assert (config.kl.beta, config.advantage.options) == (0.5, {"scale": "batch"})
     assert GRPOConfig.from_json(config.to_json()) == config
     assert GRPOConfig.from_dict(config.to_dict()) == config
@@ -29,3 +30,22 @@ def test_flat_names_expand():
         GRPOConfig(total_batch_size=6, num_generations=4)
     with pytest.raises(InputError, match=r"sampling.temperature=0 draws the same completion"):
         GRPOConfig(temperature=0.0)
+
+
+def test_evaluation_samples_as_training_does_but_for_what_it_says():
+    config = GRPOConfig(
+        temperature=0.9,
+        max_completion_length=24,
+        evaluation={"num_generations": 4, "sampling": {"temperature": 0.5}},
+    )
+    assert config.evaluation_sampling == SamplingOptions(temperature=0.5, max_completion_length=24)
+    assert GRPOConfig.from_dict(config.to_dict()) == config
+    assert GRPOConfig(top_k=3).evaluation_sampling == SamplingOptions(top_k=3)
+    with pytest.raises(
+        InputError, match=r"evaluation.sampling.temprature: unknown field. Did you mean 'temp"
+    ):
+        GRPOConfig(evaluation={"sampling": {"temprature": 0.5}})
+    with pytest.raises(
+        InputError, match=r"evaluation.sampling.temperature=0 draws the same completion 4 times"
+    ):
+        GRPOConfig(evaluation={"num_generations": 4, "sampling": {"temperature": 0.0}})

@@ -19,9 +19,14 @@ G, C = 3, 5
 LAYOUT = Layout((32,), (2,), (6,), (30,))
 
 
-def sampler(params, prompts, key):
-    """Completions that depend on the parameters, the prompts and the key alone."""
-    seed = [int(params), *np.asarray(jax.random.key_data(key)).tolist(), *(int(p.sum()) for p in prompts)]
+def sampler(params, prompts, key, ids):
+    """Completions that depend on the parameters, the prompts, the key and its numbers alone."""
+    seed = [
+        int(params),
+        int(ids[0]),
+        *np.asarray(jax.random.key_data(key)).tolist(),
+        *(int(p.sum()) for p in prompts),
+    ]
     draw = np.random.default_rng(seed)
     n = len(prompts) * G
     lengths = draw.integers(1, C + 1, n).astype(np.int32)
@@ -49,9 +54,9 @@ def make(tiny, tmp_path):
     def length(completion_ids):
         return [float(len(ids)) for ids in completion_ids]
 
-    def make(reference=None, **options):
+    def make(reference=None, reward=length, **options):
         config = GRPOConfig(**{"total_batch_size": 6, "num_generations": G, "log_steps": 4, **options})
-        rewards = [Reward("length", 1.0, length)]
+        rewards = [Reward("length", 1.0, reward)]
         return RolloutFeed(
             stage,
             config,
@@ -67,6 +72,14 @@ def make(tiny, tmp_path):
         )
 
     return make
+
+
+def short_prompts_differ(prompts, completion_ids):
+    """Only prompts of less than four words have groups that differ."""
+    return [
+        float(ids[0]) if len(prompt.split()) < 4 else 0.5
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
 
 
 def state(params):
@@ -171,6 +184,7 @@ def test_the_kl_may_be_taken_from_the_rewards(make):
         {"steps_per_generation": 2, "num_iterations": 2, "reference": 9, "top_entropy_quantile": 0.5},
         {"num_iterations": 3, "entropy_coef": 0.1},
         {"mask_truncated_completions": True},
+        {"dynamic_sampling": {"max_rounds": 3}, "num_iterations": 2, "reward": short_prompts_differ},
     ],
     ids=str,
 )
@@ -195,7 +209,7 @@ def test_resumed_at_any_update_the_rest_is_the_same(make, options):
 def test_a_checkpoint_between_rollouts_holds_nothing(make):
     feed = make(num_iterations=2)
     feed.update(0, state(0))
-    assert feed.snapshot(2) == ({}, {})
+    assert feed.snapshot(2) == ({"extra_rounds": 0}, {})
     assert feed.snapshot(1)[0]["rollout"] == 0
 
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 
-from rlhf_core import hookimpl, load_model
+from rlhf_core import SAMPLER, hookimpl, load_model
 from rlhf_core.errors import InputError, RunError
 
 CONTRACT = {
     "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time", "reward",
     "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean",
     "clip_ratio/region_mean", "completions/mean_length", "completions/clipped_ratio", "sampling/logp_difference_max",
+    "sampling/logp_difference_mean",
 }  # fmt: skip
 BASE = {
     "learning_rate": 1e-2,
@@ -261,7 +262,13 @@ def test_samples_say_what_was_drawn_and_how_it_was_judged(tiny, train):
 
 
 def test_evaluation(tiny, model, tmp_path):
-    config = GRPOConfig(**{**BASE, "max_training_steps": 2}, save_directory=str(tmp_path), evaluation_steps=1)
+    config = GRPOConfig(
+        **{**BASE, "max_training_steps": 2},
+        save_directory=str(tmp_path),
+        evaluation_steps=1,
+        eval_on_start=True,
+        evaluation={"num_generations": 2, "pass_threshold": 0.5, "sampling": {"temperature": 0.7}},
+    )
     result = GRPOTrainer(
         config,
         model=model,
@@ -275,15 +282,86 @@ def test_evaluation(tiny, model, tmp_path):
         "rewards/early/mean",
         "completions/mean_length",
         "completions/clipped_ratio",
+        "pass@1",
+        "pass@2",
     ]
     assert {name for name in result.metrics if name.startswith("eval_")} == {f"eval_{name}" for name in names}
     rows = [row for row in tiny.read_rows(tmp_path / "metrics.jsonl") if "eval_reward" in row]
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(0 <= row["eval_pass@1"] <= row["eval_pass@2"] <= 1 for row in rows)
     assert all(row["eval_reward"] == row["eval_rewards/early/mean"] for row in rows)
 
 
-@pytest.mark.parametrize("loss_type", ["gspo", "cispo", "sapo", "dr_grpo"])
-def test_every_loss_trains(train, loss_type):
-    run = train(loss_type=loss_type, max_training_steps=2, num_iterations=2)
+@pytest.mark.parametrize(
+    ("loss_type", "advantage"),
+    [("gspo", "rloo"), ("cispo", "reinforce_pp"), ("sapo", "group"), ("dr_grpo", "rloo")],
+)
+def test_every_loss_trains(train, loss_type, advantage):
+    run = train(loss_type=loss_type, advantage={"name": advantage}, max_training_steps=2, num_iterations=2)
     assert all(np.isfinite(row["loss"]) for row in run.rows)
     assert run.rows[1]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"entropy": 100.0},
+            r"stopped after update 2 of 4: the policy has collapsed: entropy .* below limits",
+        ),
+        ({"kl": 1e-9}, r"stopped after update 2 of 4: the policy has left its reference: kl .* above limits"),
+    ],
+    ids=["entropy", "kl"],
+)
+def test_a_collapsing_run_stops_with_its_state(train, tmp_path, limits, message):
+    """The distance to the start is measured even where it is no penalty."""
+    with pytest.raises(RunError, match=message):
+        train(limits=limits, beta=0.0, log_steps=2)
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+    assert not (tmp_path / "run" / "artifacts").exists()
+
+
+def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path):
+    """A stranger's sampler, by name: it draws from the policy and reports other log-probabilities."""
+
+    def off_by_a_bit(inputs):
+        from rlhf_core.sampling import make_sampler
+
+        own = make_sampler(inputs)
+
+        def sample(params, prompts, key, ids=None):
+            drawn = own(params, prompts, key, ids)
+            return drawn._replace(logps=drawn.logps - 0.1 * (drawn.tokens > 0))
+
+        return sample
+
+    class Plugin:
+        @hookimpl
+        def rlhf_register(self, registry):
+            registry.add(SAMPLER, "off", off_by_a_bit)
+
+    seen = []
+
+    class Keep:
+        @hookimpl
+        def rlhf_step_end(self, step, metrics):
+            seen.append(dict(metrics))
+
+    for correction in (None, {"level": "token", "mode": "truncate", "max": 1.05}):
+        config = GRPOConfig(
+            **{**BASE, "max_training_steps": 1}, sampler="off", sampler_correction=correction, beta=0.0
+        )
+        tiny.run(
+            "grpo",
+            config,
+            tmp_path / str(correction),
+            listeners=[Plugin(), Keep()],
+            model=model,
+            rewards=[early],
+            train_dataset=tiny.prompts(6),
+        )
+    plain, corrected = seen
+    assert plain["sampling/logp_difference_mean"] == pytest.approx(0.1, abs=1e-4)
+    # Every ratio is exp(0.1), cut at 1.05: the whole policy gradient is 1.05 times as large.
+    assert corrected["sampling/importance_ratio_min"] == pytest.approx(1.05)
+    assert corrected["grad_norm"] == pytest.approx(1.05 * plain["grad_norm"], rel=1e-4)

@@ -41,8 +41,16 @@ PIPELINE = (
     + 'model = "sft.model"\ntrain_data = "pairs.jsonl"\n'
     + STAGE.format(name="grpo")
     + 'model = "sft.model"\ntrain_data = "prompts.jsonl"\nnum_generations = 4\nnum_iterations = 2\n'
-    + 'rewards = [{ name = "model", model = "reward.model" }]\nsampling = { max_completion_length = 6 }\n'
+    + 'rewards = [{ name = "model", model = "reward.model" }, { name = "local.py:local", weight = 0.3 }]\n'
+    + "sampling = { max_completion_length = 6 }\n"
 )
+# Another process than the first would train on the opposite of these rewards.
+LOCAL = """
+import jax
+
+def local(completion_ids):
+    return [sum(ids) % 7 / 7 * (-1 if jax.process_index() else 1) for ids in completion_ids]
+"""
 
 
 def start(directory: Path, name: str, **environment: str) -> subprocess.Popen[str]:
@@ -69,6 +77,7 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
     for name, rows in (("texts", tiny.texts(11)), ("pairs", tiny.pairs(11)), ("prompts", tiny.prompts(11))):
         tiny.write_rows(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "pipeline.toml").write_text(PIPELINE)
+    (tmp_path / "local.py").write_text(LOCAL)
     job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     runs = [start(tmp_path, "many", **job, JAX_PROCESS_ID=str(i)) for i in range(2)]
     runs.append(start(tmp_path, "one", XLA_FLAGS="--xla_force_host_platform_device_count=2"))

@@ -108,7 +108,14 @@ def test_commands_in_documents_exist() -> None:
     known = {
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
     }
-    others = ("docs/index.md", "docs/how-to/real-data.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    others = [
+        "docs/index.md",
+        "docs/how-to/real-data.md",
+        "docs/tutorial/grpo.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+    ]
+    others += [str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs/losses").glob("*.md")]
     for document in (*DOCUMENTS, *others):
         text = (REPOSITORY / document).read_text(encoding="utf-8")
         used = set(re.findall(r"(?:`|^\$ )rlhf (\w[\w |]*?)(?=[ `\n])", text, re.MULTILINE))

@@ -52,7 +52,8 @@ name = "policy"
 trainer = "grpo"
 model = "base.model"
 train_data = "prompts.jsonl"
-rewards = [{ name = "model", model = "rm.model" }, { name = "length", target = 4, weight = 0.1 }]
+rewards = [{ name = "model", model = "rm.model", weight = 0.0 }, { name = "length", target = 4 }]
+dynamic_sampling = { max_rounds = 2 }
 kl = { beta = 0.1 }
 sync_ref_model = true
 ref_model_sync_steps = 3

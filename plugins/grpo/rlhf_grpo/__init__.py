@@ -42,8 +42,9 @@ __all__ = [
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     from rlhf_grpo.advantages import ADVANTAGES
+    from rlhf_grpo.forecast import plan
     from rlhf_grpo.losses import LOSSES
-    from rlhf_grpo.train import plan, run
+    from rlhf_grpo.train import run
 
     registry.add(TRAINER, "grpo", Trainer(GRPOConfig, {"model": "language_model"}, run, plan))
     for name, loss in LOSSES.items():

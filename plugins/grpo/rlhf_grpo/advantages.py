@@ -47,10 +47,51 @@ class NormalizeThenSum:
         scored = ~np.isnan(each).all(-1)
         total = np.where(scored, np.nansum(np.nan_to_num(parts) * weights, axis=-1), np.nan)
         centred = total - _mean(total, axis=None)
+        # That mean is 0 but for rounding, which must not reach the groups without a difference.
+        centred = np.where((np.nan_to_num(parts) == 0).all(axis=(-2, -1))[:, None] & scored, 0.0, centred)
         return _finish(centred / (_deviation(total, axis=None) + self.eps))
 
 
-ADVANTAGES = {"group": Group, "normalize_then_sum": NormalizeThenSum}
+@dataclass(frozen=True)
+class RLOO:
+    """r − mean of the other rewards of its group (REINFORCE leave-one-out, Ahmadian et al. 2024).
+
+    With n scored completions that is n / (n − 1) times r − mean of the group; one alone has advantage 0.
+    """
+
+    def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
+        rewards = np.asarray(inputs.rewards, np.float64)
+        count = (~np.isnan(rewards)).sum(-1, keepdims=True)
+        return _finish(_centred(rewards) * count / np.maximum(count - 1, 1))
+
+
+@dataclass(frozen=True)
+class ReinforcePP:
+    """(r − baseline), normalised over the batch (REINFORCE++, Hu et al. 2025).
+
+    baseline: "group", the mean of the group (REINFORCE++-baseline): a constant group has advantage 0 exactly; or
+    "batch", the mean of all rewards (REINFORCE++): there a constant group above or below it has an advantage.
+    """
+
+    baseline: Literal["group", "batch"] = "group"
+    eps: float = 1e-4
+
+    def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
+        rewards = np.asarray(inputs.rewards, np.float64)
+        if self.baseline == "group":
+            # Its mean over the batch is 0 but for rounding, which must not reach the groups without a difference.
+            centred = _centred(rewards)
+        else:
+            centred = _centred(rewards.reshape(-1)).reshape(rewards.shape)
+        return _finish(centred / (_deviation(centred, axis=None) + self.eps))
+
+
+ADVANTAGES = {
+    "group": Group,
+    "normalize_then_sum": NormalizeThenSum,
+    "rloo": RLOO,
+    "reinforce_pp": ReinforcePP,
+}
 
 
 def group_advantages(
@@ -81,10 +122,10 @@ def group_advantages(
         raise ValueError(f"weights: {chosen.size} for {functions} reward functions")
     grouped = each.reshape(-1, num_generations, functions)
     inputs = AdvantageInputs(
-        rewards=total_reward(grouped, chosen),  # type: ignore[arg-type]
-        rewards_by_function=grouped,  # type: ignore[arg-type]
-        weights=chosen,  # type: ignore[arg-type]
-        lengths=np.zeros(grouped.shape[:2], np.int32),  # type: ignore[arg-type]
+        rewards=total_reward(grouped, chosen),
+        rewards_by_function=grouped,
+        weights=chosen,
+        lengths=np.zeros(grouped.shape[:2], np.int32),
     )
     if aggregation == "normalize_then_sum":
         out = NormalizeThenSum(eps)(inputs)
@@ -102,13 +143,20 @@ def total_reward(by_function: Floats, weights: Floats) -> Floats:
     return np.where(scored.any(-1), total, np.nan)
 
 
-def _scaled(rewards: Floats, scale: str, eps: float) -> Floats:
-    centred = rewards - _mean(rewards, axis=-1)
+def constant(rewards: Floats) -> NDArray[np.bool_]:
+    """Whether the scored rewards along the last axis are all equal, or none is scored: [..., 1]."""
+    highest = np.max(np.nan_to_num(rewards, nan=-np.inf), axis=-1, keepdims=True)
+    return highest <= np.min(np.nan_to_num(rewards, nan=np.inf), axis=-1, keepdims=True)
+
+
+def _centred(rewards: Floats) -> Floats:
+    """rewards − their mean along the last axis; NaN where not scored."""
     # Rounding of a mean must not be blown up by division: what is constant has no advantage.
-    constant = np.nanmax(np.nan_to_num(rewards, nan=-np.inf), axis=-1, keepdims=True) == np.nanmin(
-        np.nan_to_num(rewards, nan=np.inf), axis=-1, keepdims=True
-    )
-    centred = np.where(constant & ~np.isnan(rewards), 0.0, centred)
+    return np.where(constant(rewards) & ~np.isnan(rewards), 0.0, rewards - _mean(rewards, axis=-1))
+
+
+def _scaled(rewards: Floats, scale: str, eps: float) -> Floats:
+    centred = _centred(rewards)
     if scale == "none":
         return centred
     if scale not in ("group", "batch"):

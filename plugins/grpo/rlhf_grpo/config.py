@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, TrainerConfig
+from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, SAMPLER, TrainerConfig
 from rlhf_core.options import Component, Options
 from rlhf_core.sampling import SamplingOptions
 
@@ -23,12 +24,56 @@ class KL(Options):
     )
 
 
+class DynamicSampling(Options):
+    """Groups whose rewards are all equal are dropped, and further prompts drawn in their place (Yu et al. 2025)."""
+
+    max_rounds: int = Field(
+        default=3, ge=2, description="draws a rollout at most; then equal groups fill what is missing"
+    )
+
+
+class Limits(Options):
+    """Bounds on what a logged step may show; beyond them the run stops, with its state saved and a diagnosis."""
+
+    kl: float | None = Field(default=None, gt=0, description="most nats a token between policy and reference")
+    entropy: float | None = Field(default=None, gt=0, description="fewest nats a token of mean entropy")
+
+
+class SamplerCorrection(Options):
+    """Importance sampling between the distribution that drew the completions and the trainer's.
+
+    The ratio is exp(trainer − sampler log-probability) of a token, or the product over a sequence's tokens. `truncate`
+    clips it to [min, max]; `mask` leaves out what lies outside. It multiplies the policy loss, not the KL term.
+    """
+
+    level: Literal["token", "sequence"] = Field(default="sequence", description="of the ratio")
+    mode: Literal["truncate", "mask"] = Field(default="mask", description="what happens outside the bounds")
+    max: float = Field(default=3.0, ge=1, description="upper bound of the ratio")
+    min: float = Field(default=0.0, ge=0, le=1, description="lower bound of the ratio")
+
+
+class Evaluation(Options):
+    """How the prompts of `eval_data` are answered and judged."""
+
+    num_generations: int = Field(default=1, ge=1, description="completions a prompt")
+    sampling: SamplingOptions | None = Field(default=None, description="what is not given is as in training")
+    pass_threshold: float | None = Field(
+        default=None,
+        description="a completion whose reward reaches it has passed: pass@k is reported; none: it is not",
+    )
+
+
 class WeightedReward(Component):
     """A reward function in the sum."""
 
     weight: float = Field(default=1.0, description="of its values in the sum")
     label: str | None = Field(
         default=None, description="its name in the metrics; none: `name`, without directories"
+    )
+    timeout: float | None = Field(default=None, gt=0, description="seconds a call may take; none: no limit")
+    on_error: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="after a call that failed or took too long: end the run, or leave its completions unscored",
     )
 
 
@@ -83,6 +128,17 @@ class GRPOConfig(TrainerConfig):
     )
     num_iterations: int = Field(default=1, ge=1, description="times each completion is trained on")
     steps_per_generation: int = Field(default=1, ge=1, description="updates a rollout and iteration")
+    dynamic_sampling: DynamicSampling | None = Field(
+        default=None, description="replace groups whose rewards are all equal; none: keep them"
+    )
+    sampler: Annotated[Component, SAMPLER] = Field(
+        default=Component(name="jax"), description="what draws completions"
+    )
+    sampler_correction: SamplerCorrection | None = Field(
+        default=None, description="correct for a sampler that is not exactly the policy; none: do not"
+    )
+    evaluation: Evaluation = Field(default=Evaluation(), description="how eval_data is used")
+    limits: Limits = Field(default=Limits(), description="when a collapsing run stops")
     mask_truncated_completions: bool = Field(
         default=False, description="do not train on completions that did not stop by themselves"
     )
@@ -93,6 +149,17 @@ class GRPOConfig(TrainerConfig):
         default=0.9, ge=0, le=1, description="share of the policy in the new reference"
     )
     ref_model_sync_steps: int = Field(default=64, ge=1, description="updates between moves of the reference")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        """`evaluation.sampling` in full: what is not given there is as in training."""
+        evaluation, sampling = given.get("evaluation"), given.get("sampling", {})
+        sampling = sampling.to_dict() if isinstance(sampling, Options) else sampling
+        own = evaluation.get("sampling") if isinstance(evaluation, Mapping) else None
+        if isinstance(own, Mapping) and isinstance(sampling, Mapping):
+            return {**given, "evaluation": {**evaluation, "sampling": {**sampling, **own}}}
+        return given
 
     @model_validator(mode="after")
     def _fits(self) -> GRPOConfig:
@@ -106,11 +173,25 @@ class GRPOConfig(TrainerConfig):
                 "sampling.temperature=0 draws the same completion every time: a group has nothing to compare; "
                 "use a temperature above 0"
             )
+        if self.evaluation.num_generations > 1 and self.evaluation_sampling.temperature == 0:
+            raise ValueError(
+                f"evaluation.sampling.temperature=0 draws the same completion {self.evaluation.num_generations} "
+                "times; use a temperature above 0, or evaluation.num_generations=1"
+            )
         if self.reward_weights is not None and self.rewards and len(self.reward_weights) != len(self.rewards):
             raise ValueError(
                 f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards"
             )
         return self
+
+    @property
+    def evaluation_sampling(self) -> SamplingOptions:
+        return self.sampling if self.evaluation.sampling is None else self.evaluation.sampling
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the policy is compared with the model it started from: for the penalty, or to watch the distance."""
+        return self.kl.beta > 0 or self.limits.kl is not None
 
     @property
     def prompts_per_rollout(self) -> int:

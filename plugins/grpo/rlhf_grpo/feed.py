@@ -7,27 +7,26 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.data import Prompts, schedule, updates
 from rlhf_core.feeds import Update, empty
 from rlhf_core.mesh import put_rows
 from rlhf_core.rows import Layout, Packed, pack
 from rlhf_grpo.config import GRPOConfig
+from rlhf_grpo.drawing import Sample, draw
 from rlhf_grpo.minibatches import sequence_kl, with_advantages, with_entropy_scale, with_kept
 from rlhf_grpo.rewards import Reward
 from rlhf_grpo.rollout import (
     Rollout,
     advantage_inputs,
     group_trees,
-    measure,
-    reward_inputs,
-    rollout_metrics,
     write_samples,
 )
 
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
-    from rlhf_core.sampling import Sampler
+    from rlhf_core.sampling import Rollouts
 
 Reader = Callable[[Any, Packed], tuple[jax.Array, jax.Array]]
 
@@ -35,8 +34,9 @@ Reader = Callable[[Any, Packed], tuple[jax.Array, jax.Array]]
 class RolloutFeed:
     """Update n trains on minibatch n mod steps_per_generation of rollout n div updates_per_rollout.
 
-    A rollout is a function of the policy it starts from, the seed and its number; once drawn it is part of the state,
-    so a checkpoint in the middle of one holds it with all that was computed from the policy of its start.
+    A rollout is a function of the policy it starts from, the seed, its number and how many rounds of dynamic sampling
+    came before; once drawn it is part of the state, so a checkpoint in the middle of one holds it with all that was
+    computed from the policy of its start.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RolloutFeed:
         config: GRPOConfig,
         prompts: Prompts,
         tokenizer: Any,
-        sampler: Sampler,
+        sampler: Any,
         rewards: Sequence[Reward],
         advantage: Callable[..., Any],
         read: Reader,
@@ -66,6 +66,7 @@ class RolloutFeed:
         self.rollout: Rollout | None = None
         self.packed: list[list[Packed]] = []  # micro-batches of each minibatch of the rollout
         self.metrics: dict[str, float] = {}
+        self.extra_rounds = 0  # of dynamic sampling, in all rollouts so far: the prompts go on after them
 
     @property
     def off_policy(self) -> bool:
@@ -105,31 +106,49 @@ class RolloutFeed:
     def roll_out(self, step: int, state: TrainState) -> None:
         """Draw, score and prepare rollout number step div updates_per_rollout."""
         config, number = self.config, step // self.config.updates_per_rollout
-        seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else self.stage.seed
-        order = schedule(
-            len(self.prompts),
-            config.prompts_per_rollout,
-            seed=seed,
-            shuffle=config.shuffle_train_dataset,
-            start=number,
+        drawn, self.metrics, rounds = draw(
+            self.sample_with(state, number),
+            self.prompts,
+            self.tokenizer,
+            self.rewards,
+            self.batches_of(number),
+            max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         )
-        chosen = np.asarray(next(order), np.int64)
-        key = jax.random.fold_in(state.key, number)
-        samples = self.sampler(state.params, [self.prompts.ids[i] for i in chosen], key)
-        inputs = reward_inputs(self.prompts, chosen.tolist(), samples, self.tokenizer)
-        each, total = measure(self.rewards, inputs)
-        self.metrics = rollout_metrics(self.rewards, each, total, samples, config.num_generations)
+        self.extra_rounds += rounds - 1
+        total = drawn.total
         nothing = np.zeros(len(total), np.float32)
-        self.rollout = Rollout(number, chosen, samples, each, nothing)
+        self.rollout = Rollout(number, drawn.prompts, drawn.samples, drawn.each, nothing)
         packed = [self.read_policies(minibatch, state.params) for minibatch in self.pack_rollout()]
         if config.kl.place == "reward" and self.reference is not None:
             every = [batch for minibatch in packed for batch in minibatch]
             total = total - config.kl.beta * sequence_kl(every, len(total), config.kl.name)
-        self.rollout.advantages = self.advantages(each, total, samples.lengths)
+        self.rollout.advantages = self.advantages(drawn.each, total, drawn.samples.lengths)
         self.packed = [self.finished(minibatch) for minibatch in packed]
         logged = (step + config.updates_per_rollout) // config.log_steps > step // config.log_steps
         if self.stage.is_main and (number == 0 or logged):
-            write_samples(self.stage.dir / "samples", step, inputs, self.rewards, self.rollout, total)
+            write_samples(self.stage.dir / "samples", step, drawn.inputs, self.rewards, self.rollout, total)
+
+    def sample_with(self, state: TrainState, number: int) -> Sample:
+        key, size = jax.random.fold_in(state.key, number), self.config.num_generations
+
+        def sample(ids: Sequence[np.ndarray], round_number: int) -> Rollouts:
+            # A completion's key goes by its number in the rollout, counted through the rounds.
+            n = len(ids) * size
+            return self.sampler(state.params, ids, key, np.arange(round_number * n, (round_number + 1) * n))
+
+        return sample
+
+    def batches_of(self, number: int) -> Callable[[int], NDArray[np.int64]]:
+        """round → the prompts of that round of rollout `number`."""
+        config = self.config
+        order = schedule(
+            len(self.prompts),
+            config.prompts_per_rollout,
+            seed=config.shuffle_seed_train if config.shuffle_seed_train is not None else self.stage.seed,
+            shuffle=config.shuffle_train_dataset,
+            start=number + self.extra_rounds,
+        )
+        return lambda _: np.asarray(next(order), np.int64)
 
     def advantages(self, each: np.ndarray, total: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         weights = [reward.weight for reward in self.rewards]
@@ -182,14 +201,14 @@ class RolloutFeed:
         return with_entropy_scale(batches, self.aggregation, self.config.sampling.max_completion_length)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Nothing between rollouts; in the middle of one, the rollout and what its first policy said of it."""
-        host: dict[str, Any] = {}
+        """Little between rollouts; in the middle of one, the rollout and what its first policy said of it."""
+        host: dict[str, Any] = {"extra_rounds": self.extra_rounds}
         arrays: dict[str, np.ndarray] = {}
         if self.config.sync_ref_model and self.reference is not None:
             for path, leaf in jax.tree_util.tree_leaves_with_path(self.reference):
                 arrays["reference" + jax.tree_util.keystr(path)] = np.asarray(jax.device_get(leaf))
         if self.rollout is not None and not self.needs_state(step):
-            host = {"rollout": self.rollout.number, "metrics": self.metrics}
+            host |= {"rollout": self.rollout.number, "metrics": self.metrics}
             arrays |= self.rollout.arrays()
             for m, minibatch in enumerate(self.packed):
                 for b, batch in enumerate(minibatch):
@@ -204,6 +223,7 @@ class RolloutFeed:
                 return jax.device_put(arrays["reference" + jax.tree_util.keystr(path)], leaf.sharding)
 
             self.reference = jax.tree_util.tree_map_with_path(put_back, self.reference)
+        self.extra_rounds = host["extra_rounds"]
         if "rollout" not in host:
             return
         self.rollout = Rollout.from_arrays(host["rollout"], arrays)

@@ -39,8 +39,8 @@ def ratio(inputs: PolicyInputs, level: Level = "token") -> jax.Array:
 @dataclass(frozen=True)
 class Clipped:
     """−min(min(r, δ) A, clip(r, 1 − ε, 1 + ε_high) A): PPO's surrogate (Schulman et al. 2017, eq. 7), with separate
-    bounds (DAPO, Yu et al. 2025), an upper bound δ that holds for negative advantages too (INTELLECT-2, 2025), and dual
-    clipping: for A < 0 the loss is at most −c A (Ye et al. 2020, eq. 5).
+    bounds (DAPO, Yu et al. 2025), an upper bound δ that holds for negative advantages too (INTELLECT-2, Prime Intellect
+    2025), and dual clipping: for A < 0 the loss is at most −c A (Ye et al. 2020).
     """
 
     epsilon: float = 0.2
@@ -97,7 +97,7 @@ class DrGRPO(Clipped):
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """Sequence-level ratios (Zheng et al. 2025); their ε is of the order of 3e-4."""
+    """Sequence-level ratios (GSPO, Zheng et al. 2025, eq. 5); their ε is of the order of 3e-4."""
 
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "sequence"
 
@@ -111,9 +111,10 @@ class GSPOToken(GRPO):
 
 @dataclass(frozen=True)
 class CISPO:
-    """−sg(min(r, ε_high)) A logp: the weight is capped, the gradient never cut off (MiniMax-M1 2025, eq. 4).
+    """−sg(min(r, ε_high)) A logp: the weight is capped, the gradient never cut off (MiniMax-M1 2025, eqs. 4 and 5).
 
-    `epsilon_high` is the cap itself, not a distance from 1; 0.2 scales every on-policy gradient by 0.2.
+    `epsilon_high` is the cap itself, where the paper's is its distance from 1; 0.2 scales every on-policy gradient by
+    0.2. There is no lower bound, as in the paper's experiments.
     """
 
     epsilon_high: float = 0.2

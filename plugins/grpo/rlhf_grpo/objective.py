@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PolicyInputs
-from rlhf_core.metrics import Max, Mean, Metric
+from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objectives import trained_logps, trained_sequence, trained_weight
+from rlhf_grpo.correction import importance, mismatch
 from rlhf_grpo.losses import Level, ratio
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.rows import Packed
     from rlhf_core.step import Objective
+    from rlhf_grpo.config import SamplerCorrection
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def combine(
     *,
     sequences: Any,
     kept: jax.Array | None = None,
+    importance: jax.Array | None = None,
     num_items: Any = None,
     entropy_scale: Any = 1.0,
 ) -> tuple[Mean, dict[str, Metric]]:
@@ -66,12 +69,14 @@ def combine(
 
     sequences: how many there are, those without a trained token included (they count in the average over sequences).
     kept: float32 [N, T], 0 where the entropy quantile leaves a token out of the policy loss (KL stays).
+    importance: float32 [N, T], what the policy loss is multiplied by, as `correction.importance` gives it.
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
     """
     mask = inputs.mask
     out = loss(inputs)
     value = out.loss if kept is None else out.loss * kept
+    value = value if importance is None else value * importance
     metrics: dict[str, Metric] = {
         key if key.startswith("clip_ratio/") else f"{terms.name}/{key}": Mean.of(x, mask)
         for key, x in out.metrics.items()
@@ -102,7 +107,14 @@ def combine(
     return Mean(total, jnp.asarray(count, jnp.float32)), metrics
 
 
-def objective(model: Definition, loss: PolicyLoss, terms: Terms, *, temperature: float) -> Objective:
+def objective(
+    model: Definition,
+    loss: PolicyLoss,
+    terms: Terms,
+    *,
+    temperature: float,
+    correction: SamplerCorrection | None = None,
+) -> Objective:
     """Over rows that carry `advantages` a sequence and, where they are kept, these values a trained token:
     `old_logps` (else the policy's own are used, and the ratio is 1 with its gradient), `ref_logps`, `sampling_logps`,
     `kept`; and `entropy_scale` a sequence.
@@ -123,6 +135,8 @@ def objective(model: Definition, loss: PolicyLoss, terms: Terms, *, temperature:
             sequence=sequence,
             sequences=batch.last.shape[1],
         )
+        sampling = values["sampling_logps"]
+        corrected = None if correction is None else importance(inputs, sampling, correction)
         scale = batch.sequence_values.get("entropy_scale")
         value, metrics = combine(
             loss,
@@ -130,12 +144,11 @@ def objective(model: Definition, loss: PolicyLoss, terms: Terms, *, temperature:
             terms,
             sequences=(batch.last >= 0).sum(),
             kept=values.get("kept"),
+            importance=corrected,
             # The same number in every sequence; a maximum finds it in whichever row has one.
             entropy_scale=1.0 if scale is None else scale.max(),
         )
-        difference = jnp.abs(inputs.old_logps - values["sampling_logps"])
-        metrics["sampling/logp_difference_max"] = Max.of(difference, mask > 0)
-        return value, metrics
+        return value, metrics | mismatch(inputs, sampling, corrected)
 
     return compute
 

@@ -1,20 +1,19 @@
-"""Calling reward functions: by what they ask for, checked for what they return."""
+"""Reward functions: made from a config, asked for what they take, checked for what they return."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rlhf_core import REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError
+from rlhf_grpo.calling import score as score
 
 if TYPE_CHECKING:
     from rlhf_core import Registry, Stage
@@ -25,12 +24,24 @@ OWN = ("prompts", "completions", "completion_ids")
 
 @dataclass
 class Reward:
-    """A reward function with its label in the metrics and its weight in the sum."""
+    """A reward function with its label in the metrics and its weight in the sum.
+
+    timeout: seconds a call may take; None: no limit. on_error: what a call that failed or took longer means.
+    failures: calls that were skipped so far. warned: whether NaN has been spoken of.
+    """
 
     label: str
     weight: float
     function: Any
+    timeout: float | None = None
+    on_error: Literal["stop", "skip"] = "stop"
+    failures: int = 0
     warned: bool = False
+
+    @property
+    def collective(self) -> bool:
+        """Whether it is an object with `setup`, whose weights are on the mesh of all processes."""
+        return hasattr(self.function, "setup")
 
     def wants(self) -> tuple[set[str], set[str], bool]:
         """(parameters it needs, parameters it takes, whether it takes any column)."""
@@ -50,16 +61,14 @@ class Reward:
             for name in missing
         ]
 
-    async def call(self, inputs: RewardInputs) -> np.ndarray:
-        """float64 [N]; NaN where the function does not apply. Raises RunError where it returns something else."""
+    def arguments(self, inputs: RewardInputs) -> dict[str, Any]:
+        """What the function is called with: what it names, and every column where it takes any."""
         _, takes, any_column = self.wants()
         offered = {**inputs.columns, **{name: getattr(inputs, name) for name in OWN}}
-        values = self.function(**{k: v for k, v in offered.items() if any_column or k in takes})
-        if inspect.isawaitable(values):
-            values = await values
-        return self.checked(values, len(inputs.completions))
+        return {name: value for name, value in offered.items() if any_column or name in takes}
 
     def checked(self, values: Any, expected: int) -> np.ndarray:
+        """float64 [expected]; NaN where the function does not apply. Raises RunError for anything but such a list."""
         try:
             given = list(values)
         except TypeError:
@@ -105,12 +114,20 @@ def make_rewards(
 ) -> list[Reward]:
     """The rewards a config names and a caller hands over (callables, registered names, reward model directories).
 
-    Raises InputError where there is none, two share a label, or weights do not match.
+    Raises InputError where there is none, two share a label, weights do not match, or a timeout has nothing to act on.
     """
     rewards: list[Reward] = []
     for component in components:
         function = registry.get(REWARD, component.name, **component.options)
-        rewards.append(Reward(component.label or _label(component.name), component.weight, function))
+        rewards.append(
+            Reward(
+                component.label or _label(component.name),
+                component.weight,
+                function,
+                component.timeout,
+                component.on_error,
+            )
+        )
     for function in given or ():
         if isinstance(function, str):
             is_name = function in registry.names(REWARD) or ":" in function
@@ -127,6 +144,12 @@ def make_rewards(
     for label in labels:
         if labels.count(label) > 1:
             raise InputError(f"{where}.rewards: two rewards are called '{label}'; give one of them a `label`")
+    for reward in rewards:
+        if reward.collective and reward.timeout is not None:
+            raise InputError(
+                f"{where}.rewards: '{reward.label}' is an object with `setup`: it computes on the mesh and cannot be left "
+                "behind there; leave out its `timeout`"
+            )
     if weights is not None:
         if len(weights) != len(rewards):
             raise InputError(f"{where}.reward_weights: {len(weights)} weights for {len(rewards)} rewards")
@@ -154,27 +177,3 @@ def set_up(rewards: Sequence[Reward], columns: Sequence[str], stage: Stage) -> N
     for reward in rewards:
         if hasattr(reward.function, "setup"):
             reward.function.setup(stage)
-
-
-def score(rewards: Sequence[Reward], inputs: RewardInputs) -> np.ndarray:
-    """Every function on every completion, asynchronous ones at the same time: float64 [N, functions], NaN: none.
-
-    Raises RunError, with the label, for whatever a function raises.
-    """
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(reward.call(inputs) for reward in rewards), return_exceptions=True)
-
-    with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs an event loop
-        columns = thread.submit(asyncio.run, all_of_them()).result()
-    for reward, column in zip(rewards, columns, strict=True):
-        if isinstance(column, RunError | InputError):
-            raise column
-        if isinstance(column, BaseException):
-            raise RunError(f"reward '{reward.label}' raised {type(column).__name__}: {column}") from column
-    out = np.stack(columns, axis=-1)
-    if np.isnan(out).all():
-        raise RunError(
-            "no reward function applies to any completion of the rollout: there is nothing to learn from"
-        )
-    return out

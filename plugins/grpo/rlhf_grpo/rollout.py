@@ -81,10 +81,10 @@ def advantage_inputs(
     each: np.ndarray, total: np.ndarray, weights: Sequence[float], lengths: np.ndarray, group: int
 ) -> AdvantageInputs:
     return AdvantageInputs(
-        rewards=total.reshape(-1, group),  # type: ignore[arg-type]
-        rewards_by_function=each.reshape(-1, group, each.shape[-1]),  # type: ignore[arg-type]
-        weights=np.asarray(weights, np.float64),  # type: ignore[arg-type]
-        lengths=np.asarray(lengths).reshape(-1, group),  # type: ignore[arg-type]
+        rewards=total.reshape(-1, group),
+        rewards_by_function=each.reshape(-1, group, each.shape[-1]),
+        weights=np.asarray(weights, np.float64),
+        lengths=np.asarray(lengths).reshape(-1, group),
     )
 
 

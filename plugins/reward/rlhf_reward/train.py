@@ -77,7 +77,7 @@ def plan(config: RewardConfig, stage: Stage) -> Sequence[str]:
     encode = tokenizer and (
         lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")
     )
-    return plan_lines(config, stage, unit="pairs", encode=encode)
+    return plan_lines(config, stage, unit="pairs", head="score", encode=encode)
 
 
 def _pairs(

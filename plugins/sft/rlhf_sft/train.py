@@ -46,7 +46,7 @@ def plan(config: SFTConfig, stage: Stage) -> Sequence[str]:
     encode = tokenizer and (
         lambda field: _texts(config, stage, tokenizer, field, needed=field == "train_data")
     )
-    return plan_lines(config, stage, unit="demonstrations", encode=encode)
+    return plan_lines(config, stage, unit="demonstrations", head="lm", encode=encode)
 
 
 def _texts(config: SFTConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True) -> Any:

@@ -1,0 +1,85 @@
+"""Write the tables of docs/learning.md, between their marks, from results/.
+
+python benchmarks/learning/table.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import task
+
+FILE = task.REPOSITORY / "docs" / "learning.md"
+Row = Mapping[str, Any]
+
+
+def interval(estimate: Sequence[float] | None, sign: str = "") -> str:
+    """Mean and half width of a 95 % interval, in percent."""
+    if estimate is None:
+        return "not finished"
+    mean, low, high = estimate
+    return f"{100 * mean:{sign}.1f} ± {50 * (high - low):.1f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+
+
+def last(rows: Iterable[Row], loss: str, seed: int) -> Row:
+    """The last evaluation of a run; without values where there is none."""
+    found = [row for row in rows if row["loss"] == loss and row["seed"] == seed]
+    return max(found, key=lambda row: row["update"], default={"entropy": None, "kl": None, "clipped": None})
+
+
+def run(heldout: Sequence[Row], curves: Sequence[Row], trainer: str, loss: str, seed: int) -> list[str]:
+    """The cells of one run, from its seed on."""
+    measured = {(row["trainer"], row["loss"]): row for row in heldout if row["seed"] == seed}
+    before, after = measured["none", None], measured.get((trainer, loss), {"right": None, "gain": None})
+    end = last(curves, loss, seed)
+    values = [number(end["kl"]), number(end["entropy"]), number(end["clipped"])]
+    return [
+        str(seed),
+        *(interval(x) for x in (before["right"], after["right"])),
+        interval(after["gain"], "+"),
+        *values,
+    ]
+
+
+def main() -> None:
+    heldout = task.read(task.RESULTS / "heldout.jsonl")
+    ours, trl = (task.read(task.RESULTS / f"{name}.jsonl") for name in ("ours", "trl"))
+    columns = ["seed", "before, %", "after, %", "gain, points", "KL", "entropy", "clipped"]
+    tables = {
+        "losses": table(
+            ["loss", *columns],
+            [
+                [f"`{loss}`", *run(heldout, ours, "ours", loss, seed)]
+                for loss in task.LOSSES
+                for seed in task.SEEDS
+            ],
+        ),
+        "trl": table(
+            ["trainer", *columns],
+            [
+                [label, *run(heldout, rows, trainer, "dapo", seed)]
+                for trainer, label, rows in (("ours", "rlhf-grpo", ours), ("trl", "TRL", trl))
+                for seed in task.SEEDS
+            ],
+        ),
+    }
+    text = FILE.read_text("utf-8")
+    for name, body in tables.items():
+        start, stop = f"<!-- {name}: written by table.py -->", f"<!-- end of {name} -->"
+        text = re.sub(f"{start}.*?{stop}", f"{start}\n\n{body}\n\n{stop}", text, flags=re.DOTALL)
+    FILE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Settings that cannot act, or do harm without a sign, told before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_grpo.config import GRPOConfig
+
+
+def advise(
+    config: GRPOConfig,
+    *,
+    updates: int,
+    tokenizer: Any | None = None,
+    context: int | None = None,
+    longest_prompt: int | None = None,
+) -> list[str]:
+    """One line a setting, by its dotted path.
+
+    updates: of the whole run. tokenizer, context (tokens that the model was made for) and longest_prompt (tokens) are
+    None where they are not known yet.
+    """
+    prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
+    return [
+        *_clipping(config),
+        *_loss(config.loss.name, config.loss.options),
+        *_reference(config, updates),
+        *_sampling(config),
+        *_lengths(config, prompt, context),
+        *_tokens(tokenizer),
+    ]
+
+
+def _clipping(config: GRPOConfig) -> Iterator[str]:
+    if config.updates_per_rollout > 1:
+        return
+    inert = [
+        name for name in ("epsilon", "epsilon_high", "delta", "dual_clip") if name in config.loss.options
+    ]
+    if inert and config.loss.name != "cispo":
+        yield (
+            f"loss.{', loss.'.join(inert)}: cannot act: with one update a rollout the ratio is always 1; raise "
+            "num_iterations or steps_per_generation, or leave it out"
+        )
+
+
+def _loss(name: str, options: Mapping[str, Any]) -> Iterator[str]:
+    epsilon = float(options.get("epsilon", 0.2))
+    high = options.get("epsilon_high", 0.2)
+    high = epsilon if high is None else float(high)
+    delta, dual = options.get("delta"), options.get("dual_clip")
+    if name == "cispo" and high < 1:
+        yield (
+            f"loss.epsilon_high={high:g}: for cispo it is the cap of the weight itself, so every gradient, on-policy "
+            f"ones too, is multiplied by {high:g}; 5 is usual"
+        )
+    if (
+        "epsilon" in options
+        and "epsilon_high" not in options
+        and epsilon != 0.2
+        and name not in ("cispo", "sapo")
+    ):
+        yield (
+            f"loss.epsilon={epsilon:g} without epsilon_high: ratios are clipped at {1 - epsilon:g} and 1.2; give both"
+        )
+    if delta is not None and float(delta) <= 1 + high:
+        yield (
+            f"loss.delta={float(delta):g}: not above 1 + epsilon_high = {1 + high:g}: it bounds ratios that the clip "
+            "leaves alone, and makes the loss of rewarded tokens flat before it is clipped"
+        )
+    if dual is not None and float(dual) <= 1:
+        yield f"loss.dual_clip={float(dual):g}: must be above 1: it cuts off every token with a negative advantage"
+    sequence = options.get("importance_sampling_level", "token") != "token" or name in ("gspo", "gspo_token")
+    if sequence and name not in ("cispo", "sapo") and min(epsilon, high) >= 0.05:
+        yield (
+            f"loss.epsilon={epsilon:g}: a ratio of whole sequences is a geometric mean and hardly leaves 1, so this "
+            "clip will not act; the GSPO paper uses 3e-4 and 4e-4"
+        )
+
+
+def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
+    kl = config.kl
+    if config.sync_ref_model and not kl.beta:
+        yield "sync_ref_model: cannot act: kl.beta is 0, so there is no reference"
+    elif config.sync_ref_model and config.ref_model_sync_steps > updates:
+        yield (
+            f"ref_model_sync_steps={config.ref_model_sync_steps}: cannot act: the run has {updates} updates"
+        )
+    if config.use_bias_correction_kl and not (kl.beta and kl.place == "loss"):
+        yield "use_bias_correction_kl: cannot act: there is no KL term in the loss"
+    if kl.beta and kl.place == "reward" and config.advantage.options.get("scale", "group") == "group":
+        yield (
+            "kl.place='reward': a group whose rewards are equal is then told apart by its KL alone, scaled up to the size "
+            "of any other difference; use scale_rewards = 'none' or 'batch', or dynamic_sampling"
+        )
+    if not kl.beta or kl.place == "reward" or config.use_bias_correction_kl:
+        return
+    if kl.name == "k1":
+        yield (
+            "kl.name='k1' in the loss: its gradient is zero on average and pulls nowhere; use k2, or "
+            "use_bias_correction_kl, or place = 'reward'"
+        )
+
+
+def notes(config: GRPOConfig) -> list[str]:
+    """What is as usual, and good to know."""
+    kl = config.kl
+    if kl.beta and kl.place == "loss" and kl.name == "k3" and not config.use_bias_correction_kl:
+        return [
+            "kl.name='k3' in the loss: its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ "
+            "policy); k2, or use_bias_correction_kl, gives the gradient of the former"
+        ]
+    return []
+
+
+def _sampling(config: GRPOConfig) -> Iterator[str]:
+    options = config.sampling
+    filters = [
+        f"{name}={value:g}"
+        for name, value, off in (
+            ("top_p", options.top_p, 1.0),
+            ("top_k", options.top_k, None),
+            ("min_p", options.min_p, None),
+            ("repetition_penalty", options.repetition_penalty, 1.0),
+        )
+        if value is not None and value != off
+    ]
+    if filters and config.sampler_correction is not None:
+        yield (
+            f"sampling.{', '.join(filters)} with sampler_correction: completions come from a filtered distribution, "
+            "the ratio is between unfiltered ones, so it does not correct for the filter"
+        )
+    elif filters:
+        yield (
+            f"sampling.{', '.join(filters)}: completions come from a filtered distribution, their log-probabilities "
+            "and the gradient from the unfiltered one"
+        )
+    for reward in config.rewards:
+        if reward.weight == 0:
+            yield f"rewards '{reward.label or reward.name}': weight 0: it is computed and logged, and trains nothing"
+
+
+def _lengths(config: GRPOConfig, prompt: int, context: int | None) -> Iterator[str]:
+    length = config.sampling.max_completion_length
+    if context is not None and prompt + length > context:
+        yield (
+            f"sampling.max_completion_length={length}: with prompts of up to {prompt} tokens that is "
+            f"{prompt + length}, more than the {context} the model was made for (max_position_embeddings)"
+        )
+    for reward in config.rewards:
+        limit = reward.options.get("max_length")
+        cache = reward.options.get("cache", 0)
+        if reward.name == "soft_overlong" and isinstance(limit, int) and limit - cache >= length:
+            yield (
+                f"rewards 'soft_overlong': cannot act: it begins above {limit - cache} tokens, and "
+                f"sampling.max_completion_length is {length}"
+            )
+
+
+def _tokens(tokenizer: Any | None) -> Iterator[str]:
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
+        yield (
+            "the tokenizer's pad token is its end token: masks here go by length, so the end is learned; tools that "
+            "mask padding by its id would hide it"
+        )

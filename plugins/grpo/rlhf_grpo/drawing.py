@@ -1,0 +1,143 @@
+"""Completions for one rollout: prompts drawn and answered until enough groups have something to compare."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core import RewardInputs
+from rlhf_core.sampling import Rollouts
+from rlhf_grpo.advantages import constant
+from rlhf_grpo.rollout import measure, reward_inputs, rollout_metrics
+
+if TYPE_CHECKING:
+    from rlhf_core.data import Prompts
+    from rlhf_grpo.rewards import Reward
+
+
+Sample = Callable[[Sequence[np.ndarray], int], Rollouts]
+"""(prompts, round) → completions; the same prompts get others in another round."""
+
+
+class Draw(NamedTuple):
+    """P prompts with their N = P × num_generations completions, group after group, scored."""
+
+    prompts: NDArray[np.int64]
+    """int64 [P]: rows of the prompt dataset."""
+    samples: Rollouts
+    inputs: RewardInputs
+    """What the reward functions were given."""
+    each: NDArray[np.float64]
+    """float64 [N, functions]; NaN where a function does not apply."""
+    total: NDArray[np.float64]
+    """float64 [N], the weighted sum."""
+
+    def take(self, groups: NDArray[np.intp]) -> Draw:
+        """These groups, in this order."""
+        size = len(self.total) // len(self.prompts)
+        rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
+        chosen = rows.tolist()
+        inputs = RewardInputs(
+            prompts=[self.inputs.prompts[i] for i in chosen],
+            completions=[self.inputs.completions[i] for i in chosen],
+            completion_ids=[self.inputs.completion_ids[i] for i in chosen],
+            columns={name: [values[i] for i in chosen] for name, values in self.inputs.columns.items()},
+        )
+        samples = Rollouts(*(values[rows] for values in self.samples))
+        return Draw(self.prompts[groups], samples, inputs, self.each[rows], self.total[rows])
+
+
+def draw(
+    sample: Sample,
+    prompts: Prompts,
+    tokenizer: Any,
+    rewards: Sequence[Reward],
+    batches: Callable[[int], NDArray[np.int64]],
+    *,
+    max_rounds: int = 1,
+) -> tuple[Draw, dict[str, float], int]:
+    """One rollout, its metrics, and how many rounds it took.
+
+    batches: round → int64 [P], the prompts of that round.
+
+    With one round, everything that was drawn is the rollout. With more, groups whose rewards are all equal are left
+    out and the next P prompts are drawn, until P groups are there (DAPO, Yu et al. 2025, section 3.2), what is
+    more left out as well; where `max_rounds` do not give enough, equal groups, first drawn first, fill the rollout up.
+    Metrics are of all that was drawn: those of the groups that are kept would say nothing of the policy.
+    """
+    drawn: list[Draw] = []
+    failed = {reward.label: reward.failures for reward in rewards if reward.on_error == "skip"}
+    wanted = kept = 0
+    for number in range(max_rounds):
+        chosen = batches(number)
+        wanted = len(chosen)
+        each_round = _answer(sample, prompts, tokenizer, rewards, chosen, number)
+        drawn.append(each_round)
+        kept += int((~_equal(each_round)).sum())
+        if kept >= wanted:
+            break
+    whole = drawn[0] if len(drawn) == 1 else _joined(drawn)
+    group = len(whole.total) // len(whole.prompts)
+    metrics = rollout_metrics(rewards, whole.each, whole.total, whole.samples, group)
+    metrics |= {
+        f"rewards/{reward.label}/failed": float(reward.failures - failed[reward.label])
+        for reward in rewards
+        if reward.label in failed
+    }
+    if max_rounds == 1:
+        return whole, metrics, 1
+    equal, filled_up = _equal(whole), max(wanted - kept, 0)
+    metrics |= {
+        "dynamic_sampling/rounds": float(len(drawn)),
+        "dynamic_sampling/dropped": float(equal.sum() - filled_up),
+        "dynamic_sampling/surplus": float(max(kept - wanted, 0)),
+        "dynamic_sampling/filled_up": float(filled_up),
+    }
+    if kept < wanted:
+        warnings.warn(
+            f"{max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards differ; the rollout is filled "
+            "up with groups that teach nothing. The prompts are too easy or too hard for the policy, or the reward is "
+            "too coarse",
+            stacklevel=2,
+        )
+    order = np.argsort(equal, kind="stable")[:wanted]
+    return whole.take(np.sort(order)), metrics, len(drawn)
+
+
+def _answer(
+    sample: Sample,
+    prompts: Prompts,
+    tokenizer: Any,
+    rewards: Sequence[Reward],
+    chosen: NDArray[np.int64],
+    number: int,
+) -> Draw:
+    ids = [prompts.ids[i] for i in chosen]
+    samples = sample(ids, number)
+    inputs = reward_inputs(prompts, chosen.tolist(), samples, tokenizer)
+    return Draw(chosen, samples, inputs, *measure(rewards, inputs))
+
+
+def _equal(draw: Draw) -> NDArray[np.bool_]:
+    """bool [P]: the group's rewards are all equal, so that it has no advantage."""
+    return constant(draw.total.reshape(len(draw.prompts), -1))[:, 0]
+
+
+def _joined(draws: Sequence[Draw]) -> Draw:
+    inputs = [draw.inputs for draw in draws]
+    return Draw(
+        np.concatenate([draw.prompts for draw in draws]),
+        Rollouts(*(np.concatenate(values) for values in zip(*(d.samples for d in draws), strict=True))),
+        RewardInputs(
+            prompts=[x for each in inputs for x in each.prompts],
+            completions=[x for each in inputs for x in each.completions],
+            completion_ids=[x for each in inputs for x in each.completion_ids],
+            columns={name: [x for each in inputs for x in each.columns[name]] for name in inputs[0].columns},
+        ),
+        np.concatenate([draw.each for draw in draws]),
+        np.concatenate([draw.total for draw in draws]),
+    )

@@ -1,0 +1,72 @@
+"""What a GRPO stage would do, told before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_core import data
+from rlhf_core.doors import open_records, training_memory
+from rlhf_core.memory import cache_bytes, memory_line
+from rlhf_grpo.advice import advise, notes
+from rlhf_grpo.inputs import open_prompts, open_rewards
+from rlhf_grpo.rewards import check_columns
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage
+    from rlhf_grpo.config import GRPOConfig
+    from rlhf_grpo.rewards import Reward
+
+
+def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
+    """What `run` would do, from the data and the model's config alone."""
+    count, longest, said = _prompts(config, stage, open_rewards(config, stage))
+    rollouts = data.updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
+    total = config.max_training_steps or rollouts * config.updates_per_rollout
+    completions = config.prompts_per_rollout * config.num_generations
+    drawn = -(-total // config.updates_per_rollout) * completions
+    more = config.dynamic_sampling
+    lines = [
+        said,
+        f"a rollout is {config.prompts_per_rollout:,} prompts × {config.num_generations} "
+        f"completions = {completions:,}"
+        + (f", drawn up to {more.max_rounds} times (dynamic_sampling)" if more else ""),
+        f"{total:,} updates of {config.total_batch_size:,} completions; a rollout serves {config.updates_per_rollout}; "
+        f"{drawn // config.num_generations / count:.2f} epochs",
+        f"{drawn:,} completions, at most {drawn * config.sampling.max_completion_length:,} sampled tokens",
+    ]
+    context = None
+    length = config.sampling.max_completion_length
+    group = longest + config.num_generations * length
+    update_tokens = config.total_batch_size // config.num_generations * group
+    memory = training_memory(config, stage, "lm", total, update_tokens, group)
+    if memory is not None:
+        definition, hf_config, parts = memory
+        context = hf_config.get("max_position_embeddings")
+        if config.keeps_reference:
+            parts["reference"] = parts["parameters"]
+        parts["rollout cache"] = cache_bytes(definition, completions, longest + length)
+        lines.append(memory_line(parts))
+    told = advise(
+        config,
+        updates=total,
+        tokenizer=stage.inputs.get("tokenizer"),
+        context=context,
+        longest_prompt=longest,
+    )
+    return [*lines, *(f"warning: {line}" for line in told), *(f"note: {line}" for line in notes(config))]
+
+
+def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, str]:
+    """(how many, tokens of the longest, a line): as they will be used where the tokenizer is at hand, else all rows."""
+    tokenizer = stage.inputs.get("tokenizer")
+    if tokenizer is None:
+        records = open_records(config, stage, "train_data")
+        assert records is not None
+        return len(records), config.max_prompt_length, f"{len(records):,} prompts before length limits"
+    held_out = open_prompts(config, stage, tokenizer, "eval_data", needed=False)
+    prompts = open_prompts(config, stage, tokenizer, "train_data")
+    for each in (held_out, prompts):
+        if each is not None:
+            check_columns(rewards, list(each.columns), stage)
+    return len(prompts), max(map(len, prompts.ids)), str(prompts.report)

@@ -1,0 +1,46 @@
+"""The shapes of rows that groups of completions are trained in, before any completion is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.feeds import MICRO_BATCH_TOKENS
+from rlhf_core.layout import row_cost
+from rlhf_core.rows import Layout, choose_layout
+
+if TYPE_CHECKING:
+    from rlhf_grpo.config import GRPOConfig
+
+
+def group_layout(
+    config: GRPOConfig, prompt_sizes: NDArray[np.integer], hidden_size: int, row_multiple: int
+) -> Layout:
+    """Rows for groups over prompts of these sizes, tokens, with room for completions of the full length."""
+    group, length = config.num_generations, config.sampling.max_completion_length
+    mean, crossover, together = float(prompt_sizes.mean()), 6 * hidden_size, group
+    cost = _group_cost(mean, length, group, group, crossover)
+    for part in (g for g in range(1, group) if group % g == 0):
+        # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.
+        if (split := _group_cost(mean, length, group, part, crossover)) < 0.9 * cost:
+            together, cost = part, split
+    sizes = prompt_sizes + together * length
+    per_update = config.total_batch_size // together
+    wanted = int(np.ceil(sizes.mean() * per_update)) // config.gradient_accumulation_steps
+    return choose_layout(
+        sizes,
+        together,
+        hidden_size=hidden_size,
+        max_tokens=min(MICRO_BATCH_TOKENS, max(wanted, 1)),
+        trees_per_update=per_update,
+        trained_counts=np.full(len(sizes), together * length),
+        row_multiple=row_multiple,
+        longest=int(sizes.max()),
+    )
+
+
+def _group_cost(prompt: float, length: int, group: int, together: int, crossover: int) -> float:
+    """Relative cost of a group in rows that hold the prompt and `together` of its completions."""
+    return group // together * row_cost(int(prompt + together * length), crossover)

@@ -1,0 +1,49 @@
+"""Which rows of an update made its loss or gradient not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.mesh import put_rows
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.feeds import Update
+    from rlhf_core.rows import Packed
+    from rlhf_core.step import Programs
+
+
+def not_finite(
+    steps: Programs, params: Any, update: Update, shapes: Sequence[Packed], mesh: Mesh
+) -> list[str]:
+    """The rows whose own loss or gradient is not finite, with the examples in them.
+
+    shapes: an empty micro-batch of every shape; each row is computed by itself in one, with the programs at hand.
+    """
+    empty = {batch.rows.tokens.shape: batch for batch in shapes}
+    found = []
+    for number, batch in enumerate(update.batches):
+        blank = empty[batch.rows.tokens.shape]
+        for row in range(len(batch.example)):
+            examples = sorted({int(i) for i in batch.example[row] if i >= 0})
+            if not examples:
+                continue
+            alone = jax.tree.map(lambda x, b, r=row: _only(x, b, r), batch, blank)
+            done = steps.accumulate(params, put_rows(mesh, alone), None)
+            leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
+            if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
+                names = ", ".join(update.where(i) for i in examples)
+                found.append(f"row {row} of micro-batch {number} ({names})")
+    return found
+
+
+def _only(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:
+    out = np.array(blank)
+    out[row] = x[row]
+    return out

@@ -1,0 +1,113 @@
+"""How much memory a stage will need, told from shapes alone: nothing is computed and no device is touched."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from rlhf_core.errors import InputError
+from rlhf_core.models import Definition, Head, find_family
+from rlhf_core.models.loading import complete_table
+
+if TYPE_CHECKING:
+    import optax
+
+    from rlhf_core.registry import Registry
+
+COMPUTE = "float32"
+"""What activations and caches are counted in; an accelerator's bfloat16 takes half."""
+
+
+def definition_of(
+    model: Any, head: Head, tokenizer: Any | None, registry: Registry | None = None
+) -> tuple[Definition, Mapping[str, Any]] | None:
+    """What `model`, a table of sizes or a local directory, describes, and its config.json.
+
+    None where nothing local says it.
+
+    Raises InputError, as loading would, for what cannot be built.
+    """
+    if isinstance(model, Mapping):
+        table = {name: value for name, value in model.items() if name != "tokenizer"}
+        if tokenizer is None and "vocab_size" not in table:
+            return None
+        hf_config, file = complete_table(table, tokenizer, registry), "model"
+    elif isinstance(model, str) and (Path(model) / "config.json").is_file():
+        file = str(Path(model) / "config.json")
+        try:
+            hf_config = json.loads(Path(file).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"{file}: not valid JSON: {error}") from None
+    else:
+        return None
+    family = find_family(hf_config.get("model_type"), registry)
+    options = {"dtype": COMPUTE} if "dtype" in inspect.signature(family.parse).parameters else {}
+    try:
+        return Definition(family, family.parse(hf_config, head, **options), head), hf_config
+    except InputError as error:
+        raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
+
+
+def training_bytes(
+    definition: Definition, tx: optax.GradientTransformation, shape: tuple[int, int]
+) -> dict[str, int]:
+    """Bytes of {parameters, gradients, optimizer, activations} in all, float32.
+
+    shape: rows and time of a micro-batch. Activations are what the backward pass keeps of the forward, before
+    the compiler merges any of it: an upper estimate.
+    """
+    params = definition.abstract_params()
+    tokens = jax.ShapeDtypeStruct(shape, np.int32)
+
+    def kept(params: Any, tokens: Any) -> Any:
+        return jax.vjp(lambda p: definition.hidden(p, tokens, tokens, tokens), params)[1]
+
+    residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(kept, params, tokens))]
+    for leaf in jax.tree.leaves(params):  # parameters that the backward pass reads are there anyway
+        if (leaf.shape, leaf.dtype) in residuals:
+            residuals.remove((leaf.shape, leaf.dtype))
+    size = _bytes(params)
+    return {
+        "parameters": size,
+        "gradients": size,
+        "optimizer": _bytes(jax.eval_shape(tx.init, params)),
+        "activations": sum(_size(*each) for each in residuals),
+    }
+
+
+def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
+    """Bytes of the key/value cache of `sequences` sequences of `length` tokens, float32."""
+    tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
+
+    def cache(params: Any, tokens: Any) -> Any:
+        return definition.prefill(params, tokens, tokens, tokens, length)[1]
+
+    return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
+
+
+def memory_line(parts: Mapping[str, int]) -> str:
+    """One line: the sum of all parts, and each."""
+    listed = ", ".join(f"{name} {_human(size)}" for name, size in parts.items() if size)
+    return f"memory at most about {_human(sum(parts.values()))} in all, float32: {listed}"
+
+
+def _bytes(tree: Any) -> int:
+    return sum(_size(x.shape, x.dtype) for x in jax.tree.leaves(tree))
+
+
+def _size(shape: tuple[int, ...], dtype: Any) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * (dtype.itemsize if hasattr(dtype, "itemsize") else 4)
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"

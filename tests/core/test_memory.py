@@ -1,0 +1,55 @@
+"""Memory from shapes: what is exact against the sizes of real arrays, the estimate against a hand count."""
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import optimizers
+from rlhf_core.errors import InputError
+from rlhf_core.memory import cache_bytes, definition_of, memory_line, training_bytes
+
+
+def size(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_parameters_optimizer_and_cache_are_exact(tiny):
+    model = tiny.make_model()
+    parts = training_bytes(model.definition, optimizers.adamw(1e-3), (1, 64))
+    assert parts["parameters"] == parts["gradients"] == size(model.params)
+    assert parts["optimizer"] == size(optimizers.adamw(1e-3).init(model.params))
+    tokens = np.zeros((5, 8), np.int32)
+    _, cache = model.definition.prefill(model.params, tokens, tokens, tokens + 8, 30)
+    assert cache_bytes(model.definition, 5, 30) == size(cache)
+
+
+def test_activations_grow_with_the_tokens(tiny):
+    definition = tiny.make_model().definition
+    one, two = (training_bytes(definition, optimizers.sgd(1e-3), (n, 32))["activations"] for n in (8, 16))
+    widths = 2 * (8 * 16 + 4 * 16 + 4 * 24) * 4  # layers × (hidden, heads, intermediate) × bytes, roughly
+    assert 0.5 < one / (8 * 32 * widths) < 4
+    assert 1.8 < two / one < 2.2
+
+
+def test_what_describes_a_model(tiny, tmp_path):
+    tokenizer = tiny.make_tokenizer()
+    found = definition_of({**tiny.SIZES, "tokenizer": "somewhere"}, "lm", tokenizer)
+    assert found is not None
+    definition, hf_config = found
+    assert (definition.vocab_size, hf_config["max_position_embeddings"]) == (len(tokenizer), 128)
+    tiny.make_model().save(tmp_path)
+    loaded = definition_of(str(tmp_path), "score", None)
+    assert loaded is not None
+    assert loaded[0].abstract_params()["score"]["kernel"].shape == (16, 1)
+    assert definition_of("owner/name", "lm", None) is None
+    assert definition_of(tiny.SIZES, "lm", None) is None  # its vocabulary is the tokenizer's
+    with pytest.raises(InputError, match=r"model: .*num_attention_heads"):
+        definition_of({**tiny.SIZES, "num_attention_heads": 3, "head_dim": None}, "lm", tokenizer)
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(InputError, match="Did you mean 'llama'"):
+        definition_of(str(tmp_path), "lm", None)
+
+
+def test_the_line():
+    line = memory_line({"parameters": 1_234_567, "optimizer": 0, "activations": 2_500_000_000})
+    assert line == ("memory at most about 2.5 GB in all, float32: parameters 1.23 MB, activations 2.5 GB")

@@ -1,0 +1,148 @@
+"""A sampler of one's own, in place of the built-in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import SAMPLER, Registry, Rollouts, SamplerInputs, hookimpl, plugins
+from rlhf_core.errors import InputError
+from rlhf_core.sampling import Sampler, SamplingOptions
+
+
+@dataclass(frozen=True)
+class LastToken:
+    """Draws from the policy as if the last token were the whole text, in NumPy; at every `halt`-th token it stops."""
+
+    halt: int = 5
+
+    def __call__(self, inputs: SamplerInputs) -> LastTokenSampler:
+        if inputs.options.stop_strings:
+            raise InputError("sampling.stop_strings: the sampler 'last_token' has none")
+        return LastTokenSampler(self.halt, inputs)
+
+
+@dataclass(frozen=True)
+class LastTokenSampler:
+    halt: int
+    inputs: SamplerInputs
+
+    def __call__(
+        self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
+    ) -> Rollouts:
+        inputs, group = self.inputs, self.inputs.num_generations
+        longest = inputs.options.max_completion_length
+        vocab = inputs.definition.vocab_size
+        tokens = np.arange(vocab, dtype=np.int32)[:, None]
+        hidden = inputs.definition.hidden(params, tokens, np.zeros_like(tokens), np.ones_like(tokens))[:, 0]
+        logits = np.asarray(hidden @ inputs.definition.unembedding(params)[0], np.float64)
+        log_p = logits / inputs.options.temperature
+        log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+        count = len(prompts) * group
+        out = Rollouts(
+            np.zeros((count, longest), np.int32),
+            np.zeros(count, np.int32),
+            np.zeros((count, longest), np.float32),
+            np.zeros(count, bool),
+        )
+        stops = (*inputs.stop_ids, *inputs.options.stop_token_ids)
+        for j, own in enumerate(range(count) if ids is None else ids):
+            rng = np.random.default_rng([int(own), *np.asarray(jax.random.key_data(key)).tolist()])
+            last = int(prompts[j // group][-1])
+            for t in range(longest):
+                token = int(rng.choice(vocab, p=np.exp(log_p[last])))
+                out.tokens[j, t], out.logps[j, t], out.lengths[j] = token, log_p[last, token], t + 1
+                last, out.finished[j] = token, token in stops or token % self.halt == 0
+                if out.finished[j]:
+                    break
+        return out
+
+
+class Stranger:
+    @hookimpl
+    def rlhf_register(self, registry: Registry) -> None:
+        registry.add(SAMPLER, "last_token", LastToken)
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType) -> Any:
+    return tiny.make_model(scale=4.0)
+
+
+def inputs_for(model: Any, **options: Any) -> SamplerInputs:
+    return SamplerInputs(
+        definition=model.definition,
+        tokenizer=model.tokenizer,
+        options=SamplingOptions(max_completion_length=8, **options),
+        mesh=model.mesh,
+        stop_ids=model.stop_ids,
+        num_generations=3,
+        prompts_per_call=2,
+        max_prompt_length=16,
+    )
+
+
+PROMPTS = [np.array([5, 9, 7], np.int32), np.array([11], np.int32), np.array([40, 3], np.int32)]
+
+
+def test_a_strangers_sampler_by_name_with_options(model: Any) -> None:
+    registry = plugins.load(objects=[Stranger()]).registry
+    assert registry.names(SAMPLER) == ["jax", "last_token"]
+    assert registry.check(SAMPLER, "last_token", {"halt": "often"}) == [
+        ("halt", "expected a whole number, got 'often'")
+    ]
+    sampler = registry.get(SAMPLER, "last_token", halt=7)(inputs_for(model, temperature=0.8))
+    out = sampler(model.params, PROMPTS, jax.random.key(0))
+    assert out.tokens.shape == (9, 8)
+    last = out.tokens[np.arange(9), out.lengths - 1]
+    assert (out.finished == ((last % 7 == 0) | (last == 1))).all()
+    part = sampler(model.params, PROMPTS[1:2], jax.random.key(0), np.arange(3, 6))
+    for whole, own in zip(out, part, strict=True):
+        np.testing.assert_array_equal(whole[3:6], own)
+    with pytest.raises(InputError, match=r"sampling\.stop_strings"):
+        registry.get(SAMPLER, "last_token")(inputs_for(model, stop_strings=("a",)))
+
+
+def test_the_built_in_is_one_of_them(model: Any) -> None:
+    inputs = inputs_for(model, temperature=0.8, stop_strings=("a b", "c"), stop_token_ids=(9,))
+    sampler = plugins.load().registry.get(SAMPLER, "jax")(inputs)
+    out = sampler(model.params, PROMPTS, jax.random.key(0))
+    plain = Sampler(
+        model.definition,
+        inputs.options,
+        mesh=model.mesh,
+        stop_ids=model.stop_ids,
+        num_generations=3,
+        prompts_per_call=2,
+        max_prompt_length=16,
+        tokenizer=model.tokenizer,
+    )
+    for own, expected in zip(out, plain(model.params, PROMPTS, jax.random.key(0)), strict=True):
+        np.testing.assert_array_equal(own, expected)
+    # The first token of a one-token prompt is where both samplers see the same: same log-probability of it.
+    strange = plugins.load(objects=[Stranger()]).registry.get(SAMPLER, "last_token")
+    drawn = strange(inputs_for(model, temperature=0.8))(model.params, PROMPTS[1:2], jax.random.key(0))
+    known = {int(t): float(p) for t, p in zip(drawn.tokens[:, 0], drawn.logps[:, 0], strict=True)}
+    many = Sampler(
+        model.definition,
+        SamplingOptions(max_completion_length=1, temperature=0.8),
+        mesh=model.mesh,
+        stop_ids=(),
+        num_generations=256,
+        prompts_per_call=1,
+        max_prompt_length=16,
+    )(model.params, PROMPTS[1:2], jax.random.key(1))
+    shared = [
+        (known[int(t)], p)
+        for t, p in zip(many.tokens[:, 0], many.logps[:, 0], strict=True)
+        if int(t) in known
+    ]
+    assert shared
+    for expected, found in shared:
+        assert found == pytest.approx(expected, abs=1e-4)

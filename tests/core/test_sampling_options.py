@@ -1,0 +1,270 @@
+"""Repetition penalty, stop strings, further stop tokens and warm-up, against a loop in NumPy."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import generation
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions
+
+NEW = 12
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType) -> Any:
+    return tiny.make_model(scale=6.0)
+
+
+def make_sampler(model: Any, *, stop_ids: tuple[int, ...] = (), **given: Any) -> Sampler:
+    own = {name: given.pop(name) for name in ("num_generations", "prompts_per_call", "mesh") if name in given}
+    options = SamplingOptions(**{"max_completion_length": NEW, **given})
+    arguments = {"mesh": model.mesh, "num_generations": 4, "prompts_per_call": 4, **own}
+    return Sampler(
+        model.definition,
+        options,
+        stop_ids=stop_ids,
+        max_prompt_length=40,
+        tokenizer=model.tokenizer,
+        **arguments,
+    )
+
+
+def make_prompts(model: Any, *texts: str) -> list[np.ndarray]:
+    return [np.asarray(model.tokenizer(text)["input_ids"], np.int32) for text in texts]
+
+
+def full_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    """float64 [T, V] of one sequence [T], by a full forward pass."""
+    padded, mask = np.zeros((1, 64), np.int32), np.zeros((1, 64), np.int32)
+    padded[0, : len(ids)], mask[0, : len(ids)] = ids, 1
+    return np.asarray(model.logits(padded, mask)[0, : len(ids)], np.float64)
+
+
+def penalised(logits: np.ndarray, ids: np.ndarray, penalty: float) -> np.ndarray:
+    out = logits.copy()
+    for i in set(ids.tolist()):
+        out[i] = out[i] / penalty if out[i] > 0 else out[i] * penalty
+    return out
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def assert_same(a: Rollouts, b: Rollouts) -> None:
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("likeliest", "penalty"),
+    [({"temperature": 0.0}, 1.3), ({"temperature": 0.0}, 0.6), ({"temperature": 0.7, "top_k": 1}, 5.0)],
+    ids=str,
+)
+def test_penalised_greedy_ids_and_the_policys_log_probs(
+    model: Any, likeliest: dict[str, Any], penalty: float
+) -> None:
+    prompts = make_prompts(model, "a b", "c d e f g a a")
+    sampler = make_sampler(model, num_generations=2, repetition_penalty=penalty, **likeliest)
+    out = sampler(model.params, prompts, KEY)
+    plain = make_sampler(model, num_generations=2, **likeliest)(model.params, prompts, KEY)
+    changed = 0
+    for j in range(4):
+        ids = prompts[j // 2]
+        for t in range(NEW):
+            logits = full_logits(model, ids)[-1]
+            assert out.tokens[j, t] == penalised(logits, ids, penalty).argmax()
+            expected = log_softmax(logits / (likeliest["temperature"] or 1.0))[out.tokens[j, t]]
+            np.testing.assert_allclose(out.logps[j, t], expected, atol=1e-4)
+            ids = np.append(ids, out.tokens[j, t])
+        changed += bool((out.tokens[j] != plain.tokens[j]).any())
+    assert changed
+
+
+def test_the_penalty_comes_before_temperature_and_filters(model: Any) -> None:
+    (prompt,) = make_prompts(model, "a b c d e f g h i j k l m n o p q r s t u v w x y z")
+    count, penalty = 8192, 2.0
+    options = {"temperature": 1.5, "top_k": 12, "top_p": 0.9, "min_p": 0.02}
+    sampler = make_sampler(
+        model,
+        num_generations=count,
+        prompts_per_call=1,
+        max_completion_length=1,
+        repetition_penalty=penalty,
+        **options,
+    )
+    out = sampler(model.params, [prompt], KEY)
+    logits = full_logits(model, prompt)[-1]
+
+    def shares(logits: np.ndarray) -> np.ndarray:
+        p = np.exp(log_softmax(logits / 1.5))
+        p[p < np.sort(p)[-12]] = 0
+        p /= p.sum()
+        likelier = np.array([p[p > own].sum() for own in p])
+        p[likelier >= 0.9] = 0
+        p[p < 0.02 * p.max()] = 0
+        return p / p.sum()
+
+    expected = shares(penalised(logits, prompt, penalty)) * count
+    observed = np.bincount(out.tokens[:, 0], minlength=len(logits))
+    kept = expected > 0
+    assert kept.tolist() != (shares(logits) > 0).tolist()
+    assert not observed[~kept].any()
+    assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() < 2.5 * kept.sum()
+
+
+def decoded(model: Any, tokens: np.ndarray) -> str:
+    return str(model.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(model: Any) -> None:
+    prompts = make_prompts(model, "a b", "c d e f", "g")
+    plain = make_sampler(model, num_generations=16)(model.params, prompts, KEY)
+    texts = [decoded(model, row) for row in plain.tokens]
+    strings = (texts[0][8:13], texts[20][4:7] + " ", "Q")  # of three words, of two and a half, of one
+    out = make_sampler(model, num_generations=16, stop_strings=strings)(model.params, prompts, KEY)
+    assert out.finished[0]
+    assert out.finished[20]
+    assert not out.finished.all()
+    for j in range(48):
+        # The space after a word is written by the word after it.
+        ends = [
+            t + 1 for t in range(NEW) if any(s in decoded(model, plain.tokens[j, : t + 1]) for s in strings)
+        ]
+        length = ends[0] if ends else NEW
+        assert (out.lengths[j], out.finished[j]) == (length, bool(ends))
+        np.testing.assert_array_equal(out.tokens[j, :length], plain.tokens[j, :length])
+        np.testing.assert_allclose(out.logps[j, :length], plain.logps[j, :length], atol=1e-5)
+        assert not out.tokens[j, length:].any()
+
+
+def test_stop_strings_are_not_looked_for_in_the_prompt_nor_across_its_end(model: Any) -> None:
+    prompts = make_prompts(model, "a b c")
+    plain = make_sampler(model)(model.params, prompts, KEY)
+    border = [f"c {decoded(model, row[:1])}" for row in plain.tokens]
+    texts = [decoded(model, row) for row in plain.tokens]
+    strings = [s for s in ("a b", "b c", *border) if not any(s in text for text in texts)]
+    assert set(border) & set(strings)
+    out = make_sampler(model, stop_strings=strings)(model.params, prompts, KEY)
+    assert_same(out, plain)
+
+
+def test_further_stop_tokens(model: Any) -> None:
+    prompts = make_prompts(model, "a b", "c d e f")
+    plain = make_sampler(model)(model.params, prompts, KEY)
+    first, second = int(plain.tokens[0, 2]), int(plain.tokens[5, 3])
+    out = make_sampler(model, stop_token_ids=[first, second])(model.params, prompts, KEY)
+    assert out.finished[0]
+    assert out.finished[5]
+    assert_same(out, make_sampler(model, stop_ids=(first, second))(model.params, prompts, KEY))
+    both = make_sampler(model, stop_ids=(first,), stop_token_ids=(second,))
+    assert_same(out, both(model.params, prompts, KEY))
+
+
+def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
+    prompts = make_prompts(model, "a b", "c d e f", "g", "a a a", "z")
+    (word,) = {decoded(model, row[1:3]) for row in make_sampler(model)(model.params, prompts, KEY).tokens[:1]}
+    options = {"repetition_penalty": 1.5, "stop_strings": (word, "k", "e"), "num_generations": 2}
+    expected = make_sampler(model, **options)(model.params, prompts, KEY)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    params = jax.device_put(model.params, model.definition.shardings(mesh))
+    assert_same(make_sampler(model, mesh=mesh, **options)(params, prompts, KEY), expected)
+    assert expected.finished.any()
+    assert not expected.finished.all()
+
+
+def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:
+    """The shapes that the loop carries."""
+    sampler = make_sampler(model, **options)
+    plan = generation.Plan(model.definition, sampler.options, model.mesh, (), 4, "threefry2x32")
+    arrays = [
+        np.zeros((4, 32), np.int32),
+        np.ones(4, np.int32),
+        np.zeros(16, np.uint32),
+        np.zeros(2, np.uint32),
+    ]
+    traced = functools.partial(generation.generate.trace, plan=plan)
+    jaxpr = traced(model.params, *arrays, sampler._stop_table).jaxpr.jaxpr
+    (loop,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "while"][-1:]
+    return sorted(out.aval.shape for out in loop.outvars)
+
+
+def test_what_is_off_is_not_carried(model: Any) -> None:
+    off = carried(model)
+    assert (16, 48) not in off
+    assert carried(model, repetition_penalty=2.0) == sorted([*off, (16, 48)])
+    assert carried(model, stop_strings=("a",)) == sorted([*off, (16,)])
+    assert carried(model, stop_token_ids=(5,)) == off
+
+
+def test_nothing_compiles_after_warm_up(model: Any) -> None:
+    compiled: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(about.get("fun_name")))
+
+    options = {"temperature": 0.81, "stop_strings": ("a b",), "repetition_penalty": 1.1}
+    make_sampler(model, **options, max_completion_length=2)(model.params, make_prompts(model, "a"), KEY)
+    sampler = make_sampler(model, **options)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        sampler.warm_up(model.params, [1, 33, 2, 40, 32])
+        assert len(compiled) == 2
+        prompts = [np.full(length, 5, np.int32) for length in (32, 1, 40, 8, 33, 9)]
+        out = sampler(model.params, prompts, jax.random.key(9), np.arange(50, 74))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert len(compiled) == 2
+    assert_same(
+        out, make_sampler(model, **options)(model.params, prompts, jax.random.key(9), np.arange(50, 74))
+    )
+    with pytest.raises(InputError, match="max_prompt_length=40"):
+        sampler.warm_up(model.params, [41])
+
+
+def test_lists_are_tuples_so_that_options_are_hashable() -> None:
+    options = SamplingOptions(stop_strings=["a", "b"], stop_token_ids=[1])
+    assert options == SamplingOptions(stop_strings=("a", "b"), stop_token_ids=(1,))
+    assert hash(options) == hash(SamplingOptions.from_dict(options.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0"),
+        ({"stop_strings": ["a", ""]}, r"stop_strings\[1\]: .*at least 1 character"),
+        ({"stop_strings": "a"}, "stop_strings: expected a list"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\]: expected a number of at least 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        SamplingOptions(**options)
+
+
+def test_options_that_the_model_cannot_honour_are_refused(model: Any) -> None:
+    with pytest.raises(
+        InputError, match=r"sampling\.stop_token_ids: the model has no token 48, 60; .* end at 47"
+    ):
+        make_sampler(model, stop_token_ids=[47, 48, 60])
+    with pytest.raises(InputError, match=r"sampling\.stop_strings: there is no tokenizer"):
+        Sampler(
+            model.definition,
+            SamplingOptions(stop_strings=("a",)),
+            mesh=model.mesh,
+            stop_ids=(),
+            prompts_per_call=1,
+            max_prompt_length=8,
+        )

@@ -1,0 +1,105 @@
+"""Stop tables against a search in the text."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.stopping import automaton, stop_table, transitions
+
+
+def first_end(text: bytes, strings: list[bytes]) -> int | None:
+    """How many bytes have been read when the first of the strings is complete."""
+    ends = [text.index(string) + len(string) for string in strings if string in text]
+    return min(ends, default=None)
+
+
+@pytest.mark.parametrize(
+    "strings",
+    [[b"a"], [b"ab"], [b"aab"], [b"abab"], [b"abc", b"b"], [b"ab", b"abc"], [b"bab", b"abba", b"aaaa"], [b"c", b"c"]],
+    ids=str,
+)  # fmt: skip
+def test_states_follow_a_search_byte_by_byte(strings: list[bytes]) -> None:
+    after = automaton(strings)
+    accept = len(after) - 1
+    assert (after[accept] == accept).all()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        text = bytes(rng.choice(list(b"abc"), 12, p=[0.45, 0.45, 0.1]).tolist())
+        state, seen = 0, []
+        for byte in text:
+            state = after[state, byte]
+            seen.append(state == accept)
+        end = first_end(text, strings)
+        assert seen == [end is not None and k + 1 >= end for k in range(len(text))]
+
+
+def test_a_state_a_byte_and_one_to_accept() -> None:
+    assert automaton([b"stop"]).shape == (5, 256)
+    assert automaton([b"stop", b"step"]).shape == (
+        4 + 2,
+        256,
+    )  # st, then two ends of one byte before the last
+
+
+def test_tokens_of_any_length_lead_where_their_bytes_lead() -> None:
+    rng = np.random.default_rng(1)
+    strings = [b"abba", b"ca", "é".encode()]
+    tokens = [bytes(rng.choice(list(b"abc\xc3\xa9"), rng.integers(0, 7)).tolist()) for _ in range(300)]
+    after = automaton(strings)
+    table = transitions(after, tokens)
+    assert table.dtype == np.uint8
+    assert table.shape == (len(after), 300)
+    for start in range(len(after)):
+        for token, found in zip(tokens, table[start], strict=True):
+            state = start
+            for byte in token:
+                state = after[state, byte]
+            assert found == state
+
+
+def test_token_borders_do_not_matter() -> None:
+    rng = np.random.default_rng(2)
+    tokens = [b"", b"a", b"b", b"ab", b"ba", b"bab", b"abba"]
+    strings = [b"abab", b"bbb"]
+    table = transitions(automaton(strings), tokens)
+    stopped = 0
+    for _ in range(500):
+        ids = rng.integers(0, len(tokens), 6)
+        state, text = 0, b""
+        for i in ids:
+            state, text = table[state, i], text + tokens[i]
+            assert (state == len(table) - 1) == any(string in text for string in strings)
+        stopped += state == len(table) - 1
+    assert 50 < stopped < 450
+
+
+def test_many_states_need_a_wider_type() -> None:
+    text = bytes(np.random.default_rng(3).integers(0, 256, 300).tolist())
+    table = transitions(automaton([text]), [text[:299], text[299:], b""])
+    assert table.dtype == np.uint16
+    assert table[0].tolist() == [299, 0, 0]
+    assert table[299, 1] == 300
+
+
+def test_the_table_covers_the_models_vocabulary(tiny: ModuleType) -> None:
+    tokenizer = tiny.make_tokenizer()
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    table = stop_table(("a b", "b a"), tokenizer, 60)
+    accept = len(table) - 1
+    assert table.shape[1] == 60
+    assert table[table[0, a], b] == accept
+    assert table[table[0, b], a] == accept
+    assert table[table[0, a], a] == table[0, a] != accept
+    assert (table[:, len(tokenizer) :] == np.arange(len(table))[:, None]).all()
+    assert stop_table(("a b",), tokenizer, 10).shape[1] == 10
+
+
+def test_a_special_token_is_no_stop_string(tiny: ModuleType) -> None:
+    with pytest.raises(
+        InputError, match=r"sampling\.stop_strings: 'a</s>' .*sampling\.stop_token_ids = \[1\]"
+    ):
+        stop_table(("b", "a</s>"), tiny.make_tokenizer(), 60)

@@ -1,0 +1,70 @@
+"""Settings that cannot act are told, those that can are not."""
+
+from types import SimpleNamespace
+
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_grpo.advice import advise, notes
+
+TWICE = {"num_iterations": 2}
+CASES = [
+    ({"epsilon": 0.3}, "loss.epsilon: cannot act", TWICE),
+    ({"delta": 4.0}, "loss.delta: cannot act", TWICE),
+    ({"delta": 1.1, **TWICE}, "loss.delta=1.1: not above 1 + epsilon_high = 1.2", {"delta": 4.0}),
+    ({"dual_clip": 0.5, **TWICE}, "loss.dual_clip=0.5: must be above 1", {"dual_clip": 3.0}),
+    ({"loss_type": "cispo"}, "loss.epsilon_high=0.2: for cispo it is the cap", {"epsilon_high": 5.0}),
+    ({"loss_type": "gspo", **TWICE}, "the GSPO paper uses 3e-4", {"epsilon": 3e-4, "epsilon_high": 4e-4}),
+    ({"importance_sampling_level": "sequence", **TWICE}, "the GSPO paper uses 3e-4", {"epsilon": 3e-4}),
+    ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model: cannot act", {"beta": 0.1}),
+    ({"sync_ref_model": True, "ref_model_sync_steps": 64}, "the run has 10", {"ref_model_sync_steps": 5}),
+    ({"use_bias_correction_kl": True, "beta": 0.0}, "use_bias_correction_kl: cannot act", {"beta": 0.1}),
+    (
+        {"kl": {"name": "k1", "beta": 0.1}},
+        "its gradient is zero on average",
+        {"use_bias_correction_kl": True},
+    ),
+    ({"epsilon": 0.1, **TWICE}, "loss.epsilon=0.1 without epsilon_high", {"epsilon_high": 0.1}),
+    ({"kl": {"place": "reward"}}, "told apart by its KL alone", {"scale_rewards": "none"}),
+    ({"top_p": 0.9}, "sampling.top_p=0.9: completions come from a filtered", {"top_p": 1.0}),
+    ({"top_k": 5, "sampler_correction": {}}, "does not correct for the filter", {"top_k": None}),
+    ({"rewards": [{"name": "length", "weight": 0.0}]}, "weight 0", {"rewards": ["length"]}),
+    ({"max_completion_length": 60}, "that is 70, more than the 64", {"max_completion_length": 50}),
+    (
+        {"rewards": [{"name": "soft_overlong", "max_length": 40, "cache": 5}], "max_completion_length": 30},
+        "rewards 'soft_overlong': cannot act: it begins above 35",
+        {"max_completion_length": 38},
+    ),
+]
+
+
+def told(options, pad=0):
+    return "\n".join(
+        advise(
+            GRPOConfig(**{"max_completion_length": 40, **options}),
+            updates=10,
+            tokenizer=SimpleNamespace(pad_token_id=pad, eos_token_id=1),
+            context=64,
+            longest_prompt=10,
+        )
+    )
+
+
+@pytest.mark.parametrize(("options", "expected", "cure"), CASES, ids=[c[1] for c in CASES])
+def test_it_is_told_until_it_is_cured(options, expected, cure):
+    assert expected in told(options)
+    assert expected not in told({**options, **cure})
+
+
+def test_nothing_is_said_of_the_defaults_and_of_a_sound_config():
+    assert told({}) == ""
+    assert told({**TWICE, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 4.0}) == ""
+
+
+def test_pad_and_end_alike():
+    assert "pad token is its end token" in told({}, pad=1)
+
+
+def test_the_gradient_of_k3_is_a_note():
+    assert "its gradient that of KL(reference ‖ policy)" in notes(GRPOConfig())[0]
+    for kl in ({"name": "k2"}, {"place": "reward"}, {"beta": 0.0}):
+        assert notes(GRPOConfig(kl=kl)) == []

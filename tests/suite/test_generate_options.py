@@ -1,0 +1,48 @@
+"""`rlhf generate` with what bends and ends completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from rlhf_core.cli import app
+from rlhf_core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def directory(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    tiny.make_model(scale=6.0).save(path)
+    return path
+
+
+def generate(directory: Path, *flags: str) -> str:
+    limits = ["--max_completion_length", "12", "--temperature", "0"]
+    result = CliRunner().invoke(app, ["generate", str(directory), "--prompt", "a b", *limits, *flags])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout.rstrip("\n")
+
+
+def test_flags_reach_the_sampler(directory: Path, tiny: ModuleType) -> None:
+    plain = generate(directory).split()
+    assert len(plain) > 5
+    stop = " ".join(plain[3:5])
+    ended = generate(directory, "--stop_strings", "no such words", "--stop-strings", stop)
+    at = " ".join(plain).index(stop)
+    assert ended == " ".join(plain)[: at + len(stop)]
+    ids = [str(tiny.WORDS.index(word)) for word in ("Q", plain[3])]
+    ended = generate(directory, "--stop_token_ids", ids[0], "--stop_token_ids", ids[1])
+    assert ended.split() == plain[: plain.index(plain[3]) + 1]
+    varied = generate(directory, "--repetition_penalty", "50").split()
+    assert len(set(varied)) > len(set(plain))
+
+
+def test_what_cannot_be_honoured_is_named(directory: Path) -> None:
+    with pytest.raises(InputError, match=r"sampling\.stop_token_ids: the model has no token 999"):
+        generate(directory, "--stop_token_ids", "999")
+    with pytest.raises(InputError, match=r"stop_strings\[0\]"):
+        generate(directory, "--stop_strings", "")
