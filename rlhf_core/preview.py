@@ -11,7 +11,7 @@ from rlhf_core.stage import Stage
 from rlhf_core.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from rlhf_core.plan import Plan
+    from rlhf_core.plan import Plan, StagePlan
     from rlhf_core.plugins import Host
 
 
@@ -29,7 +29,7 @@ def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str,
         try:
             if source is not None:
                 sources[each.name] = None  # until it has loaded: a stage built on this one has nothing to add
-                inputs["tokenizer"] = load_tokenizer(source)
+                inputs["tokenizer"] = _tokenizer(source, each)
                 sources[each.name] = source
             stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs)
             if each.name in without:
@@ -42,6 +42,14 @@ def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str,
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return lines
+
+
+def _tokenizer(source: str, stage: StagePlan) -> Any:
+    field = "model.tokenizer" if isinstance(stage.written.model, Mapping) else "model"
+    try:
+        return load_tokenizer(source)
+    except InputError as error:
+        raise InputError(*(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)) from None
 
 
 def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:

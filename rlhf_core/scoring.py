@@ -200,7 +200,9 @@ class Scorer:
         scores = np.full(len(fitted), np.nan, np.float32)
         for start in range(0, len(fitted), at_once := max(SEQUENCES_AT_ONCE // group, 1) * group):
             self._score_some(fitted[start : start + at_once], group, scores[start : start + at_once])
-        return scores
+        # Where in its row a sequence lies changes the last bits: neighbours that are the same must tie.
+        first: dict[tuple[int, bytes], int] = {}
+        return scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
 
     def _fit(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         limit = self.contract.max_length

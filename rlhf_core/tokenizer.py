@@ -46,7 +46,9 @@ def load_tokenizer(source: str | Path) -> Any:
         known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
         if not any((path / name).exists() for name in known):
             present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-            raise InputError(f"{source} has no tokenizer.json (it has {present})")
+            raise InputError(
+                f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there (it has {present})"
+            )
     elif not _hub_name(str(source)):
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"

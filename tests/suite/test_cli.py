@@ -60,7 +60,7 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stderr
     for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl"):
         assert expected in checked.stdout
-    assert not Path("runs").exists()
+    assert not (tmp_path / "runs").exists()
     ran = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "runs/a/policy/artifacts/model/rlhf_artifact.json").is_file()

@@ -92,8 +92,8 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
         yield "use_bias_correction_kl: cannot act: there is no KL term in the loss"
     if kl.beta and kl.place == "reward" and config.advantage.options.get("scale", "group") == "group":
         yield (
-            "kl.place='reward': a group whose rewards are equal is then told apart by its KL alone, scaled up to the size "
-            "of any other difference; use scale_rewards = 'none' or 'batch', or dynamic_sampling"
+            "kl.place='reward': a group whose rewards are equal is then told apart by its KL alone, scaled up to the "
+            "size of any other difference; use scale_rewards = 'none' or 'batch', or dynamic_sampling"
         )
     if not kl.beta or kl.place == "reward" or config.use_bias_correction_kl:
         return

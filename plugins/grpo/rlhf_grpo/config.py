@@ -95,6 +95,7 @@ class GRPOConfig(TrainerConfig):
         "top_p": ("sampling", "top_p"),
         "top_k": ("sampling", "top_k"),
         "min_p": ("sampling", "min_p"),
+        "repetition_penalty": ("sampling", "repetition_penalty"),
         "max_completion_length": ("sampling", "max_completion_length"),
     }
 

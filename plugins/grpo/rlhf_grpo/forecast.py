@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf_core import data
 from rlhf_core.doors import open_records, training_memory
 from rlhf_core.memory import cache_bytes, memory_line
+from rlhf_core.stopping import stop_table
 from rlhf_grpo.advice import advise, notes
 from rlhf_grpo.inputs import open_prompts, open_rewards
 from rlhf_grpo.rewards import check_columns
@@ -60,6 +61,9 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
 def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, str]:
     """(how many, tokens of the longest, a line): as they will be used where the tokenizer is at hand, else all rows."""
     tokenizer = stage.inputs.get("tokenizer")
+    for options in (config.sampling, config.evaluation_sampling):
+        if tokenizer is not None and options.stop_strings:
+            stop_table(options.stop_strings, tokenizer, len(tokenizer))
     if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None

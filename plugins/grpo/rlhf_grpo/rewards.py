@@ -147,8 +147,8 @@ def make_rewards(
     for reward in rewards:
         if reward.collective and reward.timeout is not None:
             raise InputError(
-                f"{where}.rewards: '{reward.label}' is an object with `setup`: it computes on the mesh and cannot be left "
-                "behind there; leave out its `timeout`"
+                f"{where}.rewards: '{reward.label}' is an object with `setup`: it computes on the mesh and cannot be "
+                "left behind there; leave out its `timeout`"
             )
     if weights is not None:
         if len(weights) != len(rewards):

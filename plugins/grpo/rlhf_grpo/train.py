@@ -26,7 +26,7 @@ from rlhf_grpo.rewards import check_columns, set_up
 from rlhf_grpo.shapes import group_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Prompts
@@ -57,8 +57,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         config, stage, model, prompts, config.sampling, config.num_generations, config.prompts_per_rollout
     )
     sizes = np.array([len(ids) for ids in prompts.ids])
-    if hasattr(sampler, "warm_up"):
-        sampler.warm_up(model.params, sizes)
+    _warm_up(sampler, model, prompts.ids)
     feed = RolloutFeed(
         stage,
         config,
@@ -128,6 +127,12 @@ def _sampler(
     )
 
 
+def _warm_up(sampler: Any, model: Model, ids: Sequence[np.ndarray]) -> None:
+    """Compile now what prompts of these lengths will need, where the sampler can."""
+    if hasattr(sampler, "warm_up"):
+        sampler.warm_up(model.params, [len(prompt) for prompt in ids])
+
+
 def _evaluation(
     config: GRPOConfig, stage: Stage, model: Model, rewards: list[Reward]
 ) -> Callable[[TrainState], dict[str, float]] | None:
@@ -143,6 +148,7 @@ def _evaluation(
     sampler = _sampler(
         config, stage, model, prompts, config.evaluation_sampling, own.num_generations, min(size, count)
     )
+    _warm_up(sampler, model, prompts.ids[:count])
     return evaluator(
         sampler, prompts, model.tokenizer, rewards, count=count, pass_threshold=own.pass_threshold
     )
