@@ -76,12 +76,13 @@ class Checkpoints:
         *,
         host: Mapping[str, Any],
         arrays: Mapping[str, np.ndarray] | None = None,
+        protect: int | None = None,
         block: bool = False,
     ) -> None:
         """Save a state, returning as soon as its arrays may be donated; `block` waits for the end.
 
         state: any pytree of jax arrays, typed keys included. host: JSON. arrays: numpy arrays of any shape,
-        copied here. A checkpoint of the same step is replaced.
+        copied here. A checkpoint of the same step is replaced. protect: a step that stays beside the newest.
 
         Raises RunError where the disk is full or not writable, with the older checkpoints untouched.
         """
@@ -107,7 +108,7 @@ class Checkpoints:
                 manifest = {"format": FORMAT, "files": describe(beside)}
                 write_atomic(beside / "manifest.json", json.dumps(manifest, indent=1))
                 replace_directory(beside, self.directory / str(step))
-                self._retire(step)
+                self._retire(step, protect)
 
         what, final = f"the checkpoint of step {step}", self.directory / str(step)
         response = attempt(start, what, final, leftover=beside)
@@ -115,18 +116,21 @@ class Checkpoints:
         if block:
             self.wait()
 
-    def restore(self, abstract_state: Any) -> Restored | None:
-        """The newest whole checkpoint, or None where there is none at all.
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+        """The newest whole checkpoint, or None where there is none at all; or that of `step`.
 
         abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays); each array is put on
         the sharding given there, whatever it was saved from. A damaged checkpoint is passed over with a
         warning.
 
-        Raises RunError where there are checkpoints and none is whole; InputError where the newest whole one
-        was saved from another tree, shape or dtype, naming the arrays.
+        Raises RunError where there are checkpoints and none is whole, or that of `step` is not; InputError where
+        it was saved from another tree, shape or dtype, naming the arrays.
         """
         self.wait()
-        step = self._newest_whole()
+        if step is None:
+            step = self._newest_whole()
+        else:
+            self._require(step)
         if step is None:
             return None
         directory = self.directory / str(step)
@@ -137,6 +141,7 @@ class Checkpoints:
             found = v1.load(directory / "state", {name: _abstract(leaf) for name, leaf in wanted.items()})
         except Exception as error:  # its bytes are as they were written: an older one would fail as well
             raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
+        found = {name: _on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
         with np.load(directory / "arrays.npz", allow_pickle=False) as file:
             arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
@@ -180,12 +185,23 @@ class Checkpoints:
             warnings.warn(f"damaged checkpoint: {problem}; going on from step {chosen}", stacklevel=3)
         return None if chosen < 0 else chosen
 
-    def _retire(self, newest: int) -> None:
-        """Delete what retention does not keep, after step `newest` was committed; never that one."""
+    def _require(self, step: int) -> None:
+        """Raise RunError, on every process, where the checkpoint of `step` is not whole."""
+        problem = _problem(self.directory / str(step)) if jax.process_index() == 0 else None
+        whole = problem is None
+        if jax.process_count() > 1:
+            whole = bool(multihost_utils.broadcast_one_to_all(np.int32(whole)))
+        if not whole:
+            raise RunError(
+                f"the checkpoint of step {step} is damaged: {problem or self.directory / str(step)}"
+            )
+
+    def _retire(self, newest: int, protect: int | None) -> None:
+        """Delete what retention does not keep, after step `newest` was committed; never that one, or `protect`."""
         self._damaged.discard(newest)
         whole = [step for step in self.steps() if step not in self._damaged]
         surplus = set() if self.keep is None else set(whole[: -self.keep])
-        for step in (surplus | self._damaged) - {newest}:
+        for step in ((surplus - {protect}) | self._damaged) - {newest}:
             aside = (
                 self.directory / f".{step}.tmp"
             )  # renamed first: a deletion that is killed leaves nothing half
@@ -225,6 +241,13 @@ def _shape(leaf: Any) -> str:
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _on_sharding(leaf: Any, wanted: Any) -> Any:
+    """orbax gives a typed key back with the sharding of its data, which has one axis more."""
+    if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.jit(lambda key: key, out_shardings=_abstract(wanted).sharding)(leaf)
 
 
 def _plain(name: str, array: Any) -> np.ndarray:

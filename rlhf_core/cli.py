@@ -116,11 +116,15 @@ def score(
     ],
     file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
     output: Output = None,
+    normalize: Annotated[
+        bool,
+        typer.Option("--normalize", help="Less the mean and over the deviation on MODEL's evaluation data."),
+    ] = False,
 ) -> None:
     """Add `score` to rows with prompt and completion, or messages; to pairs chosen_score, rejected_score."""
     from rlhf_core import commands
 
-    commands.score(model, file, output)
+    commands.score(model, file, output, normalize=normalize)
 
 
 @app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})

@@ -75,8 +75,11 @@ def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
     _console().print(table)
 
 
-def score(model: str, file: Path, output: Path | None) -> None:
-    """Write the rows of `file` with their scores, and print the accuracy where they are preferences."""
+def score(model: str, file: Path, output: Path | None, *, normalize: bool = False) -> None:
+    """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
+
+    normalize: in standard deviations from the mean that the model's artifact has stored.
+    """
     import numpy as np
 
     from rlhf_core import data, runtime
@@ -84,7 +87,7 @@ def score(model: str, file: Path, output: Path | None) -> None:
 
     runtime.prepare()
     records = data.load(str(file))
-    scores = Scorer.load(model).score_rows(records)
+    scores = Scorer.load(model, normalize=normalize).score_rows(records)
     rows = (
         {**records[i], **{name: _number(s[i]) for name, s in scores.items()}} for i in range(len(records))
     )

@@ -101,7 +101,7 @@ class Entry:
                 read = models[name].model_validate({"value": value})
             except ValidationError as error:
                 found = explain(models[name], error, {"value": value})
-                problems += [Problem(name + path.removeprefix("value"), message) for path, message in found]
+                problems += [Problem(name + at.removeprefix("value"), said) for at, said, _ in found]
             else:
                 values[name] = _hashable(read.value)  # type: ignore[attr-defined]
         problems += [

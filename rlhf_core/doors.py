@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig
 
 C = TypeVar("C", bound="TrainerConfig")
+DROPOUT = ("dropout", "dropout_prob", "pdrop")
+"""How the dropout rates of a config.json end: attention_dropout, hidden_dropout_prob, resid_pdrop."""
 SPELLINGS = {"arguments": "config", "args": "config", "processing_class": "tokenizer"}
 
 
@@ -69,6 +71,14 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             f"stage '{stage.name}'.model: {given!r} has no tokenizer files; put tokenizer.json and "
             "tokenizer_config.json beside its config.json"
         )
+    rates = {
+        n: r for n, r in model.hf_config.items() if n.endswith(DROPOUT) and isinstance(r, int | float) and r
+    }
+    if rates and not config.disable_dropout:
+        listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+        _warn(
+            stage, "disable_dropout", f"there is no dropout here; the model is trained without its {listed}"
+        )
     return model
 
 
@@ -81,7 +91,19 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
             raise InputError(
                 f"stage '{stage.name}'.{field}: missing; give a file, a dataset name, or a table"
             )
+        if config.compares is not None:
+            raise InputError(
+                f"stage '{stage.name}'.{field}: missing; {config.compares} compares evaluations on it"
+            )
+        if config.evaluation_steps is not None:
+            _warn(stage, "evaluation_steps", f"nothing is evaluated without {field}")
         return None
+    if needed and config.dataset_num_proc not in (None, 1):
+        _warn(
+            stage,
+            "dataset_num_proc",
+            "one process tokenises, with a thread on every core; more would not be faster",
+        )
     return data.load(spec, registry=stage.registry)
 
 
@@ -90,8 +112,14 @@ def tell(report: Report, stage: Stage, field: str) -> None:
 
     A stage that is only checked has it in its plan.
     """
-    if stage.is_main and stage.mesh is not None and not report.all_as_given:
-        warnings.warn(f"stage '{stage.name}'.{field}: {report}", stacklevel=2)
+    if not report.all_as_given:
+        _warn(stage, field, str(report))
+
+
+def _warn(stage: Stage, field: str, line: str) -> None:
+    """On one process, and where the stage runs: it has been checked just before."""
+    if stage.is_main and stage.mesh is not None:
+        warnings.warn(f"stage '{stage.name}'.{field}: {line}", stacklevel=3)
 
 
 @dataclass(frozen=True)

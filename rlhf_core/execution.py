@@ -45,7 +45,10 @@ def execute(trainer: Trainer, config: TrainerConfig, stage: Stage, host: Host) -
 def make_loggers(config: TrainerConfig, stage: Stage) -> list[Any]:
     """The console in the form that `progress_bar_type` names, metrics.jsonl, and what `logger` lists."""
     named = [stage.registry.get(LOGGER, each.name, **each.options) for each in config.logger]
-    always = {"console": Console(progress=config.progress_bar_type), "jsonl": JsonLines()}
+    always = {
+        "console": Console(config.progress_bar_type, config.progress_metrics),
+        "jsonl": JsonLines(),
+    }
     configured = {each.name for each in config.logger}
     return [logger for name, logger in always.items() if name not in configured] + named
 

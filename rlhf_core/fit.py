@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
+from rlhf_core.best import Best
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.diagnosis import not_finite
 from rlhf_core.doors import run_alone as run_alone
@@ -28,6 +29,7 @@ from rlhf_core.rows import Packed
 from rlhf_core.signals import stop_signals
 from rlhf_core.state import TrainState, abstract_state
 from rlhf_core.step import Objective, Programs, programs
+from rlhf_core.usage import peak_memory
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -101,6 +103,7 @@ class _Run:
         self.metrics: dict[str, float] = {}
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
         self.interval = Interval()
+        self.best = Best(config, stage)
 
     def loop(
         self,
@@ -118,12 +121,15 @@ class _Run:
         steps = programs(self.objective, state)
         if start < feed.total:
             self.warm_up(steps, state)
-        if start == 0 and config.eval_on_start and self.evaluate is not None:
-            self.report(0, state, logs=False, evaluates=True)
+        # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
+        if start == 0 and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
+            metrics = self.report(0, state, logs=False, evaluates=True)
+            if self.best.watches:
+                self.best.name(metrics)
         began, saved_at = time.perf_counter() - self.elapsed, time.perf_counter()
         self.interval.started = time.perf_counter()
-        out_of_time = False
-        for step in range(start, feed.total):
+        count, out_of_time = start, False
+        for step in range(start, start if self.best.exhausted else feed.total):
             if feed.needs_state(step):
                 self.check(steps, state, checkpoints)
             update = feed.update(step, state)
@@ -142,11 +148,16 @@ class _Run:
             limit = config.training_time_limit
             out_of_time = limit is not None and _agreed(self.elapsed >= limit)[0]
             ends = count == feed.total or out_of_time
-            logs = ends or count % config.log_steps == 0
             evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
-            if logs or (evaluates and self.evaluate):
+            evaluates = evaluates and self.evaluate is not None
+            # An evaluation that is compared may be the last thing that happens, so it logs too.
+            logs = ends or count % config.log_steps == 0 or (evaluates and self.best.watches)
+            improved = False
+            if logs or evaluates:
                 self.check(steps, state, checkpoints)
                 metrics = self.report(count, state, logs=logs, evaluates=evaluates)
+                improved = evaluates and self.best.see(count, metrics)
+                ends = ends or self.best.exhausted
                 if self.stop_when is not None and (reason := self.stop_when(metrics)):
                     self.save(count, state, checkpoints)
                     checkpoints.wait()
@@ -155,7 +166,7 @@ class _Run:
                         f"The state is kept in {self.stage.dir / 'checkpoints'}."
                     )
             # Asked last, so that a signal that comes during an evaluation stops after this update.
-            saves, stops = _agreed(self.save_due(count, saved_at), stop.is_set())
+            saves, stops = _agreed(improved or self.save_due(count, saved_at), stop.is_set())
             if saves and not ends:
                 self.check(steps, state, checkpoints)
                 self.save(count, state, checkpoints)
@@ -168,7 +179,7 @@ class _Run:
                     f"stage '{self.stage.name}': stopped after update {count} of {feed.total}, state saved; "
                     "the same command goes on from here"
                 )
-            if out_of_time:
+            if ends:
                 break
         checkpoints.wait()
         if out_of_time and count < feed.total:
@@ -177,7 +188,7 @@ class _Run:
                 "the stage ends here",
                 stacklevel=2,
             )
-        return Fitted(state, self.metrics, out_of_time)
+        return Fitted(self.best.final(state, count, checkpoints), self.metrics, out_of_time)
 
     def restore(self, state: TrainState, checkpoints: Checkpoints) -> tuple[int, TrainState]:
         found = checkpoints.restore(abstract_state(state))
@@ -191,9 +202,8 @@ class _Run:
         self.tokens, self.elapsed = found.host["tokens"], found.host["elapsed"]
         self.interval = Interval.from_json(found.host["interval"])
         self.feed.restore(found.step, found.host["feed"], found.arrays)
-        # orbax gives a typed key back with the sharding of its data, which has one axis more.
-        key = jax.jit(lambda k: k, out_shardings=state.key.sharding)(found.state.key)
-        return found.step, replace(found.state, key=key)
+        self.best.restore(found.host["best"])
+        return found.step, found.state
 
     def warm_up(self, steps: Programs, state: TrainState) -> None:
         """Compile every program but `apply`, which the first update does: it cannot run without moving the state."""
@@ -230,6 +240,7 @@ class _Run:
             metrics = self.interval.read(self.tokens)
             metrics["learning_rate"] = float(self.rate(jnp.int32(count - 1)))
             metrics["epoch"] = count / self.feed.updates_per_epoch
+            metrics |= peak_memory() if self.config.track_memory else {}
             self.interval = Interval()
         if evaluates and self.evaluate is not None:
             began = time.perf_counter()
@@ -255,8 +266,9 @@ class _Run:
             "tokens": self.tokens,
             "elapsed": self.elapsed,
             "interval": self.interval.to_json(),
+            "best": self.best.to_json(),
         }
-        checkpoints.save(step, state, host=kept, arrays=arrays)
+        checkpoints.save(step, state, host=kept, arrays=arrays, protect=self.best.step)
 
 
 def evaluator(

@@ -49,7 +49,9 @@ def _tokenizer(source: str, stage: StagePlan) -> Any:
     try:
         return load_tokenizer(source)
     except InputError as error:
-        raise InputError(*(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)) from None
+        raise InputError(
+            *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
+        ) from None
 
 
 def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:

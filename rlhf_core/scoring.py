@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from rlhf_core import artifacts, data
 from rlhf_core.data.preferences import FAMILIES
-from rlhf_core.encoding import Encoder, special_ids, template_text
+from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
 from rlhf_core.models import Definition, Model, load_model
 from rlhf_core.objectives import sequence_scores
 from rlhf_core.rows import Layout, Packed, choose_layout, pack, tree
+from rlhf_core.score_contract import Contract as Contract
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -35,88 +34,36 @@ MICRO_BATCH_TOKENS = 16384
 SEQUENCES_AT_ONCE = 4096
 
 
-@dataclass(frozen=True)
-class Contract:
-    """How a reward model was trained: what whoever uses its scores has to repeat.
-
-    max_length: tokens, EOS included; None: the model's own limit. truncation_mode: which end of a longer
-    sequence is kept.
-    chat_template: "plain" or Jinja text; None: the tokenizer's own. template_hash: of its text, None without
-    one.
-    special_tokens: {bos, eos, pad} ids. pooling: where the score is read.
-    mean, std: of the scores on its evaluation data, reward units; None where it had none.
-    """
-
-    max_length: int | None
-    truncation_mode: Literal["keep_end", "keep_start"]
-    chat_template: str | None
-    template_hash: str | None
-    tokenizer_hash: str
-    special_tokens: Mapping[str, Any]
-    pooling: Literal["last_token"] = "last_token"
-    mean: float | None = None
-    std: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: Any,
-        *,
-        max_length: int | None,
-        truncation_mode: Literal["keep_end", "keep_start"] = "keep_end",
-        chat_template: str | None = None,
-        mean: float | None = None,
-        std: float | None = None,
-    ) -> Contract:
-        """The contract of a model trained with `tokenizer`.
-
-        chat_template: None, "plain", or a file, whose text is kept.
-        """
-        special = special_ids(tokenizer)
-        kept = chat_template if chat_template in (None, "plain") else template_text(tokenizer, chat_template)
-        return cls(
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            chat_template=kept,
-            template_hash=template_hash(tokenizer, kept),
-            tokenizer_hash=tokenizer_hash(tokenizer),
-            special_tokens={"bos": special.bos, "eos": list(special.eos), "pad": special.pad},
-            mean=mean,
-            std=std,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `rlhf_artifact.json` holds it, under "contract"."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, given: Mapping[str, Any], where: str) -> Contract:
-        """The inverse of `to_dict`; raises InputError, naming `where`, for a contract of another version."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(given) != names:
-            odd = ", ".join(sorted(set(given) ^ names))
-            raise InputError(f"{where}: the reward model's contract is not one this version knows ({odd})")
-        return cls(**given)
-
-
 class Scorer:
     """A reward model and its contract.
 
     Programs are compiled for a few row shapes, chosen when scores are first asked for, and kept.
+
+    normalize: scores are given less the contract's mean and divided by its standard deviation.
     """
 
-    def __init__(self, model: Model, contract: Contract) -> None:
-        """Raises InputError where the model has no reward head, or its tokenizer is not the contract's."""
+    def __init__(self, model: Model, contract: Contract, *, normalize: bool = False) -> None:
+        """Raises InputError where the model has no reward head, its tokenizer is not the contract's, or the contract
+        has nothing to normalize with.
+        """
         if model.definition.head != "score" or model.tokenizer is None:
             raise InputError(f"{model.source or 'the model'}: scoring needs a reward head and a tokenizer")
-        self.model, self.contract = model, contract
+        if normalize:
+            contract.require_statistics(model.source or "the reward model")
+        self.model, self.contract, self.normalize = model, contract, normalize
         self._require(model.tokenizer)
         self.encoder = Encoder(model.tokenizer, contract.chat_template)
         self._layout: Layout | None = None
 
     @classmethod
     def load(
-        cls, path: str | Path, *, mesh: Mesh | None = None, registry: Registry | None = None, seed: int = 0
+        cls,
+        path: str | Path,
+        *,
+        mesh: Mesh | None = None,
+        registry: Registry | None = None,
+        seed: int = 0,
+        normalize: bool = False,
     ) -> Scorer:
         """A reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
@@ -139,7 +86,9 @@ class Scorer:
             raise InputError(
                 f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
             )
-        return cls(model, Contract.of(model.tokenizer, max_length=None) if contract is None else contract)
+        if contract is None:
+            contract = Contract.of(model.tokenizer, max_length=None)
+        return cls(model, contract, normalize=normalize)
 
     def _require(self, tokenizer: Any) -> None:
         problems = []
@@ -188,7 +137,8 @@ class Scorer:
         return self.score_ids(self.encoder.whole(prompts, completions), group=_repeats(prompts))
 
     def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
-        """Scores float32 [N], reward units, of whole sequences, int [n_i], in this model's tokens, EOS last.
+        """Scores float32 [N] of whole sequences, int [n_i], in this model's tokens, EOS last: in reward units, or
+        in standard deviations from the mean where this scorer normalizes.
 
         group: so many neighbours share their start (a pair, the completions of one prompt); computed once, it
         changes nothing but the time. Longer sequences than the contract's are cut at its side, with a
@@ -202,7 +152,8 @@ class Scorer:
             self._score_some(fitted[start : start + at_once], group, scores[start : start + at_once])
         # Where in its row a sequence lies changes the last bits: neighbours that are the same must tie.
         first: dict[tuple[int, bytes], int] = {}
-        return scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
+        scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
+        return self.contract.normalized(scores) if self.normalize else scores
 
     def _fit(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         limit = self.contract.max_length

@@ -47,7 +47,8 @@ def load_tokenizer(source: str | Path) -> Any:
         if not any((path / name).exists() for name in known):
             present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise InputError(
-                f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there (it has {present})"
+                f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "
+                f"(it has {present})"
             )
     elif not _hub_name(str(source)):
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import task
-from heldout import shares
+from heldout import draw
 from rlhf_grpo import GRPOConfig, GRPOTrainer
+
+from rlhf_core import load_model
 
 FILE = task.RESULTS / "ours.jsonl"
 
@@ -49,7 +51,7 @@ def train(loss: str, seed: int) -> list[dict[str, Any]]:
     directory = task.RUNS / f"seed{seed}" / f"ours-{loss}"
     GRPOTrainer(config(loss, seed, directory), rewards=[task.right]).train()
     run = {"loss": loss, "seed": seed}
-    before = float(shares(task.base(seed), seed).mean())
+    before = float(draw(load_model(task.base(seed)), seed).shares.mean())
     rows = [{**run, "update": 0, "reward": before, "entropy": None, "kl": None, "clipped": None}]
     for line in (directory / "metrics.jsonl").read_text("utf-8").splitlines():
         logged = json.loads(line)

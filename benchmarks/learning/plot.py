@@ -1,4 +1,4 @@
-"""Draw docs/learning.svg: held-out reward and KL of `dapo`, ours and TRL's, every seed and their mean.
+"""Draw docs/learning.svg: held-out reward and entropy of `dapo`, ours and TRL's, every seed and their mean.
 
     python benchmarks/learning/plot.py
 
@@ -48,14 +48,14 @@ def draw(axes: Axes, column: str) -> None:
 def main() -> None:
     settings: dict[str, Any] = {"svg.hashsalt": "learning", "svg.fonttype": "none", "font.size": 9}
     with mpl.rc_context(settings):
-        figure, (reward, kl) = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained")
+        figure, (reward, entropy) = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained")
         draw(reward, "reward")
         reward.set_title("Held-out reward: share of right replies", loc="left")
         reward.set_ylim(0.4, 1.0)
         reward.legend(loc="lower right", frameon=False)
-        draw(kl, "kl")
-        kl.set_title("KL to the initial weights (k3), nats a token", loc="left")
-        kl.set_ylim(bottom=0.0)
+        draw(entropy, "entropy")
+        entropy.set_title("Entropy, nats a token, mean of ten updates", loc="left")
+        entropy.set_ylim(bottom=0.0)
         figure.patch.set_facecolor("white")  # readable on a dark page too
         figure.savefig(FILE, metadata={"Date": None, "Creator": None})
 

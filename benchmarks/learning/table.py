@@ -15,16 +15,10 @@ FILE = task.REPOSITORY / "docs" / "learning.md"
 Row = Mapping[str, Any]
 
 
-def interval(estimate: Sequence[float] | None, sign: str = "") -> str:
+def interval(estimate: Sequence[float], sign: str = "") -> str:
     """Mean and half width of a 95 % interval, in percent."""
-    if estimate is None:
-        return "not finished"
     mean, low, high = estimate
     return f"{100 * mean:{sign}.1f} ± {50 * (high - low):.1f}"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -32,30 +26,28 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
 
 
-def last(rows: Iterable[Row], loss: str, seed: int) -> Row:
-    """The last evaluation of a run; without values where there is none."""
-    found = [row for row in rows if row["loss"] == loss and row["seed"] == seed]
-    return max(found, key=lambda row: row["update"], default={"entropy": None, "kl": None, "clipped": None})
+def clipped(rows: Iterable[Row], loss: str, seed: int) -> str:
+    """The last interval's, in percent; empty where the run logged none."""
+    found = [row for row in rows if (row["loss"], row["seed"]) == (loss, seed)]
+    value = max(found, key=lambda row: row["update"])["clipped"] if found else None
+    return "" if value is None else f"{100 * value:.1f}"
 
 
 def run(heldout: Sequence[Row], curves: Sequence[Row], trainer: str, loss: str, seed: int) -> list[str]:
     """The cells of one run, from its seed on."""
     measured = {(row["trainer"], row["loss"]): row for row in heldout if row["seed"] == seed}
-    before, after = measured["none", None], measured.get((trainer, loss), {"right": None, "gain": None})
-    end = last(curves, loss, seed)
-    values = [number(end["kl"]), number(end["entropy"]), number(end["clipped"])]
-    return [
-        str(seed),
-        *(interval(x) for x in (before["right"], after["right"])),
-        interval(after["gain"], "+"),
-        *values,
-    ]
+    before, after = measured["none", None], measured.get((trainer, loss))
+    if after is None:
+        return [str(seed), interval(before["right"]), "not finished", "", "", "", ""]
+    shares = [interval(row["right"]) for row in (before, after)]
+    nats = [f"{after[name]:.3f}" for name in ("kl", "entropy")]
+    return [str(seed), *shares, interval(after["gain"], "+"), *nats, clipped(curves, loss, seed)]
 
 
 def main() -> None:
     heldout = task.read(task.RESULTS / "heldout.jsonl")
     ours, trl = (task.read(task.RESULTS / f"{name}.jsonl") for name in ("ours", "trl"))
-    columns = ["seed", "before, %", "after, %", "gain, points", "KL", "entropy", "clipped"]
+    columns = ["seed", "before, %", "after, %", "gain, points", "KL", "entropy", "clipped, %"]
     tables = {
         "losses": table(
             ["loss", *columns],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rlhf_core.errors import Stopped
 from rlhf_core.hookspecs import hookimpl
-from rlhf_core.loggers.pace import Pace, shown
+from rlhf_core.loggers.pace import HEADLINE, Pace, shown
 from rlhf_core.loggers.views import View, choose
 
 if TYPE_CHECKING:
@@ -24,16 +24,19 @@ class Console:
 
     progress: "rich" or "tqdm", a bar on stderr, or plain lines, one a logged step, where stderr is no
     terminal. "json", one object an event on stdout.
+    metrics: names of those beside the bar; None: loss, reward and accuracy.
     """
 
     progress: Literal["rich", "tqdm", "json"] = "rich"
+    metrics: list[str] | None = None
     _view: View | None = field(default=None, init=False, repr=False)
 
     @hookimpl
     def rlhf_stage_start(self, stage: Stage) -> None:
         if stage.is_main:
             about = f"{shown(stage.dir)} · {_devices(stage)} · seed {stage.seed}"
-            self._view = choose(self.progress, stage.name, Pace(stage.dir / "plan.json"))
+            names = HEADLINE if self.metrics is None else self.metrics
+            self._view = choose(self.progress, stage.name, Pace(stage.dir / "plan.json", names))
             self._view.start(about)
 
     @hookimpl

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "step_time")
@@ -15,10 +15,11 @@ HEADLINE = ("loss", "reward", "accuracy")
 
 
 class Pace:
-    """Updates done and to do, and the time they take, of one run of a stage."""
+    """Updates done and to do, the time they take, and which metrics say how it goes, of one run of a stage."""
 
-    def __init__(self, plan: Path) -> None:
-        """plan: {"updates": how many the stage has}, a file that appears before the first update."""
+    def __init__(self, plan: Path, names: Sequence[str] = HEADLINE) -> None:
+        """plan: {"updates": how many the stage has}, a file that appears before the first update. names: of metrics."""
+        self.names = names
         self.began = time.monotonic()
         self.step = 0
         self.total: int | None = None
@@ -54,6 +55,10 @@ class Pace:
         seconds = self.seconds_left()
         return "" if seconds is None else f"{clock(seconds)} left"
 
+    def headline(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """(name, number) of the few metrics that say whether it works."""
+        return [(name, number(metrics[name])) for name in self.names if name in metrics]
+
 
 def clock(seconds: float) -> str:
     """`0:07`, `12:34`, `1:02:03`."""
@@ -77,11 +82,6 @@ def number(x: float) -> str:
 
 def speed(metrics: Mapping[str, float]) -> str:
     return f"{number(metrics['tokens_per_second'])} tok/s" if "tokens_per_second" in metrics else ""
-
-
-def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, number) of the few metrics that say whether it works."""
-    return [(name, number(metrics[name])) for name in HEADLINE if name in metrics]
 
 
 def details(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

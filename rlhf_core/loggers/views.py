@@ -16,7 +16,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from rlhf_core.loggers.jsonl import strict
-from rlhf_core.loggers.pace import Pace, clock, details, headline, speed
+from rlhf_core.loggers.pace import Pace, clock, details, speed
 
 Pairs = Sequence[tuple[str, str]]
 Ending = Literal["done", "stopped", "failed"]
@@ -53,7 +53,12 @@ class PlainView:
         self.write(f"start  {about}")
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        words = [self.pace.count(), *map(" ".join, headline(metrics)), speed(metrics), self.pace.left()]
+        words = [
+            self.pace.count(),
+            *map(" ".join, self.pace.headline(metrics)),
+            speed(metrics),
+            self.pace.left(),
+        ]
         self.write("  ".join(word for word in words if word))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -86,7 +91,7 @@ class TqdmView(PlainView):
                 dynamic_ncols=True,
             )
         self.bar.n = self.pace.step
-        self.bar.set_postfix_str("  ".join([*map(" ".join, headline(metrics)), speed(metrics)]))
+        self.bar.set_postfix_str("  ".join([*map(" ".join, self.pace.headline(metrics)), speed(metrics)]))
 
     def end(self, how: Ending) -> None:
         if self.bar is not None:
@@ -184,7 +189,7 @@ class RichView:
         if pace.step == 0:
             words = ["preparing", clock(pace.seconds())]
         else:
-            shown = [f"{name} {value}" for name, value in headline(self.metrics)]
+            shown = [f"{name} {value}" for name, value in pace.headline(self.metrics)]
             words = [pace.count(), pace.left(), *shown, speed(self.metrics)]
         words = [word for word in words if word]
         while len(words) > 2 and sum(map(len, words)) + 2 * len(words) + 12 > options.max_width:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
 from rlhf_core.errors import InputError
-from rlhf_core.options.problems import Problem, explain, lines
+from rlhf_core.options.problems import Problem, explain, settle
 
 
 def _plain(value: Any) -> Any:
@@ -57,14 +57,16 @@ class Options(BaseModel):
         protected_namespaces=(),
     )
 
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
+    """{another library's name: ours}, for the message that a name is unknown."""
+
     def __init__(self, /, **data: Any) -> None:
         given, problems = self._expand(data)
         try:
             super().__init__(**given)
         except ValidationError as error:
             problems += explain(type(self), error, given)
-        if problems:
-            raise InputError(*lines(problems, type(self).__name__))
+        settle(problems, type(self).__name__)
 
     # pydantic then builds nested tables without this, so that their problems are collected with the others.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -79,7 +81,7 @@ class Options(BaseModel):
     def _expand(
         cls, data: Mapping[str, Any], base: Self | None = None
     ) -> tuple[dict[str, Any], list[Problem]]:
-        """The canonical form of what was given, and what is wrong with it already.
+        """The canonical form of what was given, and what is wrong with it already, or to be said of it.
 
         base: what it will be merged into; None: the defaults.
         """
@@ -117,8 +119,7 @@ class Options(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; raises InputError."""
         given, problems = self._expand(changes, self)
-        if problems:
-            raise InputError(*lines(problems, type(self).__name__))
+        settle(problems, type(self).__name__)
         return type(self)(**{**self._table(), **given})
 
     def _table(self, *, only_set: bool = False) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.contracts import Kind
-from rlhf_core.errors import InputError
 from rlhf_core.options.base import Component, Options
-from rlhf_core.options.problems import Problem, explain, join, lines
+from rlhf_core.options.problems import Problem, explain, join, settle
 from rlhf_core.options.trainer import TrainerConfig
 
 C = TypeVar("C", bound=Options)
@@ -53,8 +52,8 @@ def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: N
             options = {key: value for key, value in component.items() if key not in owner.model_fields}
             found = registry.check(kind, component["name"], options, also=list(owner.model_fields))
             problems += [Problem(join(path, at), message) for at, message in found]
-    if config is None or problems:
-        raise InputError(*lines(problems, where))
+    settle(problems, where)
+    assert config is not None
     return config
 
 

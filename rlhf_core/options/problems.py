@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
-from rlhf_core.errors import near
+from rlhf_core.errors import InputError, near
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
 
 
 class Problem(NamedTuple):
-    """path: dotted, such as `rewards[0].weight`, or empty; message: the rest of the line."""
+    """path: dotted, such as `rewards[0].weight`, or empty. message: the rest of the line. fatal: False for what is only
+    to be said.
+    """
 
     path: str
     message: str
+    fatal: bool = True
 
 
 _EXPECTED = {
@@ -46,7 +50,16 @@ _BOUNDS = {
 
 def lines(problems: Iterable[Problem], where: str) -> list[str]:
     """One line a problem, `where.path: message`; the same line twice is one."""
-    return list(dict.fromkeys(f"{join(where, path)}: {message}" for path, message in problems))
+    return list(dict.fromkeys(f"{join(where, path)}: {message}" for path, message, _ in problems))
+
+
+def settle(problems: Sequence[Problem], where: str) -> None:
+    """Raise InputError with every fatal problem; where there is none, warn of the others, one warning each."""
+    fatal = [problem for problem in problems if problem.fatal]
+    if fatal:
+        raise InputError(*lines(fatal, where))
+    for line in lines(problems, where):
+        warnings.warn(line, stacklevel=3)
 
 
 def join(path: str, key: str | int) -> str:
@@ -131,7 +144,11 @@ def _wanted(item: Any, table: type[Options]) -> str | None:
 def _message(item: Any, table: type[Options]) -> str:
     kind = item["type"]
     if kind == "extra_forbidden":
-        return unknown(str(item["loc"][-1]), table.names(), "field")
+        name = str(item["loc"][-1])
+        ours = table.ELSEWHERE.get(name, "")
+        if ours.partition(".")[0] in table.model_fields:
+            return f"unknown field. What TRL calls so is {ours} here"
+        return unknown(name, table.names(), "field")
     if kind == "missing":
         return "missing; it has no default"
     if kind == "value_error":

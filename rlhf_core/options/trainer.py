@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticUndefined
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_core.contracts import LOGGER, OPTIMIZER
 from rlhf_core.options.base import Component, Options
+from rlhf_core.options.expansion import PART_NAMES, expand, inherited
 from rlhf_core.options.problems import Problem, shown
+from rlhf_core.options.seed import TRL_NAMES
 
 Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
+COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
+"""The fields that ask for evaluations to be compared with one another."""
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
@@ -26,6 +29,11 @@ def _seconds(given: Any) -> Any:
     if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", given.lower()).strip():
         raise ValueError(f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {shown(given)}")
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
+
+def _constant(given: Any) -> Any:
+    """EasyDeL's word for a constant learning rate is none."""
+    return "constant" if given is None or given == "none" else given
 
 
 def _text(given: Any) -> Any:
@@ -61,10 +69,13 @@ class TrainerConfig(Options):
     FLAT: ClassVar[Mapping[str, Flat]] = {}
     ALIASES: ClassVar[Mapping[str, str]] = {
         "clip_grad": "max_grad_norm",
+        "max_length": "max_sequence_length",
+        "metrics_to_show_in_rich_pbar": "progress_metrics",
         "peft_config": "lora",
         "repo_id": "model",
         "dataset_name": "train_data",
     }
+    ELSEWHERE: ClassVar[Mapping[str, str]] = TRL_NAMES
 
     model: Annotated[str | dict[str, Any] | None, BeforeValidator(_text)] = Field(
         None,
@@ -80,7 +91,7 @@ class TrainerConfig(Options):
     learning_rate_end: float | None = Field(
         None, ge=0, description="at the last update, for schedules that fall; none: 0"
     )
-    scheduler: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(_constant)] = Field(
         "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
@@ -110,9 +121,26 @@ class TrainerConfig(Options):
     )
     eval_on_start: bool = Field(False, description="evaluate before the first update too")
     max_evaluation_steps: int | None = Field(None, ge=1, description="batches of an evaluation; none: all")
+    early_stopping_patience: int | None = Field(
+        None,
+        ge=1,
+        description="evaluations without a better one after which training ends; none: it does not",
+    )
+    load_best_model_at_end: bool = Field(
+        False, description="the trained model is that of the best evaluation, not that of the last update"
+    )
+    metric_for_best_model: str | None = Field(
+        None,
+        description="what is compared; none: eval_accuracy, eval_reward or eval_loss, the first there is",
+    )
+    greater_is_better: bool | None = Field(
+        None, description="which way; none: lower for a loss, error, perplexity or kl, greater for the rest"
+    )
     save_steps: int | None = Field(None, ge=1, description="updates between checkpoints")
     save_interval_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
-    save_total_limit: int | None = Field(None, ge=1, description="checkpoints kept; none: all")
+    save_total_limit: int | None = Field(
+        None, ge=1, description="newest checkpoints kept, and the best; none: all"
+    )
     save_directory: PathText | None = Field(
         None, description="where a trainer that is run from Python writes; none: a fresh temporary directory"
     )
@@ -123,12 +151,25 @@ class TrainerConfig(Options):
     )
     log_steps: int = Field(10, ge=1, description="updates between logged metrics")
     progress_bar_type: Literal["rich", "tqdm", "json"] = Field("rich", description="what the console shows")
+    progress_metrics: list[str] | None = Field(
+        None, description="metrics beside the progress bar; none: loss, reward and accuracy"
+    )
+    track_memory: bool | float = Field(
+        False,
+        ge=0,
+        description="log peak memory as memory/...; a number, EasyDeL's interval, is as good as true",
+    )
     logger: list[Annotated[Component, LOGGER]] = Field([], description="loggers besides metrics.jsonl")
     frozen_parameters: Annotated[str | list[str], AfterValidator(_patterns)] | None = Field(
         None, description="regular expressions; parameters whose dotted path matches one are not trained"
     )
-    disable_dropout: bool = Field(True, description="models are trained without dropout")
-    dataset_num_proc: int | None = Field(None, ge=1, description="processes that tokenise; none: one")
+    disable_dropout: bool = Field(
+        True,
+        description="models are trained without dropout; false is a warning where config.json asks for some",
+    )
+    dataset_num_proc: int | None = Field(
+        None, ge=1, description="one process tokenises, with a thread a core; another number is a warning"
+    )
     seed: int | None = Field(None, ge=0, description="none: the pipeline's")
     lora: Annotated[None, BeforeValidator(_not_yet)] = Field(
         None, description="adapter options; none: all parameters are trained"
@@ -136,6 +177,14 @@ class TrainerConfig(Options):
     chat_template: PathText | None = Field(
         None, description="none: the tokenizer's own; 'plain': role-labelled text; or a Jinja file"
     )
+
+    @model_validator(mode="after")
+    def _has_evaluations_to_compare(self) -> Self:
+        if self.compares is None and self.greater_is_better is not None:
+            raise ValueError(f"greater_is_better says nothing without {', '.join(COMPARING[:-1])} or {COMPARING[-1]}")
+        if self.compares is not None and self.evaluation_steps is None:
+            raise ValueError(f"{self.compares} needs evaluation_steps, the updates between evaluations")
+        return self
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -147,21 +196,26 @@ class TrainerConfig(Options):
                 )
 
     @property
+    def compares(self) -> str | None:
+        """The first of `COMPARING` that is given; None where none is."""
+        return next((name for name in COMPARING if getattr(self, name)), None)
+
+    @property
     def use_wandb(self) -> bool:
         """Whether wandb is among the loggers; `use_wandb=True` puts it there."""
         return any(logger.name == "wandb" for logger in self.logger)
 
     @classmethod
     def _flat(cls) -> dict[str, Flat]:
-        return _inherited(cls, "FLAT")
+        return inherited(cls, "FLAT")
 
     @classmethod
     def _aliases(cls) -> dict[str, str]:
-        return _inherited(cls, "ALIASES")
+        return inherited(cls, "ALIASES")
 
     @classmethod
     def names(cls) -> list[str]:
-        return [*super().names(), *cls._flat(), *cls._aliases(), "use_wandb", "dataset_split"]
+        return [*super().names(), *cls._flat(), *cls._aliases(), *PART_NAMES]
 
     if not TYPE_CHECKING:  # a type checker should keep telling a misspelt field
 
@@ -178,103 +232,4 @@ class TrainerConfig(Options):
     def _expand(
         cls, data: Mapping[str, Any], base: Self | None = None
     ) -> tuple[dict[str, Any], list[Problem]]:
-        given, problems = super()._expand(data)
-        problems += _expand_aliases(given, cls._aliases())
-        problems += _expand_flat(given, cls, base)
-        problems += _expand_wandb(given, _default(cls, base, "logger"))
-        problems += _expand_split(given, _default(cls, base, "train_data"))
-        return given, problems
-
-
-def _expand_aliases(given: dict[str, Any], aliases: Mapping[str, str]) -> list[Problem]:
-    """Other spellings into names."""
-    problems = []
-    for alias in [alias for alias in aliases if alias in given]:
-        value, name = given.pop(alias), aliases[alias]
-        if name in given:
-            problems.append(Problem(alias, f"another name of {name}, which is given too; remove one"))
-        given.setdefault(name, value)
-    return problems
-
-
-def _expand_flat(
-    given: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None
-) -> list[Problem]:
-    """Flat names into the tables they stand for, which start from the default where they are not given."""
-    flat = [(name, target[0], target[1]) for name, target in cls._flat().items() if name in given]
-    # Names first: the options of a default that is not chosen do not apply to what is.
-    flat.sort(key=lambda item: item[2] != "name")
-    said = {field: _table(given[field]) for _, field, _ in flat if field in given}
-    tables: dict[str, dict[str, Any]] = {}
-    problems = []
-    for name, field, key in flat:
-        value, default = given.pop(name), _default(cls, base, field)
-        if field not in tables:
-            start = said[field] if field in said else _table(default) or {}
-            if start is None:
-                continue  # neither a table nor a name, as validation says
-            other = key == "name" and field not in said and value != start.get("name")
-            tables[field] = {} if other else dict(start)
-        if key in (said.get(field) or {}):
-            problems.append(Problem(name, f"the same as {field}.{key}, which is given too; remove one"))
-        elif value is None and isinstance(default, Component):
-            tables[field].pop(key, None)  # an option that is none is one that is not given
-        else:
-            tables[field][key] = value
-    given |= tables
-    return problems
-
-
-def _expand_wandb(given: dict[str, Any], default: Any) -> list[Problem]:
-    """`use_wandb` into the list of loggers."""
-    if "use_wandb" not in given:
-        return []
-    use = given.pop("use_wandb")
-    loggers = given.get("logger", default)
-    if not isinstance(use, bool):
-        return [Problem("use_wandb", f"expected true or false, got {shown(use)}")]
-    if not use or not isinstance(loggers, list | tuple):
-        return []
-    if any((_table(logger) or {}).get("name") == "wandb" for logger in loggers):
-        return [Problem("use_wandb", "logger names wandb too; remove one")] if "logger" in given else []
-    given["logger"] = [*loggers, {"name": "wandb"}]
-    return []
-
-
-def _expand_split(given: dict[str, Any], default: Any) -> list[Problem]:
-    """`dataset_split` into the table of `train_data`."""
-    if "dataset_split" not in given:
-        return []
-    split, data = given.pop("dataset_split"), given.get("train_data", default)
-    if split is None:
-        return []
-    if isinstance(data, Path | str):
-        data = {"name": str(data)}
-    if not isinstance(data, Mapping):
-        return [Problem("dataset_split", "needs train_data, one dataset by name or in a table")]
-    if "split" in data:
-        return [Problem("dataset_split", "the same as train_data.split, which is given too; remove one")]
-    given["train_data"] = {**data, "split": split}
-    return []
-
-
-def _inherited(cls: type, attribute: str) -> dict[str, Any]:
-    """A class attribute's entries and those of the parents', the nearest first."""
-    tables = [vars(base)[attribute] for base in reversed(cls.__mro__) if attribute in vars(base)]
-    return {name: entry for table in tables for name, entry in table.items()}
-
-
-def _default(cls: type[TrainerConfig], base: TrainerConfig | None, field: str) -> Any:
-    if base is not None:
-        return getattr(base, field)
-    default = cls.model_fields[field].get_default(call_default_factory=True)
-    return None if default is PydanticUndefined else default
-
-
-def _table(value: Any) -> dict[str, Any] | None:
-    """A nested value as a table of what was said, or None where it is neither a table nor a name."""
-    if isinstance(value, Options):
-        return value._table(only_set=True)
-    if isinstance(value, str):
-        return {"name": value}
-    return dict(value) if isinstance(value, Mapping) else None
+        return expand(data, cls, base)

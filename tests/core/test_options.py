@@ -5,57 +5,19 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD, Kind
+from rlhf_core.components import load_file
+from rlhf_core.contracts import Kind
 from rlhf_core.errors import InputError
-from rlhf_core.options import Component, FieldDoc, Options, TrainerConfig, build, fields, parse_value
+from rlhf_core.options import Component, FieldDoc, TrainerConfig, build, fields
 
-
-class Sampling(Options):
-    temperature: float = Field(1.0, gt=0, description="softmax temperature")
-    top_k: int | None = None
-    stops: tuple[int, ...] = ()
-
-
-class KL(Options):
-    name: Literal["k1", "k3"] = "k3"
-    beta: float = 0.04
-
-
-class WeightedReward(Component):
-    weight: float = 1.0
-    label: str | None = None
-
-
-class PolicyConfig(TrainerConfig):
-    """A trainer's config as a plugin writes it."""
-
-    FLAT: ClassVar[dict[str, Any]] = {
-        "loss_type": ("loss", "name"),
-        "epsilon": ("loss", "epsilon", 0.2),
-        "delta": ("loss", "delta", None),
-        "beta": ("kl", "beta"),
-        "temperature": ("sampling", "temperature"),
-        "top_k": ("sampling", "top_k"),
-    }
-    ALIASES: ClassVar[dict[str, str]] = {"group_size": "num_generations"}
-
-    loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo")
-    advantage: Annotated[Component, ADVANTAGE] | None = None
-    rewards: list[Annotated[WeightedReward, REWARD]] = Field([])
-    sampling: Sampling = Sampling()
-    kl: KL = KL()
-    num_generations: int = Field(8, ge=2)
-
-    @model_validator(mode="after")
-    def _fits(self) -> PolicyConfig:
-        if self.total_batch_size % self.num_generations:
-            raise ValueError(f"total_batch_size {self.total_batch_size} splits a group")
-        return self
+tables: Any = load_file(Path(__file__).with_name("option_tables.py"))
+PolicyConfig, Sampling, WeightedReward = tables.PolicyConfig, tables.Sampling, tables.WeightedReward
+problems = tables.problems
 
 
 class FakeRegistry:
@@ -67,16 +29,6 @@ class FakeRegistry:
         if name != "known":
             return [("name", f"no {kind.name} named '{name}'")]
         return [(option, f"unknown to {kind.name}") for option in options if option != "epsilon"]
-
-
-def problems(**data: Any) -> list[str]:
-    """The lines of the error, each without the class's name."""
-    with pytest.raises(InputError) as caught:
-        PolicyConfig(**data)
-    lines = str(caught.value).split("\n")
-    assert tuple(lines) == caught.value.problems
-    assert all(line.startswith(("PolicyConfig.", "PolicyConfig:")) for line in lines)
-    return [line.removeprefix("PolicyConfig").removeprefix(".") for line in lines]
 
 
 # Strictness
@@ -208,102 +160,10 @@ def test_build_gives_what_the_constructor_gives() -> None:
     assert build(PolicyConfig, table, registry=FakeRegistry()) == PolicyConfig(**table)
 
 
-# Flat names
-
-
-def test_flat_names_merge_into_the_default() -> None:
-    config = PolicyConfig(epsilon=0.1, temperature=2.0, beta=0.5)
-    assert config.loss == Component(name="dapo", epsilon=0.1)
-    assert (config.sampling, config.kl) == (Sampling(temperature=2.0), KL(beta=0.5))
-    assert PolicyConfig(loss_type="grpo", epsilon=0.1).loss == Component(name="grpo", epsilon=0.1)
-    assert PolicyConfig(loss={"name": "grpo", "delta": 1.0}, epsilon=0.1).loss.options == {
-        "delta": 1.0,
-        "epsilon": 0.1,
-    }
-
-
-def test_a_default_s_options_do_not_follow_another_name() -> None:
-    class Config(TrainerConfig):
-        FLAT: ClassVar[dict[str, Any]] = {"loss_type": ("loss", "name"), "epsilon": ("loss", "epsilon")}
-        loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo", epsilon=0.3, dual_clip=3.0)
-
-    assert Config(loss_type="dapo").loss.options == {"epsilon": 0.3, "dual_clip": 3.0}
-    assert Config(epsilon=0.1).loss.options == {"epsilon": 0.1, "dual_clip": 3.0}
-    assert Config(loss_type="grpo").loss == Component(name="grpo")
-    assert Config(epsilon=0.1, loss_type="grpo").loss == Component(name="grpo", epsilon=0.1)
-
-
-def test_flat_names_can_be_read() -> None:
-    config = PolicyConfig(loss_type="grpo", temperature=2.0)
-    assert (config.loss_type, config.temperature, config.beta) == ("grpo", 2.0, 0.04)
-    assert (config.epsilon, config.delta) == (0.2, None)
-    assert PolicyConfig(epsilon=0.1).epsilon == 0.1
-    with pytest.raises(AttributeError):
-        _ = config.epsilom
-
-
-def test_none_is_an_option_not_given() -> None:
-    assert PolicyConfig(delta=None).loss == Component(name="dapo")
-    assert PolicyConfig(top_k=None).sampling.top_k is None
-    assert problems(temperature=None) == ["sampling.temperature: expected a number, got none"]
-
-
-def test_flat_and_nested_together_are_an_error() -> None:
-    assert problems(epsilon=0.1, loss={"name": "dapo", "epsilon": 0.1}, loss_type="dapo") == [
-        "loss_type: the same as loss.name, which is given too; remove one",
-        "epsilon: the same as loss.epsilon, which is given too; remove one",
-    ]
-    assert problems(beta=0.1, kl=KL(beta=0.1)) == [
-        "beta: the same as kl.beta, which is given too; remove one"
-    ]
-    assert PolicyConfig(beta=0.1, kl=KL(name="k1")).kl == KL(name="k1", beta=0.1)
-    assert problems(max_grad_norm=1.0, clip_grad=2.0) == [
-        "clip_grad: another name of max_grad_norm, which is given too; remove one"
-    ]
-
-
-def test_a_flat_name_must_point_somewhere() -> None:
-    with pytest.raises(TypeError, match="'epsilon' must be no field, and 'los' must be one"):
-
-        class Wrong(TrainerConfig):
-            FLAT: ClassVar[dict[str, Any]] = {"epsilon": ("los", "epsilon")}
-
-
-def test_other_spellings() -> None:
-    config = PolicyConfig(clip_grad=2.0, repo_id="base", dataset_name="pairs", group_size=4)
-    assert (config.max_grad_norm, config.clip_grad, config.model, config.train_data) == (
-        2.0,
-        2.0,
-        "base",
-        "pairs",
-    )
-    assert (config.num_generations, config.group_size) == (4, 4)
-    assert problems(peft_config={}) == [
-        "lora: adapters are not available yet; leave it out to train all parameters"
-    ]
-    split = PolicyConfig(dataset_name="pairs", dataset_split="train[:1%]")
-    assert split.train_data == {"name": "pairs", "split": "train[:1%]"}
-    assert problems(dataset_split="train") == [
-        "dataset_split: needs train_data, one dataset by name or in a table"
-    ]
-
-
-def test_use_wandb() -> None:
-    assert PolicyConfig(use_wandb=True).logger == [Component(name="wandb")]
-    config = PolicyConfig(use_wandb=True, logger=["console"])
-    assert [logger.name for logger in config.logger] == ["console", "wandb"]
-    assert (config.use_wandb, PolicyConfig(use_wandb=False).use_wandb) == (True, False)
-    assert config.replace(use_wandb=True) == config
-    assert problems(use_wandb=True, logger=[{"name": "wandb"}]) == [
-        "use_wandb: logger names wandb too; remove one"
-    ]
-    assert problems(use_wandb="yes") == ["use_wandb: expected true or false, got 'yes'"]
-
-
 # Copies
 
 
-def full() -> PolicyConfig:
+def full() -> Any:
     return PolicyConfig(
         model={"model_type": "llama", "tokenizer": "t/"},
         train_data=["a.jsonl", {"name": "b", "weight": 2.0}],
@@ -344,71 +204,7 @@ def test_broken_json(text: str, message: str) -> None:
         PolicyConfig.from_json(text)
 
 
-# The shared fields
-
-
-def test_defaults_are_the_contract_s() -> None:
-    expected = {
-        "learning_rate": 5e-5,
-        "learning_rate_end": None,
-        "scheduler": "constant",
-        "warmup_steps": 0,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
-        "optimizer": {"name": "adamw"},
-        "num_train_epochs": 10,
-        "max_training_steps": None,
-        "total_batch_size": 32,
-        "gradient_accumulation_steps": 1,
-        "max_sequence_length": 1024,
-        "overlong": "filter",
-        "truncation_mode": "keep_end",
-        "shuffle_train_dataset": True,
-        "log_steps": 10,
-        "progress_bar_type": "rich",
-        "logger": [],
-        "disable_dropout": True,
-    }
-    unset = """model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps
-        max_evaluation_steps save_interval_minutes save_total_limit save_directory training_time_limit
-        frozen_parameters dataset_num_proc seed lora chat_template"""
-    assert TrainerConfig().to_dict() == expected | dict.fromkeys(unset.split())
-    assert TrainerConfig().use_wandb is False
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        ("2h30m", 9000.0),
-        ("1d", 86400.0),
-        ("90m", 5400.0),
-        ("45s", 45.0),
-        ("1h 1.5m", 3690.0),
-        (10, 10.0),
-        (0.5, 0.5),
-    ],
-)
-def test_durations(given: Any, seconds: float) -> None:
-    assert TrainerConfig(training_time_limit=given).training_time_limit == seconds
-
-
-@pytest.mark.parametrize("given", ["soon", "2h30", "h", "", "1w", "2h and 3m"])
-def test_durations_that_are_none(given: str) -> None:
-    assert problems(training_time_limit=given) == [
-        f"training_time_limit: expected seconds or a duration such as '2h30m', '1d' or '45s', got {given!r}"
-    ]
-
-
-def test_zero_turns_clipping_off() -> None:
-    assert TrainerConfig(max_grad_norm=0).max_grad_norm is None
-
-
-def test_paths_are_text() -> None:
-    config = TrainerConfig(model=Path("m"), train_data=Path("d.jsonl"), save_directory=Path("out"))
-    assert (config.model, config.train_data, config.save_directory) == ("m", "d.jsonl", "out")
-
-
-# Lists of fields and values from flags
+# Lists of fields
 
 
 def test_fields() -> None:
@@ -423,29 +219,3 @@ def test_fields() -> None:
     assert rows["epsilon"] == FieldDoc("epsilon", "option", 0.2, "short for loss.epsilon")
     assert rows["loss_type"].default == "dapo"
     assert all(row.description for row in fields(TrainerConfig))
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1", 1),
-        ("1e-3", 1e-3),
-        ("true", True),
-        ("True", "True"),
-        ("none", None),
-        ("None", None),
-        ('"none"', "none"),
-        ("[1, 2]", [1, 2]),
-        ('{ name = "a", b = 1 }', {"name": "a", "b": 1}),
-        ("base.model", "base.model"),
-        ("runs/a b", "runs/a b"),
-        ("2024-01-01", "2024-01-01"),
-        ("12:30:00", "12:30:00"),
-        ("1\nother = 2", "1\nother = 2"),
-        ("2h30m", "2h30m"),
-        ("", ""),
-    ],
-)
-def test_parse_value(text: str, value: Any) -> None:
-    assert parse_value(text) == value
-    assert type(parse_value(text)) is type(value)

@@ -105,7 +105,11 @@ def test_value_and_slope_against_the_ratio(options, advantage, values, slopes):
 @pytest.mark.parametrize(
     ("kl", "at", "value", "slope"),
     [
+        ("k1", -1.0, -1.0, 1.0),
         ("k1", 0.5, 0.5, 1.0),
+        ("k1", 2.0, 2.0, 1.0),
+        ("k2", -1.0, 0.5, -1.0),
+        ("k2", 0.5, 0.125, 0.5),
         ("k2", 2.0, 2.0, 2.0),
         ("k3", -1.0, 0.7183, -1.7183),
         ("k3", 0.5, 0.1065, 0.3935),

@@ -8,6 +8,9 @@ from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer
 
+OVER_ALL = {f"{side}/{each}" for side in ("chosen", "rejected") for each in ("mean", "std", "min", "max")}
+OVER_ALL |= {"auc", "calibration_error", "length_correlation", "longer_wins_accuracy", "longer_wins_ties"}
+"""Metrics that need the scores of every held-out pair."""
 BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 2}
 
 
@@ -32,7 +35,7 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path):
     assert result.artifact.path == tmp_path / "artifacts" / "model"
     names = {"loss", "accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward"}
     train = names | {"learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time"}
-    assert set(result.metrics) == train | {f"eval_{name}" for name in names}
+    assert set(result.metrics) == train | {f"eval_{name}" for name in names | OVER_ALL}
     assert all(np.isfinite(x) for x in result.metrics.values())
     steps = [row["step"] for row in tiny.read_rows(tmp_path / "metrics.jsonl")]
     assert steps == [2, 4]
@@ -43,6 +46,8 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path):
     assert contract["max_length"] == 1024
     accuracy = (scores["chosen_score"] > scores["rejected_score"]).mean()
     assert result.metrics["eval_accuracy"] == pytest.approx(accuracy)
+    evaluation = {k.removeprefix("eval_"): v for k, v in result.metrics.items() if k.startswith("eval_")}
+    assert contract["evaluation"] == evaluation
 
 
 def as_records(rows):
@@ -112,6 +117,7 @@ def test_config_round_trips():
     changed = config.replace(learning_rate=1e-6)
     assert (changed.learning_rate, changed.max_sequence_length, config.learning_rate) == (1e-6, 2048, 2e-5)
     assert config.to_dict()["loss"] == {"name": "hinge"}
+    assert RewardConfig(loss_type="hinge").loss == config.loss
     assert RewardConfig().center_rewards_coefficient == 0.1
     assert RewardConfig(center_rewards_coefficient=None).center_rewards_coefficient is None
     with pytest.raises(InputError, match="Did you mean 'center_rewards_coefficient'"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -12,6 +12,8 @@ from rlhf_core.options import Component
 
 class RewardConfig(TrainerConfig):
     """Training a scalar reward model on preference pairs."""
+
+    FLAT: ClassVar = {"loss_type": ("loss", "name")}
 
     loss: Annotated[Component, PAIRWISE_LOSS] = Field(
         default=Component(name="bradley_terry"), description="the pairwise loss and its options"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from rlhf_core import PAIRWISE_LOSS, PairInputs, plugins
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import padded_scores
+from rlhf_core.options import Component
 from rlhf_core.step import split_step
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import pair_loss
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import PairwiseLoss
     from rlhf_core.step import Objective
 
+    Loss: TypeAlias = str | Mapping[str, Any] | PairwiseLoss
+
 
 def pairwise_loss(
     chosen: jax.Array,
     rejected: jax.Array,
     margin: jax.Array | None = None,
     *,
-    loss: str | PairwiseLoss = "bradley_terry",
+    loss: Loss = "bradley_terry",
     center_rewards_coefficient: float | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A pairwise loss over score arrays.
 
-    chosen, rejected, margin: float32 [pairs], reward units; loss: a registered name or a component.
+    chosen, rejected, margin: float32 [pairs], reward units. loss: a registered name, a table of the name and its
+    options as in a file, {"name": "conservative", "label_smoothing": 0.2}, or a component.
     Returns the mean loss, float32 [], and the metrics accuracy (strict), ties, margin, mean_reward, min_reward,
     max_reward, float32 [] each.
     """
@@ -52,7 +56,7 @@ def training_step(
     center_rewards_coefficient: float | None = 0.1,
     gradient_accumulation_steps: int = 1,
     *,
-    loss: str | PairwiseLoss = "bradley_terry",
+    loss: Loss = "bradley_terry",
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update on a padded batch; nothing is donated.
 
@@ -76,7 +80,7 @@ def evaluation_step(
     batch: Mapping[str, Any],
     center_rewards_coefficient: float | None = 0.1,
     *,
-    loss: str | PairwiseLoss = "bradley_terry",
+    loss: Loss = "bradley_terry",
 ) -> dict[str, jax.Array]:
     """The loss and metrics of `training_step` without an update."""
     return _evaluation_step(
@@ -84,12 +88,14 @@ def evaluation_step(
     )
 
 
-def _component(loss: str | PairwiseLoss) -> tuple[str, PairwiseLoss]:
-    if not isinstance(loss, str):
-        return type(loss).__name__, loss
-    if loss in LOSSES:
+def _component(loss: Loss) -> tuple[str, PairwiseLoss]:
+    """The name that a loss's own metrics are logged under, and the loss."""
+    if isinstance(loss, str) and loss in LOSSES:
         return loss, LOSSES[loss]()
-    return loss, plugins.load().registry.get(PAIRWISE_LOSS, loss)
+    if isinstance(loss, str | Mapping):
+        table = Component(**({"name": loss} if isinstance(loss, str) else loss))
+        return table.name, plugins.load().registry.get(PAIRWISE_LOSS, table.name, **table.options)
+    return type(loss).__name__, loss
 
 
 def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -1,16 +1,24 @@
-"""Pairwise losses: per-pair values from the scores of a preferred and a rejected reply.
+"""Pairwise losses: a value a pair, from the scores of the preferred and of the rejected reply.
 
-With d = chosen − rejected − margin, all in reward units.
+With d = chosen − rejected − margin in reward units; margin is 0 where the data has none. Each is finite, and so is its
+gradient, for every finite d.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+from pydantic import Field
 
 from rlhf_core import LossOutput, PairInputs
+
+
+def difference(inputs: PairInputs) -> jax.Array:
+    """d = chosen − rejected − margin, float32 [pairs], reward units."""
+    return inputs.chosen - inputs.rejected - inputs.margin
 
 
 @dataclass(frozen=True)
@@ -20,38 +28,44 @@ class BradleyTerry:
     """
 
     def __call__(self, inputs: PairInputs) -> LossOutput:
-        return LossOutput(-jax.nn.log_sigmoid(inputs.chosen - inputs.rejected - inputs.margin))
+        return LossOutput(-jax.nn.log_sigmoid(difference(inputs)))
 
 
 @dataclass(frozen=True)
 class Conservative:
-    """−(1 − ε) log σ(d) − ε log σ(−d): label smoothing, for labels wrong with probability ε (Mitchell 2023)."""
+    """−(1 − ε) log σ(d) − ε log σ(−d): Bradley-Terry with label smoothing, for labels that are wrong with probability
+    ε (Mitchell 2023, there for DPO). Lowest at d = log((1 − ε) / ε).
 
-    label_smoothing: float = 0.1
+    label_smoothing: ε; at 0.5 and above the labels would say nothing, or the opposite.
+    """
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
 
     def __call__(self, inputs: PairInputs) -> LossOutput:
-        d = inputs.chosen - inputs.rejected - inputs.margin
-        e = self.label_smoothing
+        d, e = difference(inputs), self.label_smoothing
         return LossOutput(-(1 - e) * jax.nn.log_sigmoid(d) - e * jax.nn.log_sigmoid(-d))
 
 
 @dataclass(frozen=True)
 class Hinge:
-    """max(0, 1 − d)."""
+    """max(0, 1 − d), the loss of a ranking SVM (Joachims 2002): 0 once chosen − rejected reaches 1 + margin."""
 
     def __call__(self, inputs: PairInputs) -> LossOutput:
-        return LossOutput(jnp.maximum(0.0, 1.0 - (inputs.chosen - inputs.rejected - inputs.margin)))
+        return LossOutput(jnp.maximum(0.0, 1.0 - difference(inputs)))
 
 
 @dataclass(frozen=True)
 class Squared:
-    """(d − 1 / (2 τ))²: regression of the difference, in the style of IPO (Azar et al. 2023, eq. 17)."""
+    """(d − 1 / (2 τ))²: chosen − rejected is drawn to margin + 1 / (2 τ), from above too (the loss of IPO, Azar et al.
+    2024, eq. 17, with scores in place of log-ratios).
 
-    tau: float = 0.5
+    tau: τ, above 0; a smaller one asks for a larger difference.
+    """
+
+    tau: Annotated[float, Field(gt=0)] = 0.5
 
     def __call__(self, inputs: PairInputs) -> LossOutput:
-        d = inputs.chosen - inputs.rejected - inputs.margin
-        return LossOutput(jnp.square(d - 1.0 / (2.0 * self.tau)))
+        return LossOutput(jnp.square(difference(inputs) - 1.0 / (2.0 * self.tau)))
 
 
 LOSSES = {"bradley_terry": BradleyTerry, "conservative": Conservative, "hinge": Hinge, "squared": Squared}

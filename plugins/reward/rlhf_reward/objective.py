@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.rows import Packed
     from rlhf_core.step import Objective
+
+Measure: TypeAlias = Callable[[PairInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
+"""(pairs, bool [pairs]: which of them are there) → the loss and the metrics: `pair_loss`, all else given."""
 
 
 def pair_loss(
@@ -47,7 +50,7 @@ def pair_loss(
     }
 
 
-def objective(model: Definition, loss: PairwiseLoss, coefficient: float | None, *, name: str) -> Objective:
+def objective(model: Definition, measure: Measure) -> Objective:
     """Over rows whose sequences 2i and 2i + 1 are the chosen and the rejected reply of one pair."""
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
@@ -57,8 +60,6 @@ def objective(model: Definition, loss: PairwiseLoss, coefficient: float | None, 
             rejected=scores[:, 1::2].reshape(-1),
             margin=jnp.asarray(batch.sequence_values["margin"])[:, 0::2].reshape(-1),
         )
-        return pair_loss(
-            loss, pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1), coefficient, name=name
-        )
+        return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
 
     return compute

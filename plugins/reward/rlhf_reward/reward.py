@@ -17,17 +17,20 @@ class ModelReward:
     """Scores prompt and completion exactly as the reward model was trained to read them.
 
     model: a reward model's artifact or a ForSequenceClassification directory.
+    normalize: give scores less their mean and divided by their standard deviation on the reward model's evaluation
+        data, which its artifact has stored.
     """
 
     model: str
+    normalize: bool = False
     _scorer: Scorer | None = field(default=None, init=False, repr=False)
 
     def setup(self, stage: Stage) -> None:
-        """Load the weights onto the stage's mesh."""
-        self._scorer = Scorer.load(self.model, mesh=stage.devices())
+        """Load the weights onto the stage's mesh. Raises InputError where there is nothing to normalize with."""
+        self._scorer = Scorer.load(self.model, mesh=stage.devices(), normalize=self.normalize)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """One score a completion, reward units."""
+        """One score a completion, in reward units, or in standard deviations where normalized."""
         if self._scorer is None:
             raise RuntimeError("setup(stage) comes before the first call")
         return [float(x) for x in self._scorer.score_completions(prompts, completions)]

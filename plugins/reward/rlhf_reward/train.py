@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import PAIRWISE_LOSS, artifacts, data, optimizers
 from rlhf_core.doors import Result, door_inputs, open_model, open_records, plan_lines, run_alone, tell
-from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
-from rlhf_core.fit import evaluator, fit
+from rlhf_core.feeds import TreeFeed, layout_for
+from rlhf_core.fit import fit
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.state import create_state
 from rlhf_reward.config import RewardConfig
-from rlhf_reward.objective import objective
+from rlhf_reward.evaluation import Evaluation, finite, subsets_of
+from rlhf_reward.objective import objective, pair_loss
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
-    from rlhf_core.data import Pairs
+    from rlhf_core.data import Pairs, Records
+    from rlhf_core.models import Model
+    from rlhf_reward.objective import Measure
 
 
 def run(config: RewardConfig, stage: Stage) -> None:
@@ -25,7 +29,6 @@ def run(config: RewardConfig, stage: Stage) -> None:
     model = open_model(config, stage, head="score")
     train = _pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
-    held_out = _pairs(config, stage, model.tokenizer, "eval_data", needed=False)
     mesh, width = stage.devices(), model.definition.hidden_size
     layout = layout_for(train.trees(), config, mesh, width, reads_tokens=False)
     feed = TreeFeed(
@@ -38,18 +41,12 @@ def run(config: RewardConfig, stage: Stage) -> None:
         sequence_names=("margin",),
         group=2,
     )
-    loss = objective(
-        model.definition,
-        stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options),
-        config.center_rewards_coefficient,
-        name=config.loss.name,
+    component = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
+    measure = partial(
+        pair_loss, component, coefficient=config.center_rewards_coefficient, name=config.loss.name
     )
-    evaluate = None
-    if held_out is not None:
-        batches = evaluation_batches(
-            held_out.trees(), config, mesh, width, reads_tokens=False, sequence_names=("margin",), group=2
-        )
-        evaluate = evaluator(loss, mesh, batches)
+    loss = objective(model.definition, measure)
+    evaluate = _evaluation(config, stage, model, measure)
     tx, schedule = optimizers.make(config, stage.registry, feed.total)
     state = create_state(model, tx, seed=stage.seed)
     fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)
@@ -60,15 +57,29 @@ def run(config: RewardConfig, stage: Stage) -> None:
         truncation_mode=config.truncation_mode,
         chat_template=config.chat_template,
     )
-    seen = (held_out or train).pairs[:STATISTICS_PAIRS]
-    replies = [ids for pair in seen for ids in (pair.chosen, pair.rejected)]
-    scores = Scorer(trained, contract).score_ids(replies, group=2)
+    if evaluate is None:
+        seen = train.pairs[:STATISTICS_PAIRS]
+        replies = [ids for pair in seen for ids in (pair.chosen, pair.rejected)]
+        scores = Scorer(trained, contract).score_ids(replies, group=2)
+    else:
+        scores = evaluate.scores(fitted.state)
+        contract = replace(contract, evaluation=finite(evaluate(fitted.state)))
     contract = replace(contract, mean=float(scores.mean()), std=float(scores.std()))
     artifacts.save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
 
 
 STATISTICS_PAIRS = 512
-"""Pairs of the evaluation data (else of the training data) that the stored mean and deviation are taken over."""
+"""Pairs of the training data that the stored mean and deviation are taken over where there is no evaluation data."""
+
+
+def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measure) -> Evaluation | None:
+    records = open_records(config, stage, "eval_data", needed=False)
+    if records is None:
+        return None
+    pairs = _encoded(records, config, stage, model.tokenizer, "eval_data")
+    return Evaluation(
+        pairs, config, model.definition, stage.devices(), measure, subsets=subsets_of(records, pairs)
+    )
 
 
 def plan(config: RewardConfig, stage: Stage) -> Sequence[str]:
@@ -84,8 +95,10 @@ def _pairs(
     config: RewardConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True
 ) -> Pairs | None:
     records = open_records(config, stage, field, needed=needed)
-    if records is None:
-        return None
+    return None if records is None else _encoded(records, config, stage, tokenizer, field)
+
+
+def _encoded(records: Records, config: RewardConfig, stage: Stage, tokenizer: Any, field: str) -> Pairs:
     encoded = data.encode_pairs(
         records,
         tokenizer,

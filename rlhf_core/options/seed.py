@@ -1,0 +1,173 @@
+"""Fields of other libraries' configs that ours do not have, as data.
+
+A config written for EasyDeL is taken as it is: each of its fields is one of ours, another name of one, or listed here,
+and then accepted with a warning that says what happens instead. TRL's names are errors that say what ours are.
+`docs/reference/coming_from.md` is checked against these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class SeedField(NamedTuple):
+    """A field without effect."""
+
+    same: tuple[Any, ...]
+    """Values that ask for what happens anyway; nothing is said of them."""
+    instead: str
+    """What happens instead, whatever the value."""
+
+
+_GENERATION = (
+    "no completions are previewed; GRPO writes all of its own to samples/, a reward stage scored pairs"
+)
+_ESURGE = "completions are drawn by what `sampler` names"
+_WORKERS = "batches are made between updates, while the device computes; no worker processes are needed"
+_HOST = "token ids stay in host memory, batches go to the device one at a time"
+_SHARDS = "every process finds its own share of a batch from the mesh"
+_SPARSE = "parameters are dense arrays"
+_HISTOGRAM = "histograms of weights are not logged; grad_norm is, at every logged step"
+_BEGIN = "a run goes on from its newest checkpoint, or starts at update 0 in a directory that has none"
+_COLLATOR = "examples are packed into rows without padding; there is no other way of batching"
+
+SEED_FIELDS: Mapping[str, SeedField] = {
+    "auto_shard_states": SeedField((True,), "states are always sharded over `mesh`"),
+    "aux_loss_enabled": SeedField((False,), "no auxiliary loss of experts is added"),
+    "backend": SeedField(
+        (None,), "JAX chooses the device; the environment variable JAX_PLATFORMS says otherwise"
+    ),
+    "custom_scheduler": SeedField(
+        (None,), "`scheduler` is followed; a registered optimizer can bring its own schedule"
+    ),
+    "dataloader_num_workers": SeedField((0, None), _WORKERS),
+    "dataloader_pin_memory": SeedField((False, None), _WORKERS),
+    "do_eval": SeedField((True,), "evaluations run where `eval_data` is given, and only there"),
+    "do_last_save": SeedField((True,), "the trained model is always saved at the end"),
+    "do_train": SeedField((True,), "a stage always trains; `rlhf score` applies a model without training it"),
+    "esurge_hbm_utilization": SeedField((0.45, None), _ESURGE),
+    "esurge_max_num_seqs": SeedField((None,), _ESURGE),
+    "esurge_min_input_pad": SeedField((None,), _ESURGE),
+    "esurge_page_size": SeedField((32, None), _ESURGE),
+    "esurge_silent_mode": SeedField((True,), _ESURGE),
+    "esurge_use_tqdm": SeedField((True,), _ESURGE),
+    "force_step_start_point": SeedField((False,), _BEGIN),
+    "generation_config_overrides": SeedField((None, {}), _GENERATION),
+    "generation_dataset_prompt_field": SeedField((None, "prompt"), _GENERATION),
+    "generation_do_sample": SeedField((None,), _GENERATION),
+    "generation_extra_kwargs": SeedField((None, {}), _GENERATION),
+    "generation_interval": SeedField((None,), _GENERATION),
+    "generation_log_to_wandb": SeedField((True, False), _GENERATION),
+    "generation_max_new_tokens": SeedField((None,), _GENERATION),
+    "generation_num_prompts": SeedField((1, None), _GENERATION),
+    "generation_num_return_sequences": SeedField((None,), _GENERATION),
+    "generation_preview_print": SeedField((False,), _GENERATION),
+    "generation_prompts": SeedField(([], None), _GENERATION),
+    "generation_seed": SeedField((None,), _GENERATION),
+    "generation_shard_inputs": SeedField((True,), _GENERATION),
+    "generation_temperature": SeedField((None,), _GENERATION),
+    "generation_top_k": SeedField((None,), _GENERATION),
+    "generation_top_p": SeedField((None,), _GENERATION),
+    "generation_use_train_prompts": SeedField((False,), _GENERATION),
+    "grain_shard_count": SeedField((None,), _SHARDS),
+    "grain_shard_index": SeedField((None,), _SHARDS),
+    "ids_to_pop_from_dataset": SeedField(
+        ([], None), "columns that a trainer does not use are not read; GRPO's rewards are given all of them"
+    ),
+    "init_tx": SeedField(
+        (True,), "a stage that starts has a fresh optimizer state, one that goes on its own"
+    ),
+    "is_fine_tuning": SeedField(
+        (True,), "a stage trains the model it is given, whatever that was trained on"
+    ),
+    "jax_distributed_config": SeedField(
+        (None,), "JAX's own start-up joins the processes of SLURM, Open MPI, Kubernetes and TPU jobs"
+    ),
+    "log_all_workers": SeedField((False,), "the first process logs, for all: their metrics are the same"),
+    "log_grad_norms": SeedField((True,), "the global norm of the gradient is always logged, as grad_norm"),
+    "loss_config": SeedField((None,), "the loss and its options are `loss = { name = …, … }`"),
+    "low_mem_usage": SeedField(
+        (True,), "weights are read shard by shard, and the state is donated to every update"
+    ),
+    "model_name": SeedField((None,), "what is written is named by the stage and its directory"),
+    "model_parameters": SeedField(
+        (None, {}), "a fresh model's sizes are a table: `model = { model_type = …, … }`"
+    ),
+    "offload_dataset": SeedField((False,), _HOST),
+    "offload_device_index": SeedField((0,), _HOST),
+    "offload_device_type": SeedField(("cpu",), _HOST),
+    "per_epoch_evaluation_steps": SeedField(
+        (None,), "max_evaluation_steps limits the batches of an evaluation"
+    ),
+    "per_epoch_training_steps": SeedField(
+        (None,), "max_training_steps limits the updates of the whole stage"
+    ),
+    "performance_mode": SeedField(
+        (False,), "metrics stay on the device until they are logged; nothing is gained without them"
+    ),
+    "process_zero_is_admin": SeedField((True,), "the first process writes and talks"),
+    "pruning_module": SeedField((None,), _SPARSE),
+    "remove_ckpt_after_load": SeedField((False,), "save_total_limit decides which checkpoints stay"),
+    "remove_unused_columns": SeedField(
+        (False,), "columns that a trainer does not use are not read; GRPO's rewards are given all of them"
+    ),
+    "report_metrics": SeedField(
+        (True,), "metrics are always written to metrics.jsonl; `logger` lists what else is told"
+    ),
+    "report_steps": SeedField(
+        (), "log_steps sets how often metrics are logged, to the console and to every logger"
+    ),
+    "resume_if_possible": SeedField((True,), _BEGIN),
+    "save_optimizer_state": SeedField(
+        (True,),
+        "a checkpoint always holds the optimizer's state, without which no run could go on; a trained model never does",
+    ),
+    "sparse_module_type": SeedField(("bcoo",), _SPARSE),
+    "sparsify_module": SeedField((False,), _SPARSE),
+    "state_apply_fn_kwarguments_to_model": SeedField((None, {}), "models take no further arguments"),
+    "step_partition_spec": SeedField((), "a batch's rows are split over the mesh's axes data and fsdp"),
+    "step_start_point": SeedField((None,), _BEGIN),
+    "train_on_inputs": SeedField(
+        (), "reward models learn from whole replies, SFT from completions and from `text` rows whole"
+    ),
+    "trainer_prefix": SeedField((None,), "what is written is named by the stage and its directory"),
+    "tx_mu_dtype": SeedField((None,), "the optimizer's moments are float32, as the parameters are"),
+    "use_data_collactor": SeedField((True,), _COLLATOR),
+    "use_data_collator": SeedField((True,), _COLLATOR),
+    "use_esurge_generation": SeedField((True, False), _ESURGE),
+    "use_grain": SeedField((True,), "grain makes the order of the examples"),
+    "verbose": SeedField((True,), "progress_bar_type sets what the console shows"),
+    "weight_distribution_log_steps": SeedField((0,), _HISTOGRAM),
+    "weight_distribution_pattern": SeedField((), _HISTOGRAM),
+}
+"""{EasyDeL's field: what is said of it}, for every trainer."""
+
+TRL_NAMES: Mapping[str, str] = {
+    "adam_beta1": "optimizer.b1",
+    "adam_beta2": "optimizer.b2",
+    "adam_epsilon": "optimizer.eps",
+    "chat_template_path": "chat_template",
+    "data_seed": "shuffle_seed_train",
+    "eval_steps": "evaluation_steps",
+    "label_smoothing_factor": "loss.label_smoothing",
+    "logging_steps": "log_steps",
+    "lr_scheduler_type": "scheduler",
+    "max_steps": "max_training_steps",
+    "multi_objective_aggregation": "advantage.aggregation",
+    "num_generations_eval": "evaluation.num_generations",
+    "optim": "optimizer",
+    "optim_args": "optimizer",
+    "output_dir": "save_directory",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "per_device_train_batch_size": "total_batch_size",
+    "report_to": "logger",
+    "run_name": "logger",
+    "shuffle_dataset": "shuffle_train_dataset",
+    "use_vllm": "sampler",
+    "vllm_importance_sampling_clip_max": "sampler_correction.max",
+    "vllm_importance_sampling_clip_min": "sampler_correction.min",
+    "vllm_importance_sampling_correction": "sampler_correction",
+    "vllm_importance_sampling_mode": "sampler_correction.mode",
+}
+"""{TRL's field: ours}, for the message where it is given: values and defaults differ, so it is not simply taken."""

@@ -1,0 +1,65 @@
+"""A trainer's config as a plugin writes it, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+from pydantic import Field, model_validator
+
+from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD
+from rlhf_core.errors import InputError
+from rlhf_core.options import Component, Options, TrainerConfig
+
+
+class Sampling(Options):
+    temperature: float = Field(1.0, gt=0, description="softmax temperature")
+    top_k: int | None = None
+    stops: tuple[int, ...] = ()
+
+
+class KL(Options):
+    name: Literal["k1", "k3"] = "k3"
+    beta: float = 0.04
+
+
+class WeightedReward(Component):
+    weight: float = 1.0
+    label: str | None = None
+
+
+class PolicyConfig(TrainerConfig):
+    """A trainer's config as a plugin writes it."""
+
+    FLAT: ClassVar[dict[str, Any]] = {
+        "loss_type": ("loss", "name"),
+        "epsilon": ("loss", "epsilon", 0.2),
+        "delta": ("loss", "delta", None),
+        "beta": ("kl", "beta"),
+        "temperature": ("sampling", "temperature"),
+        "top_k": ("sampling", "top_k"),
+    }
+    ALIASES: ClassVar[dict[str, str]] = {"group_size": "num_generations"}
+
+    loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo")
+    advantage: Annotated[Component, ADVANTAGE] | None = None
+    rewards: list[Annotated[WeightedReward, REWARD]] = Field([])
+    sampling: Sampling = Sampling()
+    kl: KL = KL()
+    num_generations: int = Field(8, ge=2)
+
+    @model_validator(mode="after")
+    def _fits(self) -> PolicyConfig:
+        if self.total_batch_size % self.num_generations:
+            raise ValueError(f"total_batch_size {self.total_batch_size} splits a group")
+        return self
+
+
+def problems(**data: Any) -> list[str]:
+    """The lines of the error, each without the class's name."""
+    with pytest.raises(InputError) as caught:
+        PolicyConfig(**data)
+    lines = str(caught.value).split("\n")
+    assert tuple(lines) == caught.value.problems
+    assert all(line.startswith(("PolicyConfig.", "PolicyConfig:")) for line in lines)
+    return [line.removeprefix("PolicyConfig").removeprefix(".") for line in lines]

@@ -1,0 +1,123 @@
+"""The fields that all trainers share: their defaults, and the values that mean something of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.options import TrainerConfig
+
+def problem(**data: Any) -> str:
+    """The one line of the error, without the class's name."""
+    with pytest.raises(InputError) as caught:
+        TrainerConfig(**data)
+    (line,) = caught.value.problems
+    return line.removeprefix("TrainerConfig").removeprefix(".")
+
+
+def test_defaults_are_the_contract_s() -> None:
+    expected = {
+        "learning_rate": 5e-5,
+        "learning_rate_end": None,
+        "scheduler": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "optimizer": {"name": "adamw"},
+        "num_train_epochs": 10,
+        "max_training_steps": None,
+        "total_batch_size": 32,
+        "gradient_accumulation_steps": 1,
+        "max_sequence_length": 1024,
+        "overlong": "filter",
+        "truncation_mode": "keep_end",
+        "shuffle_train_dataset": True,
+        "log_steps": 10,
+        "progress_bar_type": "rich",
+        "logger": [],
+        "disable_dropout": True,
+        "eval_on_start": False,
+        "load_best_model_at_end": False,
+        "track_memory": False,
+    }
+    unset = """model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps
+        max_evaluation_steps save_interval_minutes save_total_limit save_directory training_time_limit
+        frozen_parameters dataset_num_proc seed lora chat_template early_stopping_patience
+        metric_for_best_model greater_is_better progress_metrics"""
+    assert TrainerConfig().to_dict() == expected | dict.fromkeys(unset.split())
+    assert TrainerConfig().use_wandb is False
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("2h30m", 9000.0),
+        ("1d", 86400.0),
+        ("90m", 5400.0),
+        ("45s", 45.0),
+        ("1h 1.5m", 3690.0),
+        (10, 10.0),
+        (0.5, 0.5),
+    ],
+)
+def test_durations(given: Any, seconds: float) -> None:
+    assert TrainerConfig(training_time_limit=given).training_time_limit == seconds
+
+
+@pytest.mark.parametrize("given", ["soon", "2h30", "h", "", "1w", "2h and 3m"])
+def test_durations_that_are_none(given: str) -> None:
+    assert problem(training_time_limit=given) == (
+        f"training_time_limit: expected seconds or a duration such as '2h30m', '1d' or '45s', got {given!r}"
+    )
+
+
+def test_zero_turns_clipping_off() -> None:
+    assert TrainerConfig(max_grad_norm=0).max_grad_norm is None
+
+
+def test_paths_are_text() -> None:
+    config = TrainerConfig(model=Path("m"), train_data=Path("d.jsonl"), save_directory=Path("out"))
+    assert (config.model, config.train_data, config.save_directory) == ("m", "d.jsonl", "out")
+
+
+@pytest.mark.parametrize("given", ["none", None, "constant"])
+def test_a_constant_rate_has_easydels_name_too(given: Any) -> None:
+    assert TrainerConfig(scheduler=given).scheduler == "constant"
+
+
+@pytest.mark.parametrize(("given", "tracks"), [(True, True), (False, False), (10.0, True), (0.0, False)])
+def test_memory_is_tracked_or_not(given: Any, tracks: bool) -> None:
+    assert bool(TrainerConfig(track_memory=given).track_memory) is tracks
+
+
+COMPARING = {
+    "early_stopping_patience": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "accuracy",
+}
+
+
+@pytest.mark.parametrize("field", COMPARING)
+def test_what_compares_evaluations_needs_them(field: str) -> None:
+    value = COMPARING[field]
+    assert TrainerConfig(evaluation_steps=5, **{field: value}).compares == field
+    assert problem(**{field: value}) == f": {field} needs evaluation_steps, the updates between evaluations"
+
+
+def test_nothing_is_compared_unasked() -> None:
+    assert TrainerConfig(evaluation_steps=5).compares is None
+    assert problem(evaluation_steps=5, greater_is_better=True) == (
+        ": greater_is_better says nothing without early_stopping_patience, load_best_model_at_end or "
+        "metric_for_best_model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("early_stopping_patience", 0), ("save_total_limit", 0), ("save_interval_minutes", 0), ("log_steps", 0)],
+)
+def test_numbers_that_mean_nothing(field: str, value: float) -> None:
+    assert problem(**{field: value}).startswith(f"{field}: expected a ")

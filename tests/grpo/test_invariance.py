@@ -1,0 +1,268 @@
+"""Value and gradient of an update: those of the definitions, and the same however the update is laid out.
+
+A pairwise covering set of the options on arrays, and four combinations through a model on one device and on eight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rlhf_grpo import get_per_token_logps_and_entropies, grpo_step, policy_loss
+
+from rlhf_core import create_state
+from rlhf_core.components import load_file
+from rlhf_core.mesh import make_mesh, put_rows
+from rlhf_core.metrics import merge, results
+from rlhf_core.models import fresh_model
+from rlhf_core.rows import Layout
+from rlhf_core.step import Accumulated, accumulate, apply
+
+reference = load_file(Path(__file__).with_name("update_reference.py"))
+cases = load_file(Path(__file__).with_name("update_cases.py"))
+N, T, LENGTHS = cases.N, cases.T, cases.LENGTHS
+COMBINATIONS = cases.covering()
+ROWS = {"rows": (2,), "sequences": (4,), "trained": (26,)}  # all alike: an operation compiles once
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"layout": Layout((30,), **ROWS)},
+    "micro-batches, one empty, reversed": {"layout": Layout((19,), **ROWS), "reverse": True, "spare": True},
+    "a completion a row": {"layout": Layout((11,), **ROWS), "shared": False},
+}
+
+
+def test_the_combinations_are_few():
+    assert len(COMBINATIONS) <= 40
+
+
+@pytest.fixture
+def case(request):
+    """On arrays: the tokens are their own numbers."""
+    draw = np.random.default_rng(6)
+    return cases.Case(
+        COMBINATIONS[request.param],
+        logps=-draw.exponential(1.0, (N, T)),
+        entropies=draw.gamma(2.0, 0.5, (N, T)),
+        tokens=np.arange(N * T).reshape(N, T),
+        prompts=[np.full(3, N * T, np.int32)] * 3,
+    )
+
+
+def params_of(case: Any) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(case.data[name], jnp.float32) for name in ("logps", "entropies")}
+
+
+def padded(case: Any) -> tuple[Any, dict[str, Any], Any]:
+    """(value, metrics, gradients) of `policy_loss`."""
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in case.data.items()}
+
+    def loss(params: Any) -> Any:
+        return policy_loss(
+            params["logps"],
+            None if case.own else arrays["old"],
+            arrays["advantages"][:, 0],
+            arrays["mask"],
+            ref_logps=arrays["ref"],
+            entropies=params["entropies"],
+            **case.options,
+        )
+
+    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params_of(case))
+    return value, metrics, grads
+
+
+def packed(case: Any, layout: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+    """(value, metrics, gradients) of the trainer's objective, sums of the micro-batches divided once."""
+    compute, done = case.objective(None), None
+    for batch in case.laid_out(**layout):
+        done = accumulate(compute, params_of(case), batch, done)
+    assert done is not None
+    mean = jax.tree.map(lambda g: g / done.loss.count, done.grads)
+    return done.loss.result(), results(done.metrics), mean
+
+
+def assert_is(got: tuple[Any, dict[str, Any], Any], case: Any, options: Any, correction: Any) -> None:
+    value, metrics, grads = got
+    data = case.data
+    expected = reference.update_loss(data["logps"], data["entropies"], data, options, correction)
+    by_logps, by_entropies = reference.gradients(data, options, correction)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(grads["logps"], by_logps, rtol=1e-5, atol=2e-6 * np.abs(by_logps).max())
+    np.testing.assert_allclose(grads["entropies"], by_entropies, rtol=1e-5, atol=1e-8)
+    for name, number in reference.metrics(data, options).items():
+        assert float(metrics[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("case", range(len(COMBINATIONS)), indirect=True)
+def test_an_update_is_its_definition_however_it_is_laid_out(case, monkeypatch):
+    assert_is(padded(case), case, case.options, None)
+    monkeypatch.setattr("rlhf_grpo.objective.trained_logps", cases.looked_up)
+    options = {**case.options, "num_items": None}  # the trainer counts the tokens itself
+    for layout in LAYOUTS.values():
+        assert_is(packed(case, layout), case, options, case.correction)
+
+
+FOUR: list[dict[str, Any]] = [
+    {
+        "loss_type": "gspo",
+        "bounds": {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.2},
+        "kl": "k3",
+        "use_bias_correction_kl": True,
+    },
+    {
+        "loss_type": "cispo",
+        "bounds": {"epsilon_high": 1.1},
+        "top_entropy_quantile": 0.45,
+        "mask": "truncated",
+    },
+    {
+        "loss_type": "sapo",
+        "bounds": {"sapo_temperature_pos": 0.7},
+        "kl": "k2",
+        "entropy_coef": 0.3,
+        "correction": "mask",
+        "correction_level": "sequence",
+        "mask": "truncated",
+    },
+    {
+        "loss_type": "dr_grpo",
+        "bounds": {"epsilon": 0.1, "epsilon_high": 0.2, "dual_clip": 1.3},
+        "importance_sampling_level": "sequence_token",
+        "kl": "k1",
+        "top_entropy_quantile": 0.6,
+        "correction": "truncate",
+        "mask": "holes",
+        "old": "own",
+    },
+]
+LAID_OUT: dict[str, dict[str, Any]] = {
+    "1 device, a completion a row": {
+        "devices": 1,
+        "layout": Layout((13,), (6,), (1,), (8,)),
+        "shared": False,
+    },
+    "1 device, four micro-batches": {"devices": 1, "layout": Layout((21,), (1,), (2,), (13,)), "spare": True},
+    "8 devices, two micro-batches": {
+        "devices": 8,
+        "layout": Layout((21,), (4,), (2,), (13,)),
+        "reverse": True,
+        "spare": True,
+    },
+}
+PROMPTS = [np.array(ids, np.int32) for ids in ([5, 9, 3], [11, 4, 7, 30, 8], [6])]
+
+
+def model_on(tiny: Any, devices: int) -> Any:
+    sizes = {1: {}, 8: {"data": 2, "fsdp": 2, "tensor": 2}}[devices]
+    mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
+    sizes = {**tiny.SIZES, "num_hidden_layers": 1}
+    model = fresh_model(sizes, "lm", tokenizer=tiny.make_tokenizer(), mesh=mesh, seed=1)
+    return model.with_params(jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, model.params))
+
+
+class Four:
+    """The combinations with a model's own log-probabilities, and one update of each by the trainer's objective."""
+
+    def __init__(self, tiny: Any) -> None:
+        self.tiny = tiny
+        tokens = np.random.default_rng(7).integers(3, 48, (N, T))
+        width = max(map(len, PROMPTS))
+        self.batch = {
+            "prompt_ids": np.stack([np.pad(p, (width - len(p), 0)) for p in PROMPTS]),
+            "prompt_mask": np.stack([np.arange(width) >= width - len(p) for p in PROMPTS]).astype(np.int32),
+            "completion_ids": tokens,
+        }
+        ids = np.concatenate([np.repeat(self.batch["prompt_ids"], 2, 0), tokens], 1)
+        mask = np.concatenate([np.repeat(self.batch["prompt_mask"], 2, 0), np.ones((N, T), np.int32)], 1)
+        model = model_on(tiny, 1)
+        logps, entropies = map(np.asarray, get_per_token_logps_and_entropies(model, ids, mask, width))
+        default = {name: values[0] for name, values in cases.OPTIONS.items()}
+        self.cases = [
+            cases.Case(
+                {**default, **chosen}, logps=logps, entropies=entropies, tokens=tokens, prompts=PROMPTS
+            )
+            for chosen in FOUR
+        ]
+
+    def updates(self, devices: int, **layout: Any) -> list[tuple[dict[str, float], dict[str, np.ndarray]]]:
+        """(metrics, parameters afterwards) for each."""
+        model = model_on(self.tiny, devices)
+        state = create_state(model, optax.sgd(0.1))
+        objectives = [case.objective(model.definition) for case in self.cases]
+
+        @jax.jit  # one program for the four: most of it is the same
+        def accumulate_each(params: Any, batches: Any) -> Any:
+            return [accumulate(o, params, b, None) for o, b in zip(objectives, batches, strict=True)]
+
+        parts = [
+            accumulate_each(state.params, put_rows(model.mesh, list(batches)))
+            for batches in zip(*(case.laid_out(**layout) for case in self.cases), strict=True)
+        ]
+        return [numbers_of(apply(state, whole(part)), self.tiny) for part in zip(*parts, strict=True)]
+
+
+def whole(parts: Any) -> Accumulated:
+    first, *others = parts
+    for part in others:
+        grads = jax.tree.map(jnp.add, first.grads, part.grads)
+        first = Accumulated(grads, first.loss.merge(part.loss), merge(first.metrics, part.metrics))
+    return first
+
+
+def numbers_of(step: Any, tiny: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    state, metrics = step
+    return {name: float(x.result()) for name, x in metrics.items()}, tiny.leaves(jax.device_get(state.params))
+
+
+@pytest.fixture(scope="module")
+def four(tiny):
+    return Four(tiny)
+
+
+@pytest.fixture(scope="module")
+def updated(four):
+    """The first layout's updates, a completion a row."""
+    return four.updates(**LAID_OUT["1 device, a completion a row"])
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert got[0] == pytest.approx({name: expected[0][name] for name in got[0]}, rel=1e-5, abs=1e-6)
+    assert expected[0]["grad_norm"] > 1e-2
+    for name, leaf in expected[1].items():
+        np.testing.assert_allclose(got[1][name], leaf, atol=3e-6, err_msg=name)
+
+
+def test_the_loss_of_a_model_is_its_definition(four, updated):
+    for case, (metrics, _) in zip(four.cases, updated, strict=True):
+        data = case.data
+        expected = reference.update_loss(
+            data["logps"], data["entropies"], data, case.options, case.correction
+        )
+        assert metrics["loss"] == pytest.approx(float(expected), rel=2e-5)
+
+
+@pytest.mark.parametrize("layout", list(LAID_OUT)[1:])
+def test_an_update_of_a_model_is_the_same_however_it_is_laid_out(four, updated, layout):
+    for got, expected in zip(four.updates(**LAID_OUT[layout]), updated, strict=True):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize(("number", "devices", "splits"), [(0, 8, 3), (1, 1, 2)])
+def test_grpo_step_is_the_trainers_update(four, updated, number, devices, splits):
+    case = four.cases[number]
+    options = {name: x for name, x in case.options.items() if name not in ("kl", "entropy_coef")}
+    batch = {
+        **four.batch,
+        "completion_mask": case.data["mask"],
+        "advantages": case.data["advantages"][:, 0],
+        "old_per_token_logps": case.data["old"],
+        "ref_per_token_logps": case.data["ref"],
+    }
+    state = create_state(model_on(four.tiny, devices), optax.sgd(0.1))
+    state, metrics = grpo_step(state, batch, num_generations=2, gradient_accumulation_steps=splits, **options)
+    after = four.tiny.leaves(jax.device_get(state.params))
+    assert_same(({name: float(x) for name, x in metrics.items()}, after), updated[number])

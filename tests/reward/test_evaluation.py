@@ -1,0 +1,131 @@
+"""Evaluation over held-out pairs: each once, whatever the batches, the rows and the mesh; what the artifact keeps."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from rlhf_reward import RewardConfig, RewardTrainer, pairwise_loss
+from rlhf_reward.evaluation import Evaluation, finite, subsets_of
+from rlhf_reward.losses import BradleyTerry
+from rlhf_reward.measures import measures
+from rlhf_reward.objective import pair_loss
+
+from rlhf_core import artifacts, create_state, data
+from rlhf_core.mesh import make_mesh
+
+MEASURE = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
+PAIRS = 23
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("score", scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def rows(tiny):
+    """One pair whose replies are the same; two subsets, and rows without one."""
+    rows = tiny.pairs(PAIRS, seed=2)
+    rows[4]["rejected"] = rows[4]["chosen"]
+    return [row | {"subset": (1, "chat", None)[i % 3]} for i, row in enumerate(rows)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny, rows):
+    return data.encode_pairs(data.load(rows), tiny.make_tokenizer(), max_length=64)
+
+
+@pytest.fixture(scope="module")
+def scores(model, pairs):
+    """Each sequence in a batch of its own: float32 [pairs, 2]."""
+    each = [
+        [float(model.scores(ids[None], np.ones_like(ids[None]))[0]) for ids in p[:2]] for p in pairs.pairs
+    ]
+    return np.array(each, np.float32)
+
+
+def own_lengths(pair):
+    """Tokens of both replies after what they share, at least one each."""
+    shortest = min(len(pair.chosen), len(pair.rejected))
+    shared = 0
+    while shared < shortest - 1 and pair.chosen[shared] == pair.rejected[shared]:
+        shared += 1
+    return [len(pair.chosen) - shared, len(pair.rejected) - shared]
+
+
+def expected(pairs, scores, subsets, count=PAIRS):
+    chosen, rejected = scores[:count].T
+    margins = np.array([pair.margin for pair in pairs.pairs[:count]])
+    loss, metrics = pairwise_loss(chosen, rejected, margins, center_rewards_coefficient=0.1)
+    lengths = np.array([own_lengths(pair) for pair in pairs.pairs[:count]])
+    over_all = measures(chosen, rejected, lengths, subsets[:count])
+    return {"loss": float(loss), **{k: float(v) for k, v in metrics.items()}, **over_all}
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2, "fsdp": 2}], ids=["one device", "four devices"])
+@pytest.mark.parametrize(("batch", "limit"), [(1, None), (5, None), (64, None), (5, 2)])
+def test_every_pair_counts_once(model, rows, pairs, scores, mesh, batch, limit):
+    devices = make_mesh(**mesh, devices=jax.devices()[: np.prod(list(mesh.values()))])
+    spread = model.with_params(jax.device_put(model.params, model.definition.shardings(devices)))
+    config = RewardConfig(eval_batch_size=batch, max_evaluation_steps=limit)
+    subsets = subsets_of(data.load(rows), pairs)
+    assert subsets == [("1", "chat", None)[i % 3] for i in range(PAIRS)]
+    evaluation = Evaluation(pairs, config, model.definition, devices, MEASURE, subsets)
+    state = create_state(spread, optax.identity())
+    found, count = evaluation(state), PAIRS if limit is None else 10
+    assert np.std(scores) > 0.05
+    np.testing.assert_allclose(evaluation.scores(state), scores[:count], atol=1e-5)
+    assert found == pytest.approx(expected(pairs, scores, subsets, count), abs=2e-5)
+    assert found["ties"] == pytest.approx(1 / count)  # the pair whose replies are the same, to the last bit
+    assert {name for name in found if "/" in name} >= {"accuracy/1", "accuracy/chat"}
+
+
+def test_what_was_found_is_kept_for_the_same_parameters(model, pairs, monkeypatch):
+    evaluation = Evaluation(pairs, RewardConfig(), model.definition, model.mesh, MEASURE)
+    calls = []
+    inner = evaluation._gather
+    monkeypatch.setattr(evaluation, "_gather", lambda params: calls.append(1) or inner(params))
+    state = create_state(model, optax.identity())
+    assert evaluation(state) is evaluation(state)
+    assert len(calls) == 1
+    moved = create_state(model.with_params(jax.tree.map(lambda x: 1.1 * x, model.params)), optax.identity())
+    assert evaluation(moved)["margin"] != evaluation(state)["margin"]
+    assert len(calls) == 3
+
+
+def test_subsets_are_those_of_the_rows_that_were_kept(tiny):
+    rows = [
+        {"prompt": "a", "chosen": chosen, "rejected": " b", "subset": subset}
+        for chosen, subset in ((" c d", "x"), ("", "dropped"), (" c", 2), (" d", ""))
+    ]
+    for source in ([rows, rows], rows):  # two sources of the same name
+        records = data.load(source)
+        kept = data.encode_pairs(records, tiny.make_tokenizer(), max_length=64)
+        assert subsets_of(records, kept) == ["x", "2", None] * (len(records) // 4)
+    plain = data.load([{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows])
+    assert subsets_of(plain, data.encode_pairs(plain, tiny.make_tokenizer(), max_length=64)) == []
+
+
+def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(tiny, model, rows, tmp_path):
+    """Also where the loop itself had nothing left to do, and where there is nothing to evaluate on."""
+    base = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 2, "loss": {"name": "hinge"}}
+
+    def train(at, **inputs):
+        config = RewardConfig(**base, save_directory=tmp_path / at)
+        result = RewardTrainer(config, model=model, train_dataset=tiny.pairs(9), **inputs).train()
+        return result, artifacts.read(result.artifact.path).metadata["contract"]
+
+    result, contract = train("with", eval_dataset=rows)
+    kept = contract["evaluation"]
+    assert kept == {k.removeprefix("eval_"): v for k, v in result.metrics.items() if k.startswith("eval_")}
+    assert {"loss", "accuracy", "auc", "chosen/std", "accuracy/chat"} <= set(kept)
+    assert contract["mean"] == pytest.approx(kept["mean_reward"], rel=1e-5)
+    _, without = train("without")
+    assert without["evaluation"] is None
+    assert without["std"] > 0
+
+
+def test_a_metric_that_is_not_a_number_is_left_out_of_the_artifact():
+    assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
