@@ -186,7 +186,7 @@ def test_the_kl_may_be_taken_from_the_rewards(make):
         {"mask_truncated_completions": True},
         {"dynamic_sampling": {"max_rounds": 3}, "num_iterations": 2, "reward": short_prompts_differ},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_resumed_at_any_update_the_rest_is_the_same(make, options):
     moving = [state(n) for n in range(9)]
