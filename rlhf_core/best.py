@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, RunError, near
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
@@ -87,25 +86,38 @@ class Best:
     def final(self, state: TrainState, step: int, checkpoints: Checkpoints) -> TrainState:
         """What the trained model is made of, after `step` updates: `state`, or that of the best evaluation.
 
-        Says what was chosen, and writes it to best.json. `state` is gone where another takes its place.
+        Says what was chosen, and writes it to best.json. `state` is gone where another takes its place. Raises RunError
+        where that other one is damaged.
         """
         if not self.watches:
             return state
         if self.exhausted:
-            self._say(f"stopped early after update {step}: no better {self.metric} in {self.bad} evaluations")
+            self.stage.say(
+                f"stopped early after update {step}: no better {self.metric} in {self.bad} evaluations"
+            )
         taken = step if self.step is None or not self.config.load_best_model_at_end else self.step
         best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"
-        self._say(f"best {self.metric}: {best}; the trained model is that of update {taken}")
+        self.stage.say(f"best {self.metric}: {best}; the trained model is that of update {taken}")
         if taken != step:
-            wanted = abstract_state(state)
-            jax.tree.map(lambda x: x.delete(), state)  # there may not be room for two
-            found = checkpoints.restore(wanted, step=taken)
-            assert found is not None
-            state = found.state
+            state = self._restore(taken, state, checkpoints)
         if self.stage.is_main:
             record = {**self.to_json(), "updates": step, "model": taken}
             write_atomic(self.stage.dir / FILE, json.dumps(record) + "\n")
         return state
+
+    def _restore(self, step: int, last: TrainState, checkpoints: Checkpoints) -> TrainState:
+        trained = last.trained()
+        wanted = abstract_state(trained)
+        jax.tree.map(lambda x: x.delete(), trained)  # there may not be room for two
+        try:
+            found = checkpoints.restore(wanted, step=step)
+        except RunError as error:
+            raise RunError(
+                f"stage '{self.stage.name}': the best evaluation was that after update {step}, but {error}. "
+                f"Delete {self.stage.dir} to train it anew."
+            ) from error
+        assert found is not None
+        return last.with_trained(found.state)
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -114,10 +126,6 @@ class Best:
     def restore(self, kept: Mapping[str, Any]) -> None:
         """The inverse of `to_json`."""
         self.metric, self.value, self.step, self.bad = (kept[k] for k in ("metric", "value", "step", "bad"))
-
-    def _say(self, line: str) -> None:
-        if self.stage.is_main:
-            print(f"[{self.stage.name}] {line}", file=sys.stderr, flush=True)
 
 
 def _of_the_first_process(value: float) -> float:

@@ -190,6 +190,26 @@ def generate(
     )
 
 
+@app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
+def data(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file, or the name of a `datasets` dataset.")],
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Default: characters are counted.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="With its tokenizer.")] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
+    ] = None,
+) -> None:
+    """Profile a dataset: its format, lengths, what would be filtered, and which rows to look at."""
+    from rlhf_core import commands
+
+    commands.profile(file, tokenizer, model, max_length=max_sequence_length, chat_template=chat_template)
+
+
 @app.command()
 def plugins(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None

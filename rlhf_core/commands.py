@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ def score(model: str, file: Path, output: Path | None, *, normalize: bool = Fals
     from rlhf_core import data, runtime
     from rlhf_core.scoring import Scorer
 
+    _require_writable(output)
     runtime.prepare()
     records = data.load(str(file))
     scores = Scorer.load(model, normalize=normalize).score_rows(records)
@@ -117,12 +119,13 @@ def generate(
     if (file is None) == (not prompts):
         raise InputError("rlhf generate: give either --prompt TEXT (repeatable) or a file with `prompt` rows")
     import jax
-    import numpy as np
 
     from rlhf_core import data, runtime
+    from rlhf_core.encoding import continuations
     from rlhf_core.models import load_model
     from rlhf_core.sampling import Sampler, SamplingOptions
 
+    _require_writable(output)
     runtime.prepare()
     records = data.load([{"prompt": text} for text in prompts] if file is None else str(file))
     loaded = load_model(model)
@@ -148,19 +151,50 @@ def generate(
         tokenizer=loaded.tokenizer,
     )
     rollouts = sampler(loaded.params, encoded.ids, jax.random.key(seed))
-    rows = []
-    for i, (tokens, length) in enumerate(
-        zip(np.asarray(rollouts.tokens), np.asarray(rollouts.lengths), strict=True)
-    ):
-        text = loaded.tokenizer.decode(tokens[:length].tolist(), skip_special_tokens=True)
-        rows.append(
-            {**records[i // num_generations], "completion": text, "finished": bool(rollouts.finished[i])}
-        )
+    said = [row[:length] for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)]
+    before = [
+        ids if isinstance(raw, str) else None
+        for ids, raw in zip(encoded.ids, encoded.raw, strict=True)
+        for _ in range(num_generations)
+    ]
+    rows = [
+        {**records[i // num_generations], "completion": text, "finished": bool(rollouts.finished[i])}
+        for i, text in enumerate(continuations(loaded.tokenizer, before, said))
+    ]
     if file is None and output is None:
         for row in rows:
             typer.echo(row["completion"])
     else:
         _write_rows(rows, output)
+
+
+def profile(
+    file: str, tokenizer: str | None, model: str | None, *, max_length: int | None, chat_template: str | None
+) -> None:
+    """Print what a dataset holds, in tokens of the tokenizer or of the model's, else in characters."""
+    from rlhf_core import data
+    from rlhf_core import profile as profiling
+    from rlhf_core.tokenizer import load_tokenizer
+
+    if tokenizer is not None and model is not None:
+        raise InputError("rlhf data: give --tokenizer or --model, not both")
+    source = model if tokenizer is None else tokenizer
+    loaded = None if source is None else load_tokenizer(source)
+    records = data.load(file, registry=plugin_loading.load().registry)
+    found = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
+    _console().print(profiling.render(found))
+
+
+def _require_writable(output: Path | None) -> None:
+    """Raise InputError where the rows could not be written, before they are computed."""
+    if output is None:
+        return
+    there = next(folder for folder in output.absolute().parents if folder.exists())
+    if output.is_dir():
+        raise InputError(f"-o {output}: is a directory; give the file to write in it")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        wrong = "no permission to write to" if there.is_dir() else "not a directory:"
+        raise InputError(f"-o {output}: {wrong} {there}; give another file")
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:

@@ -195,6 +195,8 @@ class ModelFamily:
     load(config, directory, shardings) -> params: from a Hugging Face directory onto the given shardings; a missing
         score head is left out of the result.
     save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
+    adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
+        kernel [layers, in, out] of each of `lora.targets`, which `prepare` merges; or without. None: it takes none.
     """
 
     name: tuple[str, ...]
@@ -211,6 +213,7 @@ class ModelFamily:
     decode: Callable[..., Any]
     load: Callable[..., Any]
     save: Callable[..., Any]
+    adapt: Callable[..., Any] | None = None
 
 
 class PairwiseLoss(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
     from rlhf_core.feeds import Update
     from rlhf_core.rows import Packed
+    from rlhf_core.state import TrainState
     from rlhf_core.step import Programs
 
 
 def not_finite(
-    steps: Programs, params: Any, update: Update, shapes: Sequence[Packed], mesh: Mesh
+    steps: Programs, state: TrainState, update: Update, shapes: Sequence[Packed], mesh: Mesh
 ) -> list[str]:
     """The rows whose own loss or gradient is not finite, with the examples in them.
 
@@ -35,7 +36,7 @@ def not_finite(
             if not examples:
                 continue
             alone = jax.tree.map(lambda x, b, r=row: _only(x, b, r), batch, blank)
-            done = steps.accumulate(params, put_rows(mesh, alone), None)
+            done = steps.accumulate(state, put_rows(mesh, alone), None, number)
             leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
             if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
                 names = ", ".join(update.where(i) for i in examples)

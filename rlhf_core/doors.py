@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,14 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, optimizers, plugins, runtime
+from rlhf_core import data, plugins, runtime
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.execution import execute
-from rlhf_core.feeds import MICRO_BATCH_TOKENS
-from rlhf_core.memory import definition_of, memory_line, training_bytes
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Definition, Head, Model, fresh_model, load_model
+from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
+from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.stage import Stage
 from rlhf_core.tokenizer import load_tokenizer
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.data import Records
     from rlhf_core.data.report import Report
     from rlhf_core.options import TrainerConfig
+    from rlhf_core.options.adapters import LoraOptions
 
 C = TypeVar("C", bound="TrainerConfig")
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
@@ -39,13 +40,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
 
     head: "lm" or "score". An object's parameters are copied, since training donates them.
     """
-    given = stage.inputs.get("model")
-    if given is None:
-        given = config.model
-    if given is None:
-        raise InputError(
-            f"stage '{stage.name}'.model: missing; give a directory, a hub name, an earlier STAGE.OUTPUT or a table"
-        )
+    given = _given_model(config, stage)
     mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
     if isinstance(given, Model):
         shardings = given.definition.shardings(mesh)
@@ -54,16 +49,13 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     elif isinstance(given, Mapping):
         table = dict(given)
         named = table.pop("tokenizer", None)
-        if tokenizer is None and named is None:
-            raise InputError(
-                f"stage '{stage.name}'.model.tokenizer: missing; a fresh model needs a tokenizer directory"
-            )
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(named)
         model = fresh_model(
             table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
         )
     else:
         model = load_model(str(given), head, mesh=mesh, seed=stage.seed, registry=stage.registry)
+    model = _adapted(config, stage, model, given)
     if tokenizer is not None:
         model = replace(model, tokenizer=tokenizer)
     if model.tokenizer is None:
@@ -80,6 +72,77 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             stage, "disable_dropout", f"there is no dropout here; the model is trained without its {listed}"
         )
     return model
+
+
+def _adapted(config: TrainerConfig, stage: Stage, model: Model, given: Any) -> Model:
+    """The model with the adapters that `lora` asks for; without, adapters that it came with are merged."""
+    own, asked, where = model.definition.lora, config.lora, f"stage '{stage.name}'.lora"
+    if asked is None:
+        if own is not None:
+            _warn(
+                stage,
+                "model",
+                "its adapter is merged and all parameters are trained; lora = {…} trains adapters",
+            )
+        return model.merged()
+    if model.source is None:
+        raise InputError(
+            f"{where}: an adapter needs a base model in a directory or on the hub; save this one first"
+        )
+    hub = isinstance(given, str) and not Path(given).exists()
+    if own is None:
+        return model.with_lora(**asked.to_dict(), seed=stage.seed, base=given if hub else None)
+    modules = linear_modules(model.definition.abstract_params())
+    if own != asked_lora(asked, modules):
+        raise InputError(
+            f"{where}: the model comes with adapters of rank {own.rank}, alpha {own.alpha:g} on "
+            f"{', '.join(own.targets)}. Ask for the same to train these on; or leave lora out, and they are merged"
+        )
+    return model
+
+
+def asked_lora(options: LoraOptions, modules: Sequence[str]) -> Lora:
+    """The adapters that the options ask for, on a model with these linear layers."""
+    targets = resolve(options.targets, modules)
+    return Lora(options.rank, options.alpha, options.dropout, options.use_rslora, targets)
+
+
+def _given_model(config: TrainerConfig, stage: Stage) -> Any:
+    """What the stage starts from, as it was given; raises InputError where it is missing or lacks a tokenizer."""
+    given = stage.inputs.get("model")
+    given = config.model if given is None else given
+    if given is None:
+        raise InputError(
+            f"stage '{stage.name}'.model: missing; give a directory, a hub name, an earlier STAGE.OUTPUT or a table"
+        )
+    if isinstance(given, Mapping) and "tokenizer" not in given and stage.inputs.get("tokenizer") is None:
+        raise InputError(
+            f"stage '{stage.name}'.model.tokenizer: missing; a fresh model needs a tokenizer directory"
+        )
+    return given
+
+
+def require_model(config: TrainerConfig, stage: Stage, *, head: Head) -> None:
+    """Raise InputError where the stage's model is missing or, as far as its files tell, could not be loaded.
+
+    A model of the hub, or one that an earlier stage still has to make, is not looked at.
+    """
+    given = _given_model(config, stage)
+    if isinstance(given, str) and Path(given).exists():
+        with told_of(stage, "model"):
+            check_model(given, head, registry=stage.registry)
+
+
+@contextmanager
+def told_of(stage: Stage, field: str) -> Iterator[None]:
+    """Put the stage and the field in front of what is wrong, unless it is there."""
+    try:
+        yield
+    except InputError as error:
+        at = f"stage '{stage.name}'"
+        raise InputError(
+            *(p if p.startswith(at) else f"{at}.{field}: {p}" for p in error.problems)
+        ) from error
 
 
 def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: bool = True) -> Records | None:
@@ -104,7 +167,8 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
             "dataset_num_proc",
             "one process tokenises, with a thread on every core; more would not be faster",
         )
-    return data.load(spec, registry=stage.registry)
+    with told_of(stage, field):
+        return data.load(spec, registry=stage.registry)
 
 
 def tell(report: Report, stage: Stage, field: str) -> None:
@@ -193,53 +257,3 @@ def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple
     if unknown:
         raise InputError(f"{', '.join(sorted(unknown))}: unknown argument of the trainer of {cls.__name__}")
     return config, inputs
-
-
-def plan_lines(
-    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, encode: Callable[[str], Any] | None
-) -> Sequence[str]:
-    """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens, memory.
-
-    encode: tokenises `train_data` or `eval_data`, None for a field that is not given, raising InputError for every row
-    that does not fit; None where the model's tokenizer is not at hand, and rows are only counted.
-    """
-    if encode is None:
-        records = open_records(config, stage, "train_data")
-        assert records is not None
-        count, said = len(records), f"{len(records):,} {unit} before length limits"
-    else:
-        encoded = encode("train_data")
-        encode("eval_data")
-        count, said = len(encoded), str(encoded.report)
-    total = data.updates(count, config.total_batch_size, config.num_train_epochs, config.max_training_steps)
-    epochs = total * config.total_batch_size / count
-    tokens = f"at most {total * config.total_batch_size * config.max_sequence_length:,} tokens"
-    update_tokens, longest = config.total_batch_size * config.max_sequence_length, config.max_sequence_length
-    if encode is not None:
-        sizes = [tree.size for tree in encoded.trees()]
-        tokens = f"about {round(epochs * sum(sizes)):,} tokens, shared prompts once"
-        update_tokens, longest = round(sum(sizes) / count * config.total_batch_size), max(sizes)
-    memory = training_memory(config, stage, head, total, update_tokens, longest)
-    return [
-        said,
-        f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
-        tokens,
-        *([] if memory is None else [memory_line(memory[2])]),
-    ]
-
-
-def training_memory(
-    config: TrainerConfig, stage: Stage, head: Head, total: int, update_tokens: int, longest: int
-) -> tuple[Definition, Mapping[str, Any], dict[str, int]] | None:
-    """The stage's model by definition and config.json, and the bytes that training it takes; None where nothing local
-    describes it.
-
-    total: updates. update_tokens: of one update. longest: tokens of the longest row. Raises InputError for a model
-    that could not be built.
-    """
-    found = definition_of(config.model, head, stage.inputs.get("tokenizer"), stage.registry)
-    if found is None:
-        return None
-    slots = min(MICRO_BATCH_TOKENS, -(-update_tokens // config.gradient_accumulation_steps))
-    tx = optimizers.make(config, stage.registry, total)[0]
-    return *found, training_bytes(found[0], tx, (-(-slots // longest), longest))

@@ -7,6 +7,7 @@ ends with the end-of-sequence token. So a completion that is scored has exactly 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -35,6 +36,9 @@ PLAIN = """\
 """
 """The template "plain": each turn under its role's name, assistant turns closed by the EOS token."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Of messages, whatever the template; others have to be named by it."""
+CONTEXT = 16  # tokens of a prompt that say how the first token after it is written
 CHUNK = 4096  # texts handed to the tokenizer at once: enough to be fast, few enough to bound memory
 
 
@@ -73,11 +77,19 @@ def template_text(tokenizer: Any, chat_template: str | None = None) -> str | Non
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     path = Path(chat_template).expanduser()
+    if path.is_dir():
+        raise InputError(f"chat_template '{chat_template}' is a directory: give the template file in it")
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = near(chat_template, ["plain"]) or near(path.name, siblings)
         raise InputError(f"chat_template '{chat_template}' is neither \"plain\" nor a file.{hint}")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"chat_template '{chat_template}' line {line} is not UTF-8: save it as UTF-8"
+        ) from None
 
 
 class Encoder:
@@ -87,8 +99,11 @@ class Encoder:
         """chat_template: as in `template_text`."""
         self.tokenizer = tokenizer
         self.template = template_text(tokenizer, chat_template)
+        self._template_name = (
+            f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
+        )
         self.special = special_ids(tokenizer)
-        self._closed = int(self.tokenize([("a", True)])[0][-1]) in self.special.eos
+        self._closed = any(int(i) in self.special.eos for i in self.tokenize([("a", True)])[0][-1:])
 
     def prompts(self, prompts: Sequence[Turns], tools: Sequence[Any] | None = None) -> list[Ints]:
         """Ids, int32 [n] each, that a completion is sampled after: conversations open an assistant turn."""
@@ -158,6 +173,7 @@ class Encoder:
 
         messages = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
         template = self.template
+        self._require_roles(turns)
         if tools and isinstance(getattr(self.tokenizer, "chat_template", None), dict):
             template = self.tokenizer.chat_template.get("tool_use", template)
         values: dict[str, Any] = {"eos_token": None, "bos_token": None, **self.tokenizer.special_tokens_map}
@@ -170,9 +186,34 @@ class Encoder:
                 add_generation_prompt=open_turn,
                 **values,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise InputError(f"the chat template fails on this conversation: {error}") from error
         return texts[0], spans[0] if marks else []
+
+    def _require_roles(self, turns: Sequence[Message]) -> None:
+        """Raise InputError for a role that nobody knows, which a template would write or leave out without a word."""
+        for number, turn in enumerate(turns, 1):
+            role = str(turn["role"])
+            if role not in ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", self.template or ""):
+                raise InputError(
+                    f"message {number} has the role '{role}', which the chat template does not name."
+                    f"{near(role, ROLES)} Known: {', '.join(ROLES)}"
+                )
+
+    def template_problem(self) -> str | None:
+        """What is wrong with the template whatever the conversation, or None."""
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            render_jinja_template([[]], chat_template=self.template)
+        except TemplateSyntaxError as error:
+            return f"{self._template_name} line {error.lineno} is not valid Jinja: {error.message}"
+        except Exception:
+            return (
+                None  # it wants messages, or more of them; what fails on those of a row is told with the row
+            )
+        return None
 
     def opened(self, texts: Sequence[tuple[str, bool]]) -> list[Ints]:
         """As `tokenize`, without the EOS that some tokenizers close every text with."""
@@ -195,6 +236,25 @@ class Encoder:
                 for i, row in zip(chunk, ids, strict=True):
                     out[i] = np.array(row, np.int32)
         return [ids for ids in out if ids is not None]
+
+
+def continuations(tokenizer: Any, prompts: Sequence[Ints | None], completions: Sequence[Ints]) -> list[str]:
+    """The texts that completions add to their prompts, both int32 [n] ids, without special tokens.
+
+    A prompt that is None is a conversation, to which the completion adds a message: a text by itself. Others are
+    decoded after the end of the prompt: alone, a first token of SentencePiece's kind would lose the space before it,
+    and prompt and completion together would be another text than the one that was sampled.
+    """
+    ends = [[] if prompt is None else prompt[-CONTEXT:].tolist() for prompt in prompts]
+    whole = [[*end, *ids.tolist()] for end, ids in zip(ends, completions, strict=True)]
+    before, texts, alone = (
+        tokenizer.batch_decode(ids, skip_special_tokens=True)
+        for ids in (ends, whole, [ids.tolist() for ids in completions])
+    )
+    return [
+        text[len(start) :] if start and text.startswith(start) else own
+        for start, text, own in zip(before, texts, alone, strict=True)
+    ]
 
 
 def join(prompt: Turns | None, completion: Turns) -> Turns:

@@ -28,7 +28,7 @@ from rlhf_core.metrics import Metric, Metrics, merge, read
 from rlhf_core.rows import Packed
 from rlhf_core.signals import stop_signals
 from rlhf_core.state import TrainState, abstract_state
-from rlhf_core.step import Objective, Programs, programs
+from rlhf_core.step import Objective, Programs
 from rlhf_core.usage import peak_memory
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Run:
             plan = {"updates": feed.total, "start": start, "updates_per_epoch": feed.updates_per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
             JsonLines.cut(self.stage.dir / "metrics.jsonl", start)
-        steps = programs(self.objective, state)
+        steps = Programs(self.objective, state)
         if start < feed.total:
             self.warm_up(steps, state)
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
@@ -134,8 +134,8 @@ class _Run:
                 self.check(steps, state, checkpoints)
             update = feed.update(step, state)
             done = None
-            for batch in update.batches:
-                done = steps.accumulate(state.params, put_rows(self.mesh, batch), done)
+            for number, batch in enumerate(update.batches):
+                done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)
             if done is None:
                 raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
             state, measured = steps.apply(state, done)
@@ -191,7 +191,7 @@ class _Run:
         return Fitted(self.best.final(state, count, checkpoints), self.metrics, out_of_time)
 
     def restore(self, state: TrainState, checkpoints: Checkpoints) -> tuple[int, TrainState]:
-        found = checkpoints.restore(abstract_state(state))
+        found = checkpoints.restore(abstract_state(state.trained()))
         if found is None:
             return 0, state
         if found.host["data"] != self.feed.fingerprint:
@@ -203,13 +203,13 @@ class _Run:
         self.interval = Interval.from_json(found.host["interval"])
         self.feed.restore(found.step, found.host["feed"], found.arrays)
         self.best.restore(found.host["best"])
-        return found.step, found.state
+        return found.step, state.with_trained(found.state)
 
     def warm_up(self, steps: Programs, state: TrainState) -> None:
         """Compile every program but `apply`, which the first update does: it cannot run without moving the state."""
         for empty in self.feed.shapes():
             batch = put_rows(self.mesh, empty)
-            steps.accumulate(state.params, batch, steps.accumulate(state.params, batch, None))
+            steps.accumulate(state, batch, steps.accumulate(state, batch, None))
 
     def check(self, steps: Programs, state: TrainState, checkpoints: Checkpoints) -> None:
         """Read the guards of updates that have not been looked at; a step late, the device is never waited for."""
@@ -222,7 +222,7 @@ class _Run:
             sound = replace(state, guard=jax.device_put(np.int32(-1), state.guard.sharding))
             self.save(step, sound, checkpoints)
             checkpoints.wait()
-            culprits = not_finite(steps, sound.params, update, self.feed.shapes(), self.mesh)
+            culprits = not_finite(steps, sound, update, self.feed.shapes(), self.mesh)
             listed = "; ".join(culprits[:5]) + (
                 f"; and {len(culprits) - 5} more" if len(culprits) > 5 else ""
             )
@@ -268,7 +268,7 @@ class _Run:
             "interval": self.interval.to_json(),
             "best": self.best.to_json(),
         }
-        checkpoints.save(step, state, host=kept, arrays=arrays, protect=self.best.step)
+        checkpoints.save(step, state.trained(), host=kept, arrays=arrays, protect=self.best.step)
 
 
 def evaluator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import Definition, Head, find_family
+from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.loading import complete_table
+from rlhf_core.partition import join, split
+from rlhf_core.state import fixed_parameters
 
 if TYPE_CHECKING:
     import optax
@@ -38,8 +40,8 @@ def definition_of(
         if tokenizer is None and "vocab_size" not in table:
             return None
         hf_config, file = complete_table(table, tokenizer, registry), "model"
-    elif isinstance(model, str) and (Path(model) / "config.json").is_file():
-        file = str(Path(model) / "config.json")
+    elif isinstance(model, str) and (directory := _described(Path(model))) is not None:
+        file = str(directory / "config.json")
         try:
             hf_config = json.loads(Path(file).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -54,29 +56,39 @@ def definition_of(
         raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
 
 
+def _described(directory: Path) -> Path | None:
+    """The directory with the config.json of a local model, which for an adapter is that of its base model."""
+    if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
+        directory = Path(peft.base_of(directory))
+    return directory if (directory / "config.json").is_file() else None
+
+
 def training_bytes(
-    definition: Definition, tx: optax.GradientTransformation, shape: tuple[int, int]
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    shape: tuple[int, int],
+    frozen: str | Sequence[str] | None = None,
 ) -> dict[str, int]:
     """Bytes of {parameters, gradients, optimizer, activations} in all, float32.
 
-    shape: rows and time of a micro-batch. Activations are what the backward pass keeps of the forward, before
-    the compiler merges any of it: an upper estimate.
+    shape: rows and time of a micro-batch. frozen: as `create_state` takes it. Activations are what the backward pass
+    keeps of the forward, before the compiler merges any of it: an upper estimate.
     """
     params = definition.abstract_params()
+    trained, fixed = split(params, fixed_parameters(params, frozen))
     tokens = jax.ShapeDtypeStruct(shape, np.int32)
 
-    def kept(params: Any, tokens: Any) -> Any:
-        return jax.vjp(lambda p: definition.hidden(p, tokens, tokens, tokens), params)[1]
+    def kept(trained: Any, fixed: Any, tokens: Any) -> Any:
+        return jax.vjp(lambda p: definition.hidden(join(p, fixed), tokens, tokens, tokens), trained)[1]
 
-    residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(kept, params, tokens))]
+    residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(kept, trained, fixed, tokens))]
     for leaf in jax.tree.leaves(params):  # parameters that the backward pass reads are there anyway
         if (leaf.shape, leaf.dtype) in residuals:
             residuals.remove((leaf.shape, leaf.dtype))
-    size = _bytes(params)
     return {
-        "parameters": size,
-        "gradients": size,
-        "optimizer": _bytes(jax.eval_shape(tx.init, params)),
+        "parameters": _bytes(params),
+        "gradients": _bytes(trained),
+        "optimizer": _bytes(jax.eval_shape(tx.init, trained)),
         "activations": sum(_size(*each) for each in residuals),
     }
 

@@ -1,14 +1,14 @@
-"""Optimizers and learning-rate schedules by name, and what every one of them shares: clipping, decay mask, freezing."""
+"""Optimizers and learning-rate schedules by name, and what every one of them shares: clipping and the decay mask."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from pydantic import Field
 
 from rlhf_core.contracts import OPTIMIZER
 from rlhf_core.errors import InputError
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rlhf_core.registry import Registry
 
 Schedule = Callable[[Any], Any]
+NotNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running average: what is kept of it at an update."""
 
 
 def decays(params: Any) -> Any:
@@ -33,48 +36,66 @@ def decays(params: Any) -> Any:
 def adamw(
     learning_rate: Any,
     *,
-    weight_decay: float = 0.01,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    weight_decay: NotNegative = 0.01,
+    b1: Decay = 0.9,
+    b2: Decay = 0.999,
+    eps: NotNegative = 1e-8,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019)."""
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
 
 
-def adafactor(learning_rate: Any, *, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    """Adafactor (Shazeer and Stern 2018), without its own learning-rate scaling."""
-    return optax.adafactor(
-        learning_rate,
-        multiply_by_parameter_scale=False,
-        weight_decay_rate=weight_decay or None,
-        weight_decay_mask=decays,
-    )
+def adafactor(learning_rate: Any, *, weight_decay: NotNegative = 0.0) -> optax.GradientTransformation:
+    """Adafactor (Shazeer and Stern 2018), without its own learning-rate scaling, with decoupled weight decay."""
+    # With a rate, its decay is per update; here it is per unit of learning rate, as in the others.
+    downhill = optax.adafactor(None, multiply_by_parameter_scale=False)
+    return _decoupled(optax.chain(downhill, optax.scale(-1.0)), learning_rate, weight_decay)
 
 
 def lion(
-    learning_rate: Any, *, weight_decay: float = 0.01, b1: float = 0.9, b2: float = 0.99
+    learning_rate: Any, *, weight_decay: NotNegative = 0.01, b1: Decay = 0.9, b2: Decay = 0.99
 ) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
 
 
 def muon(
-    learning_rate: Any, *, weight_decay: float = 0.01, beta: float = 0.95
+    learning_rate: Any, *, weight_decay: NotNegative = 0.01, beta: Decay = 0.95
 ) -> optax.GradientTransformation:
-    """Muon (Jordan 2024) on matrices, AdamW on the rest."""
-    return optax.contrib.muon(learning_rate, beta=beta, weight_decay=weight_decay)
+    """Muon (Jordan 2024) on the layers' matrices, AdamW on embeddings, heads, norms and biases.
+
+    Its updates have a root mean square of about 0.2, as AdamW's (Liu et al. 2025), so that one learning rate and weight
+    decay do for both.
+    """
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # [in, out]: those before them count layers or experts
+    orthogonal = optax.contrib.muon(-1.0, beta=beta, consistent_rms=0.2, muon_weight_dimension_numbers=axes)
+    direction = optax.partition({"matrix": orthogonal, "other": optax.scale_by_adam()}, _kinds)
+    return _decoupled(direction, learning_rate, weight_decay)
+
+
+def _kinds(params: Any) -> Any:
+    """ "matrix" for every kernel within a layer, else "other": a head's kernel is not within one."""
+
+    def one(path: Any, _: Any) -> str:
+        return "matrix" if len(path) > 2 and getattr(path[-1], "key", None) == "kernel" else "other"
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def sgd(
-    learning_rate: Any, *, momentum: float = 0.0, weight_decay: float = 0.0
+    learning_rate: Any, *, momentum: Decay = 0.0, weight_decay: NotNegative = 0.0
 ) -> optax.GradientTransformation:
     """Stochastic gradient descent, with momentum and decoupled weight decay where asked for."""
-    descent = optax.sgd(learning_rate, momentum=momentum or None)
-    if not weight_decay:
-        return descent
+    direction = optax.trace(momentum) if momentum else optax.identity()
+    return _decoupled(direction, learning_rate, weight_decay)
+
+
+def _decoupled(
+    direction: optax.GradientTransformation, learning_rate: Any, weight_decay: float
+) -> optax.GradientTransformation:
+    """A step of learning_rate × (direction + weight_decay × parameters) downhill (Loshchilov and Hutter 2019)."""
     return optax.chain(
-        optax.trace(momentum) if momentum else optax.identity(),
+        direction,
         optax.add_decayed_weights(weight_decay, mask=decays),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -117,8 +138,7 @@ def make(
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """The optimizer a trainer's config asks for, and its schedule.
 
-    Gradients are clipped to `max_grad_norm` by their global norm first; parameters whose path matches one of
-    `frozen_parameters` keep their values.
+    Gradients are clipped to `max_grad_norm` by their global norm first.
     """
     rate = schedule(
         config.scheduler,
@@ -135,18 +155,4 @@ def make(
     tx = registry.get(OPTIMIZER, config.optimizer.name, **options)(rate)
     if config.max_grad_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), tx)
-    return (freeze(tx, config.frozen_parameters) if config.frozen_parameters else tx), rate
-
-
-def freeze(tx: optax.GradientTransformation, patterns: str | Sequence[str]) -> optax.GradientTransformation:
-    """Leave parameters alone whose dotted path contains a match of one of the regular expressions."""
-    tests = [re.compile(p) for p in ([patterns] if isinstance(patterns, str) else patterns)]
-
-    def label(params: Any) -> Any:
-        def one(path: Any, _: Any) -> str:
-            dotted = ".".join(str(getattr(k, "key", k)) for k in path)
-            return "frozen" if any(test.search(dotted) for test in tests) else "trained"
-
-        return jax.tree_util.tree_map_with_path(one, params)
-
-    return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, label)
+    return tx, rate

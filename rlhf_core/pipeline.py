@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -171,6 +172,10 @@ def lock(directory: Path, is_main: bool = True) -> Iterator[None]:
         raise InputError(f"dir: {directory} is not a directory; give another --dir") from None
     except PermissionError:
         raise InputError(f"dir: no permission to write to {directory}; give another --dir") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(f"dir: {directory} cannot be made ({error.strerror}); give another --dir") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -120,9 +120,13 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         return {k: resolve_paths(k, v, base, f"{where}.{k}", problems) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
-    if not isinstance(value, str) or not value:
-        return value
     field = TrainerConfig.ALIASES.get(field, field)
+    if not isinstance(value, str):
+        return value
+    if not value:
+        if field in _INPUT_FIELDS or is_model_field(field):
+            problems.append(f"{where}: is empty; give a path or a name, or leave it out")
+        return value
     if field == "save_directory":
         return _absolute(value, base)
     if field == "name" or field == "rewards":
@@ -131,7 +135,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
             return value
         return _absolute(file, base) + colon + attribute  # the registry tells a missing one
     if field == "chat_template":
-        return value if value == "plain" else _existing(value, base, where, problems)
+        return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
     if field in _INPUT_FIELDS or is_model_field(field):
         if os.path.lexists(base / Path(value).expanduser()):
             return _absolute(value, base)
@@ -192,9 +196,10 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
         target = top
     else:
         known = [*by_name, "seed", "mesh", "dir"]
-        problems.append(
-            f"--set {text}: no stage '{head}'.{near(head, known)} Stages: {', '.join(by_name) or 'none'}"
-        )
+        wrong = f"no stage '{head}'.{near(head, known)} Stages: {', '.join(by_name) or 'none'}"
+        if head in by_name:
+            wrong = f"'{head}' is a stage: write {head}.field=value"
+        problems.append(f"--set {text}: {wrong}")
         return
     try:
         _assign(target, steps, value)
@@ -265,10 +270,11 @@ def _looks_like_a_path(value: str, base: Path) -> bool:
     return "/" in value and (base / value).parent.is_dir()
 
 
-def _existing(value: str, base: Path, where: str, problems: list[str]) -> str:
+def _existing(value: str, base: Path, where: str, problems: list[str], *, also: Sequence[str] = ()) -> str:
+    """also: words that do as well as a path."""
     path = Path(_absolute(value, base))
     if not path.exists():
-        problems.append(f"{where}: no such file: {path}.{_near_file(path)}")
+        problems.append(f"{where}: no such file: {path}.{near(value, also) or _near_file(path)}")
     return str(path)
 
 

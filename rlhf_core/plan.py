@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,7 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     Raises InputError with every problem of every stage, one line each: unknown trainers, fields, components
     and options, wrong types, missing files, dangling references and references of the wrong kind.
     """
-    problems = list(file.problems)
+    problems = [*file.problems, *_directory(file.dir)]
     known = _Known(file.dir, [table.name for table in file.stages])
     stages = []
     for table in file.stages:
@@ -94,6 +95,18 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     if problems:
         raise InputError(*_in_order(problems, known.names))
     return Plan(file.path, file.dir, file.seed, file.mesh, tuple(stages))
+
+
+def _directory(path: Path) -> list[str]:
+    """What keeps a run from being written at `path`."""
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        return [f"dir: {there} is not a directory; give another --dir"]
+    if not os.access(there, os.W_OK | os.X_OK):
+        return [f"dir: no permission to write to {there}; give another --dir"]
+    return []
 
 
 def _in_order(problems: Sequence[str], stages: Sequence[str]) -> list[str]:
@@ -130,7 +143,8 @@ def _stage(
         for key, value in given.items()
     }
     known.outputs[table.name] = outputs
-    known.models.update({f"{table.name}.{name}": replaced.get("model") for name in outputs or ()})
+    for name in outputs or ():  # of two stages with one name, which is told already, the first counts
+        known.models.setdefault(f"{table.name}.{name}", replaced.get("model"))
     if trainer is None or written is None:
         return None
     config = written.replace(**{key: value for key, value in replaced.items() if value != given[key]})

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rlhf_core import artifacts, data
+from rlhf_core.data.conversations import tools_of
 from rlhf_core.data.preferences import FAMILIES
 from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
@@ -129,12 +130,17 @@ class Scorer:
             )
         return {name: every[:, i] for i, name in enumerate(names)}
 
-    def score_completions(self, prompts: Sequence[Any], completions: Sequence[Any]) -> np.ndarray:
+    def score_completions(
+        self, prompts: Sequence[Any], completions: Sequence[Any], tools: Sequence[Any] | None = None
+    ) -> np.ndarray:
         """Scores float32 [N] of completions, texts or message lists, after their prompts.
 
+        tools: what each conversation may call, as in a row's `tools`. A completion without an end-of-sequence token
+        gets one, like every text that was trained on: one that was cut off is scored as if it ended there.
         Neighbours with the same prompt share its computation, where all prompts come equally often in a row.
         """
-        return self.score_ids(self.encoder.whole(prompts, completions), group=_repeats(prompts))
+        given = None if tools is None else [tools_of({"tools": each}) for each in tools]
+        return self.score_ids(self.encoder.whole(prompts, completions, given), group=_repeats(prompts))
 
     def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
         """Scores float32 [N] of whole sequences, int [n_i], in this model's tokens, EOS last: in reward units, or
@@ -161,6 +167,13 @@ class Scorer:
         if empty:
             raise InputError(f"sequences {', '.join(empty[:5])} to score have no tokens")
         fitted = [np.asarray(ids, np.int32) for ids in sequences]
+        size = self.model.definition.vocab_size
+        odd = [str(i) for i, ids in enumerate(fitted) if ids.max() >= size or ids.min() < 0]
+        if odd:
+            raise InputError(
+                f"sequences {', '.join(odd[:5])} to score have tokens that are none of the model's, which has 0 to "
+                f"{size - 1}: use the tokenizer that it was trained with"
+            )
         if limit is None or not (long := sum(len(ids) > limit for ids in fitted)):
             return fitted
         warnings.warn(

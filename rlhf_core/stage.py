@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -39,3 +42,8 @@ class Stage:
         if self.mesh is None:
             raise RuntimeError(f"stage '{self.name}' is only being checked: it has no devices")
         return self.mesh
+
+    def say(self, line: str) -> None:
+        """A line on stderr for whoever watches, from the main process, above a bar that may be shown there."""
+        if self.is_main:
+            tqdm.write(f"[{self.name}] {line}", file=sys.stderr)

@@ -58,6 +58,10 @@ class StageRecord:
             return found
         except FileNotFoundError:
             return {}
+        except NotADirectoryError:
+            raise InputError(
+                f"{self.plan.dir} is not a directory; move it away, or use another --dir"
+            ) from None
         except (ValueError, KeyError) as error:
             raise InputError(
                 f"{self.path}: not readable ({error}); delete {self.plan.dir} to run the stage from its "

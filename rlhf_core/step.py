@@ -6,15 +6,18 @@ An objective returns sums, so the number of micro-batches and what lies in which
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from rlhf_core.metrics import Mean, Metric, merge
+from rlhf_core.models.lora import has_noise, with_noise
+from rlhf_core.partition import Path, join, split
 from rlhf_core.state import TrainState
 
 Objective: TypeAlias = Callable[[Any, Any], tuple[Mean, Mapping[str, Metric]]]
@@ -25,19 +28,31 @@ class Accumulated(NamedTuple):
     """What the micro-batches of an update have added up to so far."""
 
     grads: Any
-    """float32, like the parameters: gradient of `loss.total`."""
+    """float32, like the trained parameters: gradient of `loss.total`."""
     loss: Mean
     metrics: dict[str, Metric]
 
 
-def accumulate(objective: Objective, params: Any, batch: Any, before: Accumulated | None) -> Accumulated:
-    """Add one micro-batch; `before` is None for the first of an update, which saves a pass over zeros."""
+def accumulate(
+    objective: Objective,
+    params: Any,
+    batch: Any,
+    before: Accumulated | None,
+    key: jax.Array | None = None,
+    fixed: frozenset[Path] = frozenset(),
+) -> Accumulated:
+    """Add one micro-batch; `before` is None for the first of an update, which saves a pass over zeros.
+
+    key: of the adapters' dropout; None: nothing is dropped. fixed: paths of parameters without a gradient.
+    """
+    params = params if key is None else with_noise(params, key)
+    trained, rest = split(params, fixed) if fixed else (params, {})
 
     def total(p: Any) -> tuple[jax.Array, tuple[Mean, dict[str, Metric]]]:
-        loss, metrics = objective(p, batch)
+        loss, metrics = objective(join(p, rest) if fixed else p, batch)
         return loss.total, (loss, dict(metrics))
 
-    grads, (loss, metrics) = jax.grad(total, has_aux=True)(params)
+    grads, (loss, metrics) = jax.grad(total, has_aux=True)(trained)
     if before is None:
         return Accumulated(grads, loss, metrics)
     return Accumulated(
@@ -48,6 +63,7 @@ def accumulate(objective: Objective, params: Any, batch: Any, before: Accumulate
 def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
     """One optimizer update from the mean gradient, applied only while every loss and gradient has been finite.
 
+    state: all of its parameters trained, as `TrainState.trained` gives it.
     Metrics: those of the objective, `loss` and `grad_norm` (before the optimizer).
     """
     scale = 1.0 / jnp.maximum(done.loss.count, jnp.finfo(jnp.float32).tiny)
@@ -70,30 +86,53 @@ def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, M
     return following, {**done.metrics, "loss": loss, "grad_norm": Mean.of(norm)}
 
 
-@dataclass(frozen=True)
 class Programs:
-    """The compiled pair, for the loop. `accumulate` donates what came before, `apply` the state."""
+    """The compiled pair, for the loop. `accumulate` donates what came before, `apply` the state but for parameters that
+    are not trained, which stay where they are.
+    """
 
-    accumulate: Callable[[Any, Any, Accumulated | None], Accumulated]
-    apply: Callable[[TrainState, Accumulated], tuple[TrainState, dict[str, Metric]]]
+    def __init__(self, objective: Objective, state: TrainState) -> None:
+        """Gradients and the next state stay sharded as `state` is."""
+        shardings = jax.tree.map(lambda x: x.sharding, state.trained())
+        self._accumulate = jax.jit(
+            partial(accumulate, objective, fixed=state.fixed),
+            donate_argnums=2,
+            out_shardings=Accumulated(shardings.params, None, None),  # type: ignore[arg-type]
+        )
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        self._noise = has_noise(state.params)
+
+    def accumulate(
+        self, state: TrainState, batch: Any, before: Accumulated | None, number: int = 0
+    ) -> Accumulated:
+        """Add micro-batch `number` of the update."""
+        key = _key(state, number) if self._noise else None
+        done: Accumulated = self._accumulate(state.params, batch, before, key)
+        return done
+
+    def apply(self, state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
+        """`apply`, fixed parameters handed through."""
+        following, metrics = self._apply(state.trained(), done)
+        return state.with_trained(following), metrics
 
     def compiled(self) -> int:
         """How many programs have been compiled so far."""
-        jitted: tuple[Any, ...] = (self.accumulate, self.apply)
+        jitted: tuple[Any, ...] = (self._accumulate, self._apply)
         return sum(f._cache_size() for f in jitted)
 
 
-def programs(objective: Objective, state: TrainState) -> Programs:
-    """Jit `accumulate` and `apply`; gradients and the next state stay sharded as `state` is."""
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    return Programs(
-        accumulate=jax.jit(
-            partial(accumulate, objective),
-            donate_argnums=2,
-            out_shardings=Accumulated(shardings.params, None, None),  # type: ignore[arg-type]
-        ),
-        apply=jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None)),
-    )
+def _folded(key: jax.Array, step: Any, number: Any) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, step), number)
+
+
+@jax.jit
+def _numbered(key: jax.Array, step: jax.Array, number: jax.Array) -> jax.Array:
+    return _folded(key, step, number)
+
+
+def _key(state: TrainState, number: int) -> jax.Array:
+    """Of the dropout of one micro-batch: a function of seed, update and micro-batch, the same after a restart."""
+    return _numbered(state.key, state.step, jax.device_put(np.int32(number), state.step.sharding))
 
 
 def split_step(
@@ -121,11 +160,18 @@ def split_step(
         rest = iter(parts)
         return tree.unflatten([next(rest) if s else x for x, s in zip(leaves, split, strict=True)])
 
-    done = accumulate(objective, state.params, micro([x[0] for x in stacked]), None)
+    noise = has_noise(state.params)
+
+    def one(before: Accumulated | None, number: Any, parts: list[jax.Array]) -> Accumulated:
+        key = _folded(state.key, state.step, number) if noise else None
+        return accumulate(objective, state.params, micro(parts), before, key, state.fixed)
+
+    done = one(None, 0, [x[0] for x in stacked])
     if splits > 1:
         done, _ = jax.lax.scan(
-            lambda before, parts: (accumulate(objective, state.params, micro(parts), before), None),
+            lambda before, part: (one(before, *part), None),
             done,
-            [x[1:] for x in stacked],
+            (jnp.arange(1, splits), [x[1:] for x in stacked]),
         )
-    return apply(state, done)
+    following, metrics = apply(state.trained(), done)
+    return state.with_trained(following), metrics

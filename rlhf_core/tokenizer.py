@@ -61,14 +61,30 @@ def load_tokenizer(source: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(
             str(path if path.is_dir() else source), local_files_only=bool(unreachable)
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # damaged files fail in every way there is
         if path.is_dir():
-            raise InputError(f"the tokenizer in {source} cannot be read: {error}") from error
+            raise InputError(_unreadable(path, error)) from error
         reason = unreachable or str(error).strip().splitlines()[0]
         raise InputError(
             f"no tokenizer '{source}': no such directory here, nor does the hub give it ({reason}). Without "
             "network, fetch its files elsewhere and give their directory"
         ) from error
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        try:
+            json.loads((path / name).read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        except ValueError as damage:
+            return f"{path / name} is not JSON ({damage}): fetch it again"
+    if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
+        return f"{path / 'config.json'}: {error.__cause__ or error}"
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        reason = "it has no tokenizer.json; put it there"
+    return f"the tokenizer in {path} cannot be read: {reason}"
 
 
 def _hub_name(source: str) -> bool:

@@ -3,9 +3,11 @@
 from rlhf_core.data.order import schedule, updates
 from rlhf_core.data.preferences import Pair, Pairs, encode_pairs
 from rlhf_core.data.prompts import Prompts, encode_prompts
-from rlhf_core.data.records import Records, Source, load
+from rlhf_core.data.records import load
 from rlhf_core.data.report import Report
+from rlhf_core.data.source import Records, Source
 from rlhf_core.data.texts import Text, Texts, encode_texts
+from rlhf_core.data.tokens import require_vocabulary
 
 __all__ = [
     "Pair",
@@ -20,6 +22,7 @@ __all__ = [
     "encode_prompts",
     "encode_texts",
     "load",
+    "require_vocabulary",
     "schedule",
     "updates",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.records import Source
+from rlhf_core.data.source import Source
 from rlhf_core.encoding import Encoder, Turns
 from rlhf_core.errors import InputError, near
 
@@ -25,13 +26,54 @@ def message_problem(value: Any) -> str | None:
         if not isinstance(message, Mapping):
             return f"message {i} is {kind(message)}, not an object with role and content"
         if not isinstance(message.get("role"), str):
-            return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
+            hint = "; rename from to role and value to content" if {"from", "value"} <= set(message) else ""
+            return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'}){hint}"
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
         if content is not None and not isinstance(content, str):
-            return f"message {i}'s content is {kind(content)}, not text"
+            hint = "; join its parts to one text" if isinstance(content, list | tuple) else ""
+            return f"message {i}'s content is {kind(content)}, not text{hint}"
+        if content and (problem := text_problem(content)):
+            return f"message {i}'s content {problem}"
+        calls = message.get("tool_calls")
+        if calls is not None and not _objects(calls):
+            return f"message {i}'s tool_calls is {kind(calls)}, not a list of objects"
     return None
+
+
+def text_problem(text: str) -> str | None:
+    """What makes a text no Unicode, or None: half of a surrogate pair, as text that was cut in JSON's escapes has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        return (
+            f"is no valid Unicode: \\u{half:04x} at character {error.start + 1} is half of a pair; remove it"
+        )
+    return None
+
+
+def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The tools that the row's conversation may call, as JSON schemas: a list of them, or its JSON text.
+
+    Raises InputError for anything else.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise InputError(f"'tools' is not JSON: {error.msg} at column {error.colno}") from error
+    if tools is None or isinstance(tools, str):
+        return None
+    if not _objects(tools):
+        raise InputError(f"'tools' is {kind(tools)}, not a list of objects")
+    return list(tools) or None
+
+
+def _objects(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray) and all(isinstance(item, Mapping) for item in value)
 
 
 def kind(value: Any) -> str:
@@ -52,13 +94,18 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
     if chat:
         problem = message_problem(value)
         return problem and f"'{column}' {problem}"
-    return None if isinstance(value, str) else f"'{column}' is {kind(value)}, not text"
+    if not isinstance(value, str):
+        return f"'{column}' is {kind(value)}, not text"
+    problem = text_problem(value)
+    return problem and f"'{column}' {problem}"
 
 
 def is_chat(source: Source, column: str) -> bool:
-    """Whether a column holds conversations, by its first value that is not null."""
-    first = next((row[column] for row in source.rows if row.get(column) is not None), "")
-    return not isinstance(first, str) and isinstance(first, Sequence | np.ndarray)
+    """Whether a column holds conversations: what most of its values are, or as many as of texts and the first."""
+    values = [row[column] for row in source.rows if row.get(column) is not None]
+    texts = sum(isinstance(value, str) for value in values)
+    lists = sum(isinstance(value, Sequence | np.ndarray) for value in values) - texts
+    return lists > texts or (lists == texts > 0 and not isinstance(values[0], str))
 
 
 def is_blank(turns: Turns) -> bool:
@@ -87,6 +134,8 @@ def require_template(source: Source, encoder: Encoder) -> None:
             f"{source.name} has conversations, and the tokenizer has no chat template: set "
             'chat_template = "plain", or give a template file'
         )
+    if problem := encoder.template_problem():
+        raise InputError(problem)
 
 
 def cut(ids: NDArray[T], limit: int, mode: str) -> NDArray[T]:

@@ -33,8 +33,16 @@ def read(name: str, kind: str, content: bytes) -> Rows:
     return found
 
 
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"PK\x03\x04": "zip", b"PAR1": "parquet"}
+"""How files that are no text begin."""
+
+
 def _decode(name: str, content: bytes) -> str:
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+    for start, what in PACKED.items():
+        if content.startswith(start):
+            remedy = "name it .parquet" if what == "parquet" else "unpack it first"
+            raise InputError(f"{name} is a {what} file, not text: {remedy}")
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:1000]:
         raise InputError(f"{name} is UTF-16: save it as UTF-8")
     try:
         return content.decode("utf-8-sig")
@@ -59,6 +67,9 @@ def _jsonl(name: str, content: bytes) -> Rows:
         except json.JSONDecodeError as error:
             problems.add(f"{name} row {number} is not JSON: {error.msg} at column {error.colno}")
             continue
+        except (RecursionError, ValueError) as error:
+            problems.add(f"{name} row {number} cannot be read: {_too_much(error)}")
+            continue
         if not isinstance(row, dict):
             hint = "; a JSON array goes in a .json file" if isinstance(row, list) else ""
             problems.add(f"{name} row {number} is not a JSON object, but {_kind(row)}{hint}")
@@ -78,6 +89,8 @@ def _json(name: str, content: bytes) -> Rows:
         raise InputError(
             f"{name} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
         ) from error
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{name} cannot be read: {_too_much(error)}") from None
     if isinstance(value, dict):
         return Rows([value], [1])
     if not isinstance(value, list):
@@ -88,6 +101,15 @@ def _json(name: str, content: bytes) -> Rows:
             problems.add(f"{name} row {number} is not a JSON object, but {_kind(row)}")
     problems.stop()
     return Rows(value, list(range(1, len(value) + 1)))
+
+
+def _too_much(error: Exception) -> str:
+    """What of JSON that is right the parser refuses."""
+    return (
+        "it is nested too deeply"
+        if isinstance(error, RecursionError)
+        else "it has a number of too many digits"
+    )
 
 
 def _kind(value: Any) -> str:
@@ -133,7 +155,7 @@ def _parquet(name: str, content: bytes) -> Rows:
         rows = pq.read_table(pa.BufferReader(content)).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{name} is not a readable parquet file: {error}") from error
-    return Rows(rows, list(range(1, len(rows) + 1)))
+    return Rows(unfilled(rows), list(range(1, len(rows) + 1)))
 
 
 def _arrow(name: str, content: bytes) -> Rows:
@@ -144,7 +166,25 @@ def _arrow(name: str, content: bytes) -> Rows:
         rows = opener(pa.BufferReader(content)).read_all().to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{name} is not a readable arrow file: {error}") from error
-    return Rows(rows, list(range(1, len(rows) + 1)))
+    return Rows(unfilled(rows), list(range(1, len(rows) + 1)))
+
+
+def unfilled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of an Arrow table without the nulls inside of conversations and tools.
+
+    Arrow gives every object of a column the keys that any of them has, so that a message gets a null `tool_calls`
+    and a tool the parameters of all others. Columns that are null stay so.
+    """
+    structured = ("prompt", "completion", "chosen", "rejected", "messages", "tools")
+    return [
+        {name: _given(cell) if name in structured else cell for name, cell in row.items()} for row in rows
+    ]
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _given(each) for key, each in value.items() if each is not None}
+    return [_given(each) for each in value] if isinstance(value, list) else value
 
 
 FORMATS: dict[str, Callable[[str, bytes], Rows]] = {

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.records import Records, Source
+from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.tokens import digest_ids
+from rlhf_core.data.source import Records, Source
+from rlhf_core.data.tokens import Seen, digest_ids
 from rlhf_core.encoding import Encoder, Ints, Turns
 from rlhf_core.errors import InputError
 
@@ -73,9 +75,11 @@ def encode_prompts(
         )
     report = Report("prompts", max_prompt_length)
     out = Prompts([], [], chat[0], {name: [] for name in records.columns if name != "prompt"}, report, [])
+    known, seen = Tokens("prompts", encoder), Seen(report)
     lengths: list[int] = []
     for source in records.sources:
-        for i, ids in enumerate(_encode(source, encoder, chat[0])):
+        encoded = known.of(source, partial(_encode, source, encoder, chat[0]))
+        for i, ids in enumerate(ragged(encoded, "ids")):
             report.total += 1
             row, place = source.rows[i], source.where(i)
             if not len(ids):
@@ -88,6 +92,7 @@ def encode_prompts(
                     continue
                 report.truncated.append(place)
                 ids = cells.cut(ids, max_prompt_length, truncation_mode)
+            seen.note(place, ids)
             out.ids.append(ids)
             out.raw.append(row["prompt"])
             out.places.append(place)
@@ -98,7 +103,7 @@ def encode_prompts(
     return out
 
 
-def _encode(source: Source, encoder: Encoder, chat: bool) -> list[Ints]:
+def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
     """Ids of every row; none for a prompt that is an empty text and that the tokenizer adds nothing to."""
     if "prompt" not in source.columns:
         raise cells.missing(source, ("prompt",), ACCEPTED)
@@ -115,8 +120,8 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> list[Ints]:
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.stop()
-    return encoder.opened(texts)
+    return flat("ids", encoder.opened(texts))
 
 
 def _opened(encoder: Encoder, row: Mapping[str, Any]) -> tuple[str, bool]:
-    return encoder.text(row["prompt"], open_turn=True, tools=row.get("tools"))
+    return encoder.text(row["prompt"], open_turn=True, tools=cells.tools_of(row))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.files import FORMATS, read
+from rlhf_core.data.files import FORMATS, read, unfilled
+from rlhf_core.data.source import Records, Source, digest
 from rlhf_core.errors import InputError, near
 
 if TYPE_CHECKING:
@@ -23,79 +21,6 @@ if TYPE_CHECKING:
 # What a row of data may have and a table that names a dataset does not.
 DATA_COLUMNS = {"prompt", "chosen", "rejected", "messages", "text", "completion", "input_ids"}
 PREFIXES = ("input_ids_", "chosen_", "rejected_")
-
-
-@dataclass(frozen=True)
-class Source:
-    """The rows of one file or dataset."""
-
-    name: str
-    """What messages call it."""
-    rows: Sequence[Mapping[str, Any]]
-    numbers: Sequence[int]
-    """1-based number of each row in the file; rows that were drawn more than once repeat theirs."""
-    fingerprint: str
-    """Of the content."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Every column that some row has, in order of appearance."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
-
-    def where(self, i: int) -> str:
-        return f"{self.name} row {self.numbers[i]}"
-
-    def take(self, indices: Sequence[int], how: str) -> Source:
-        return Source(
-            self.name,
-            [self.rows[i] for i in indices],
-            [self.numbers[i] for i in indices],
-            digest(self.fingerprint, how),
-        )
-
-
-class Records(Sequence[Mapping[str, Any]]):
-    """The rows of all sources, one after another."""
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = tuple(sources)
-        self._ends = list(itertools.accumulate(len(source.rows) for source in self.sources))
-
-    @property
-    def name(self) -> str:
-        return ", ".join(dict.fromkeys(source.name for source in self.sources))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Every column that some row has."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(s.columns for s in self.sources)))
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the content, in order; another one means other data."""
-        return digest(*(source.fingerprint for source in self.sources))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        source, k = self._find(range(len(self))[i])
-        return source.rows[k]
-
-    def where(self, i: int) -> str:
-        """Names row `i`, such as "prefs.jsonl row 17"."""
-        source, k = self._find(range(len(self))[i])
-        return source.where(k)
-
-    def _find(self, i: int) -> tuple[Source, int]:
-        at = bisect.bisect_right(self._ends, i)
-        return self.sources[at], i - (self._ends[at - 1] if at else 0)
-
-
-def digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def load(spec: Any, *, registry: Registry | None = None, base: Path | None = None) -> Records:
@@ -214,7 +139,7 @@ def _from_file(path: Path, name: str, kind: str | None, split: str | None) -> So
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}") from error
     rows, numbers = read(name, kind, content)
-    source = Source(name, rows, numbers, hashlib.sha256(content).hexdigest())
+    source = Source(name, rows, numbers, digest(kind, hashlib.sha256(content).hexdigest()))
     return source if split is None else _part(source, split)
 
 
@@ -275,12 +200,17 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
     return _from_memory(dataset, name)
 
 
+def _plain(value: Any) -> Any:
+    """What JSON has no form for, such as an array, whose text would leave out what is in its middle."""
+    return value.tolist() if hasattr(value, "tolist") else f"{type(value).__qualname__} {value}"
+
+
 def _from_memory(data: Any, name: str) -> Source:
     """Rows of an object with `__len__` and `__getitem__`."""
     if isinstance(data, Records) and len(data.sources) == 1:
         return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
     if hasattr(data, "column_names") and hasattr(data, "to_list"):
-        rows: list[Any] = data.with_format(None).to_list()
+        rows: list[Any] = unfilled(data.with_format(None).to_list())
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         rows = [data[i] for i in range(len(data))]
     else:
@@ -293,6 +223,6 @@ def _from_memory(data: Any, name: str) -> Source:
         if not isinstance(row, Mapping):
             raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
     content = hashlib.sha256()
-    for row in rows:
-        content.update(json.dumps(row, sort_keys=True, default=str).encode())
+    for row in rows:  # the keys in their order, which templates write tools in
+        content.update(json.dumps(row, default=_plain).encode())
     return Source(name, rows, range(1, len(rows) + 1), content.hexdigest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -14,7 +15,10 @@ SHOWN = 5  # rows or problems named one by one
 
 @dataclass
 class Report:
-    """Counts of rows by what became of them; each list holds places such as "prefs.jsonl row 17"."""
+    """Counts of rows by what became of them; each list holds places such as "prefs.jsonl row 17".
+
+    total is kept + filtered + empty; the rows of the other lists are kept, and may be in several of them.
+    """
 
     unit: str
     """What a row is, in the plural: "pairs"."""
@@ -25,39 +29,60 @@ class Report:
     filtered: list[str] = field(default_factory=list)
     """Dropped: over the limit."""
     truncated: list[str] = field(default_factory=list)
-    """Kept, cut to the limit."""
+    """Cut to the limit."""
     empty: list[str] = field(default_factory=list)
     """Dropped: nothing to train on."""
     identical: list[str] = field(default_factory=list)
-    """Kept: chosen and rejected are the same tokens, so they teach nothing."""
+    """Chosen and rejected are the same tokens, so they teach nothing."""
+    alike_once_cut: list[str] = field(default_factory=list)
+    """Chosen and rejected are the same tokens, but only since they were cut to the limit."""
+    doubled: list[str] = field(default_factory=list)
+    """A completion begins with the prompt that is put before it, in a file of which most rows do not do so."""
+    reversed: list[str] = field(default_factory=list)
+    """An earlier row prefers what this one rejects, and the other way round."""
+    duplicates: list[str] = field(default_factory=list)
+    """The same tokens as an earlier row; one that a weight draws again is none."""
 
     def __str__(self) -> str:
         """One line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)"."""
-        parts = [f"{self.total:,} {self.unit}: {self.kept:,} kept"]
-        if self.filtered:
-            parts.append(
-                f"{len(self.filtered):,} over {self.limit:,} tokens filtered {self._share(self.filtered)}"
-            )
-        if self.truncated:
-            parts.append(
-                f"{len(self.truncated):,} over {self.limit:,} tokens cut {self._share(self.truncated)}"
-            )
-        if self.empty:
-            parts.append(f"{len(self.empty):,} empty dropped ({shorten(self.empty)})")
-        if self.identical:
-            parts.append(
-                f"{len(self.identical):,} with chosen and rejected alike ({shorten(self.identical)})"
-            )
-        return ", ".join(parts)
+        return ", ".join(
+            [self._counts()]
+            + [
+                f"{said} ({self._share(rows) if long else shorten(rows)})"
+                for said, rows, long in self._said()
+            ]
+        )
+
+    def lines(self) -> list[str]:
+        """What was kept, then a line with the first few rows for everything that is to be said of some."""
+        return [self._counts()] + [f"{said}: {shorten(rows)}" for said, rows, _ in self._said()]
 
     @property
     def all_as_given(self) -> bool:
-        """Whether every row is used whole and teaches something."""
-        return not (self.filtered or self.truncated or self.empty or self.identical)
+        """Whether every row is used whole and teaches something. Duplicates do: they are no reason to warn."""
+        return all(rows is self.duplicates for _, rows, _ in self._said())
+
+    def _counts(self) -> str:
+        return f"{self.total:,} {self.unit}: {self.kept:,} kept"
+
+    def _said(self) -> list[tuple[str, list[str], bool]]:
+        """[(count and what, rows, whether they are over the limit)], without what is not there."""
+        over = f"over {self.limit or 0:,} tokens"
+        categories = [
+            (f"{over} filtered", self.filtered, True),
+            (f"{over} cut", self.truncated, True),
+            ("empty dropped", self.empty, False),
+            ("with chosen and rejected alike", self.identical, False),
+            ("with chosen and rejected alike once cut", self.alike_once_cut, False),
+            ("with the prompt again in a completion", self.doubled, False),
+            ("that reverse an earlier row", self.reversed, False),
+            ("the same as an earlier row", self.duplicates, False),
+        ]
+        return [(f"{len(rows):,} {what}", rows, long) for what, rows, long in categories if rows]
 
     def _share(self, rows: Sequence[str]) -> str:
         percent = 100 * len(rows) / self.total
-        return f"({percent:.0f} %)" if percent >= 1 else "(under 1 %)"
+        return f"{percent:.0f} %" if percent >= 1 else "under 1 %"
 
     def require_some(self, name: str, lengths: Sequence[int], setting: str) -> None:
         """Raise InputError where no row was kept, with the lengths there are and what to set.
@@ -74,11 +99,29 @@ class Report:
             f'{setting} = {max(lengths)}, or overlong = "truncate"'
         )
 
+    def require_differences(self, name: str) -> None:
+        """Raise InputError where chosen and rejected are the same tokens in every row that was kept."""
+        if len(self.identical) + len(self.alike_once_cut) < self.kept:
+            return
+        remedy = "are the right columns, and the right chat template, read?"
+        if self.alike_once_cut:
+            remedy = 'set a larger max_sequence_length, or truncation_mode = "keep_end"'
+        raise InputError(
+            f"{name}: chosen and rejected are the same tokens in all {self.kept:,} {self.unit} "
+            f"({shorten(self.identical or self.alike_once_cut)}), so that there is nothing to learn: {remedy}"
+        )
+
 
 def shorten(places: Sequence[str]) -> str:
-    """The first few places, and how many more there are."""
+    """The first few places, and how many more there are: "a.jsonl rows 2, 5, b.jsonl row 1 and 12 more"."""
+    files = []
+    for name, group in groupby(
+        (place.rpartition(" row ") for place in places[:SHOWN]), lambda parts: parts[0]
+    ):
+        numbers = [number for _, _, number in group]
+        files.append(f"{name} row{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}")
     more = f" and {len(places) - SHOWN:,} more" if len(places) > SHOWN else ""
-    return ", ".join(places[:SHOWN]) + more
+    return ", ".join(files) + more
 
 
 class Problems:

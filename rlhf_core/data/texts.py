@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data import preferences
-from rlhf_core.data.records import Records, Source
+from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
+from rlhf_core.data.parsing import begins_with, parse
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.tokens import digest_ids
+from rlhf_core.data.source import Records, Source
+from rlhf_core.data.tokens import Seen, digest_ids
 from rlhf_core.encoding import Encoder, Ints, Message, Turns, join
 from rlhf_core.errors import InputError
 from rlhf_core.rows import Tree, shared_prefix
@@ -79,14 +81,17 @@ def encode_texts(
     cells.check_overlong(overlong)
     encoder = Encoder(tokenizer, chat_template)
     report = Report("texts", max_length)
+    known, seen = Tokens("texts", encoder), Seen(report)
     texts: list[Text] = []
     places: list[str] = []
     lengths: list[int] = []
     for source in records.sources:
-        for i, text in enumerate(_encode(source, encoder)):
+        encoded = known.of(source, partial(_arrays, source, encoder))
+        doubled = set(encoded["doubled"].tolist())
+        for i, text in enumerate(map(Text, ragged(encoded, "tokens"), ragged(encoded, "weights"))):
             report.total += 1
             place = source.where(i)
-            if text is None or not text.weights[1:].any():
+            if not text.weights[1:].any():
                 report.empty.append(place)
                 continue
             lengths.append(len(text.tokens))
@@ -100,6 +105,9 @@ def encode_texts(
                     report.filtered.append(place)
                     continue
                 report.truncated.append(place)
+            if i in doubled:
+                report.doubled.append(place)
+            seen.note(place, text.tokens)
             texts.append(text)
             places.append(place)
     report.kept = len(texts)
@@ -107,19 +115,30 @@ def encode_texts(
     return Texts(texts, report, places)
 
 
+def _arrays(source: Source, encoder: Encoder) -> Arrays:
+    """Tokens and weights of every row, none where there is nothing to learn; the doubled rows."""
+    texts = _encode(source, encoder)
+    rows = source.rows if read_columns(source) == ("prompt", "completion") else ()
+    return {
+        **flat("tokens", [None if text is None else text.tokens for text in texts]),
+        **flat("weights", [None if text is None else text.weights for text in texts], np.float32),
+        "doubled": np.flatnonzero([begins_with(row["prompt"], row["completion"]) for row in rows]),
+    }
+
+
 def _encode(source: Source, encoder: Encoder) -> list[Text | None]:
     """A text for every row, None where there is nothing to learn."""
+    return _READERS[read_columns(source)](source, encoder)
+
+
+def read_columns(source: Source) -> tuple[str, ...]:
+    """The columns that demonstrations are read from. Raises InputError where there are none."""
     columns = set(source.columns)
-    if "messages" in columns:
-        return _conversations(source, encoder)
-    if {"prompt", "completion"} <= columns:
-        return _completions(source, encoder)
-    if "text" in columns:
-        return _plain_texts(source, encoder)
-    if {"chosen", "rejected"} <= columns:
-        return _chosen(source, encoder)
-    wanted = ("prompt", "completion") if columns & {"prompt", "completion"} else ("text",)
-    raise cells.missing(source, wanted, ACCEPTED)
+    found = next((names for names in _READERS if set(names) <= columns), None)
+    if found is None:
+        wanted = ("prompt", "completion") if columns & {"prompt", "completion"} else ("text",)
+        raise cells.missing(source, wanted, ACCEPTED)
+    return found
 
 
 def _plain_texts(source: Source, encoder: Encoder) -> list[Text | None]:
@@ -141,7 +160,7 @@ def _completions(source: Source, encoder: Encoder) -> list[Text | None]:
 
 def _chosen(source: Source, encoder: Encoder) -> list[Text | None]:
     problems = Problems()
-    parsed = preferences.parse(source, problems)
+    parsed = parse(source, problems)
     problems.stop()
     if any(not isinstance(p.chosen, str) for p in parsed):
         cells.require_template(source, encoder)
@@ -151,7 +170,8 @@ def _chosen(source: Source, encoder: Encoder) -> list[Text | None]:
         return _learn_turns(source, encoder, [p.chosen for p in parsed if not isinstance(p.chosen, str)])
     # Two texts and no word on where the answer starts: it is where they part.
     none = [None] * len(parsed)
-    chosen, rejected = (encoder.whole(none, [p[side] or "" for p in parsed]) for side in (1, 2))
+    chosen = encoder.whole(none, [p.chosen for p in parsed])
+    rejected = encoder.whole(none, [p.rejected for p in parsed])
     return [_from(a, shared_prefix((a, b))) for a, b in zip(chosen, rejected, strict=True)]
 
 
@@ -176,7 +196,7 @@ def _learn_turns(
         if not turns or cells.is_blank(turns):
             continue
         try:
-            tokens, written = encoder.marked(turns, source.rows[i].get("tools"))
+            tokens, written = encoder.marked(turns, cells.tools_of(source.rows[i]))
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
             continue
@@ -196,8 +216,8 @@ def _learn_completions(
     for i, (prompt, completion) in enumerate(pairs):
         if cells.is_blank(completion):
             continue
-        tools = source.rows[i].get("tools")
         try:
+            tools = cells.tools_of(source.rows[i])
             joined = encoder.text(join(prompt, completion), tools=tools)
             chat = not isinstance(join(prompt, completion), str)
             opened = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
@@ -229,3 +249,12 @@ def _checked(source: Source, columns: Mapping[str, bool]) -> list[tuple[Any, ...
                 problems.add(f"{source.where(i)}: {problem}")
     problems.stop()
     return [tuple(row[column] for column in columns) for row in source.rows]
+
+
+_READERS = {
+    ("messages",): _conversations,
+    ("prompt", "completion"): _completions,
+    ("text",): _plain_texts,
+    ("chosen", "rejected"): _chosen,
+}
+"""In this order: the first whose columns are all there reads the source."""

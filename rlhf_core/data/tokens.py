@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.records import Source
-from rlhf_core.data.report import Problems
+from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.source import Source
 from rlhf_core.encoding import Ints
+from rlhf_core.rows import Tree
 
 
 def pretokenised(source: Source, column: str, tokenizer: Any, problems: Problems) -> list[Ints]:
@@ -47,9 +48,9 @@ def _ids(
         return np.zeros(0, np.int32)
     if len(ids) and (ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary)):
         bad = int(ids.min() if ids.min() < 0 else ids.max())
-        problems.add(
-            f"{place}: '{column}' holds {bad}, which is no token of the tokenizer (0 to {vocabulary})"
-        )
+        known = "" if vocabulary is None else f" of the tokenizer (0 to {vocabulary - 1})"
+        hint = "; mark padding in the attention mask" if bad < 0 else ""
+        problems.add(f"{place}: '{column}' holds {bad}, which is no token{known}{hint}")
         return np.zeros(0, np.int32)
     if mask is not None:
         seen = _integers(row, mask, place, problems)
@@ -64,7 +65,8 @@ def _ids(
 
 def _integers(row: Any, column: str, place: str, problems: Problems) -> NDArray[np.int64] | None:
     if row.get(column) is None:
-        problems.add(f"{place}: '{column}' is {'null' if column in row else 'missing'}")
+        missing = "missing, which other rows of the file have"
+        problems.add(f"{place}: '{column}' is {'null' if column in row else missing}")
         return None
     try:
         values = np.asarray(row[column])
@@ -76,6 +78,39 @@ def _integers(row: Any, column: str, place: str, problems: Problems) -> NDArray[
         problems.add(f"{place}: '{column}' is not a list of integers")
         return None
     return values.astype(np.int64)
+
+
+class Seen:
+    """Finds rows of the same tokens as an earlier one, or that reverse one."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.places: dict[tuple[bytes, ...], str] = {}
+
+    def note(self, place: str, *sequences: Ints) -> None:
+        """A row's ids: of one text, or of chosen and rejected."""
+        key = tuple(hashlib.blake2b(ids.tobytes(), digest_size=16).digest() for ids in sequences)
+        first = self.places.setdefault(key, place)
+        if first != place:
+            self.report.duplicates.append(place)
+        elif key[::-1] != key and key[::-1] in self.places:
+            self.report.reversed.append(place)
+
+
+def require_vocabulary(trees: Sequence[Tree], where: Callable[[int], str], size: int) -> None:
+    """Raise InputError naming the rows with tokens that a model of `size` embeddings has none for.
+
+    where: names a tree. Without this such a token would be read as the last one that there is.
+    """
+    problems = Problems()
+    for i, tree in enumerate(trees):
+        token = max(int(ids.max(initial=0)) for ids in (tree.prefix, *tree.branches))
+        if token >= size:
+            problems.add(
+                f"{where(i)}: token {token} is none of the model's, which has 0 to {size - 1}: use the tokenizer "
+                "that the model was trained with"
+            )
+    problems.stop()
 
 
 def digest_ids(sequences: Sequence[NDArray[Any]], *more: NDArray[Any]) -> str:

@@ -2,11 +2,14 @@
 
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.config import Head as Head
-from rlhf_core.models.loading import DECODER as DECODER
+from rlhf_core.models.definition import Definition as Definition
+from rlhf_core.models.families import Architecture as Architecture
+from rlhf_core.models.family import DECODER as DECODER
+from rlhf_core.models.family import decoder_family as decoder_family
+from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import find_family as find_family
 from rlhf_core.models.loading import fresh_model as fresh_model
 from rlhf_core.models.loading import load_model as load_model
-from rlhf_core.models.model import Definition as Definition
 from rlhf_core.models.model import Model as Model
 from rlhf_core.models.model import padded_rows as padded_rows
 from rlhf_core.models.model import padded_scores as padded_scores

@@ -1,4 +1,4 @@
-"""Rotary positions, and attention over rows that hold several sequences.
+"""Attention over rows that hold several sequences, and of one query with a cache.
 
 Heads are split as [kv head, query head of that kv head], so that keys and values are never repeated. Axes in
 the einsums: b row, k kv head, g query head within it, t query, s key, h head dimension.
@@ -10,38 +10,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from rlhf_core.models.config import Rope
 
 MASKED = -1e30
 """Logit of a key that is not seen. Finite: a query that sees no key gets the mean of the values, not NaN."""
-
-
-def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
-    frequency = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.kind == "linear":
-        frequency = frequency / rope.factor
-    elif rope.kind == "llama3":
-        turns = rope.original_length * frequency / (2 * math.pi)  # full turns within the original context
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequency = keep * frequency + (1 - keep) * frequency / rope.factor
-    return frequency.astype(np.float32)
-
-
-def rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position's angles, float32 [*positions.shape, head_dim / 2]."""
-    angle = positions[..., None].astype(jnp.float32) * frequencies(rope, head_dim)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """RoPE (Su et al. 2021) on [..., head_dim], the halves of a head as the two coordinates; dtype kept."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def query_block(time: int) -> int:
@@ -57,11 +28,14 @@ def attend(
     visible_until: jax.Array,
     *,
     window: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention of a row with itself; the key at s is seen by the queries s <= t < visible_until[s].
 
     q: [B, K, G, T, h], already scaled; k, v: [B, K, T, h]; positions, visible_until: int32 [B, T].
-    window: int32 scalar; a key at least that many positions before the query is not seen.
+    window: int32 scalar; a key at least that many positions before the query is not seen. Positions, not indices: a
+        branch is as far from its shared prompt as if it followed it directly.
+    softcap: logits become softcap · tanh(logits / softcap).
     Returns [B, T, K·G·h] in v's dtype. Softmax in float32. A block of queries never touches keys after it.
     """
     batch, kv_heads, groups, time, head_dim = q.shape
@@ -75,20 +49,28 @@ def attend(
         logits = jnp.einsum(
             "bkgth,bksh->bkgts", q[:, :, :, start:end], k[:, :, :end], preferred_element_type=jnp.float32
         )
+        logits = capped(logits, softcap)
         parts.append(_mix(jnp.where(seen[:, None, None], logits, MASKED), v[:, :, :end], "bkgts,bksh->bkgth"))
     mixed = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
 
 
-def attend_cached(q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
+def attend_cached(
+    q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, softcap: float | None = None
+) -> jax.Array:
     """Attention of one query a row with a cache.
 
-    q: [B, K, G, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; visible: bool [B, S].
-    Returns [B, K·G·h] in the values' dtype.
+    q: [B, K, G, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; visible: bool [B, S]; softcap as in
+    `attend`. Returns [B, K·G·h] in the values' dtype.
     """
     logits = jnp.einsum("bkgh,bkhs->bkgs", q, keys, preferred_element_type=jnp.float32)
+    logits = capped(logits, softcap)
     mixed = _mix(jnp.where(visible[:, None, None], logits, MASKED), values, "bkgs,bksh->bkgh")
     return mixed.reshape(q.shape[0], -1)
+
+
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def _mix(logits: jax.Array, values: jax.Array, spec: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""One decoder-only transformer for the families of `config.ARCHITECTURES`: what a `ModelFamily` is made of.
+"""One decoder-only transformer for all families of `families.ARCHITECTURES`: what a `ModelFamily` is made of.
 
 Parameters are a nested dict under Hugging Face's names, with `kernel` [in, out] for a linear layer; those of the
 layers are stacked, float32 [layers, …]. The dict is merged with the (cached) module definition inside jit, which
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from rlhf_core.models.attention import attend, attend_cached, rotation
+from rlhf_core.errors import InputError
+from rlhf_core.models.attention import attend, attend_cached
 from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
+from rlhf_core.models.layers import Embedding, Layer, RMSNorm
+from rlhf_core.models.linear import Linear
+from rlhf_core.models.lora import Lora, merge
+from rlhf_core.models.rope import rotation
 
 Params = dict[str, Any]
 REMAT_ABOVE = 2 << 30
@@ -47,29 +52,35 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed_tokens = Embedding(config, rngs)
         self.layers = Layer(config, rngs)
-        self.norm = RMSNorm((), config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config, (), config.hidden_size)
         if config.head == "score":
             self.score = head((config.hidden_size, 1), axes=("embed", None))
         elif not config.tied:
             self.lm_head = head((config.hidden_size, config.vocab_size), axes=("embed", "vocab"))
+        if config.lora is not None:
+            for target in config.lora.targets:
+                functools.reduce(getattr, target.split("."), self.layers).adapt(config.lora, rngs)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array, *, keep: bool = False
     ) -> tuple[jax.Array, Any]:
         """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache)."""
         c, dtype = self.config, compute_dtype(self.config)
-        rope = rotation(c.rope, c.head_dim, positions)
+        check_length(c, tokens.shape[1])
+        ropes = [rotation(rope, c.head_dim, positions) for rope in c.ropes]
+        several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
 
-        def body(x: jax.Array, slice_: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-            layer, window = nnx.merge(graph, slice_[0]), slice_[1]
+        def body(x: jax.Array, slice_: tuple[Any, _Kind]) -> tuple[jax.Array, Any]:
+            layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
+            rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
             q, k, v = layer.project(x, rope)
-            mixed = attend(q, k, v, positions, visible_until, window=window)
+            mixed = attend(q, k, v, positions, visible_until, window=kind.window, softcap=c.attention_softcap)
             return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
 
         graph, stacked = self._stacked()
         x = self.embed_tokens(tokens, dtype)
         body = _rematerialised(body, c, tokens.size)
-        x, kept = lax.scan(body, x, (stacked, _windows(c)), unroll=_unrolled(c))
+        x, kept = lax.scan(body, x, (stacked, _kinds(c)), unroll=_unrolled(c))
         return self.norm(x), kept
 
     def _stacked(self) -> tuple[Any, Params]:
@@ -85,18 +96,40 @@ def _unrolled(config: DecoderConfig) -> bool:
     return config.num_layers <= UNROLLED_LAYERS
 
 
-def _windows(config: DecoderConfig) -> jax.Array | None:
-    """int32 [layers] to scan over, or None where every layer sees everything."""
-    if not any(config.windows):
-        return None
-    return jnp.asarray([w if w else jnp.iinfo(jnp.int32).max for w in config.windows], jnp.int32)
+class _Kind(NamedTuple):
+    """What differs between layers, to scan over; None: nothing does."""
+
+    window: jax.Array | None
+    """int32 [layers], the largest number where a layer sees everything."""
+    rope: jax.Array | None
+    """int32 [layers], which of the config's ropes."""
+
+
+def _kinds(config: DecoderConfig) -> _Kind:
+    windows = [window or jnp.iinfo(jnp.int32).max for window in config.windows]
+    return _Kind(
+        jnp.asarray(windows, jnp.int32) if any(config.windows) else None,
+        jnp.asarray(config.layer_ropes, jnp.int32) if config.layer_ropes else None,
+    )
+
+
+def check_length(config: DecoderConfig, length: int) -> None:
+    """Raise InputError where rows or caches are longer than the rotary embedding is known for."""
+    limits = [rope.original_length for rope in config.ropes if rope.kind == "longrope"]
+    if limits and length > min(limits):
+        raise InputError(
+            f"rows of {length} tokens are longer than the original_max_position_embeddings of this model's longrope, "
+            f"{min(limits)}, beyond which it turns positions differently; keep sequences and rows within them"
+        )
 
 
 def _rematerialised(body: Callable[..., Any], config: DecoderConfig, tokens: int) -> Callable[..., Any]:
     name = config.remat
     if name == "auto":
         widths = (
-            8 * config.hidden_size + 4 * config.num_heads * config.head_dim + 4 * config.intermediate_size
+            8 * config.hidden_size
+            + 4 * config.num_heads * config.head_dim
+            + 4 * config.intermediate_size * max(config.experts_per_token, 1)
         )
         saved = tokens * config.num_layers * widths * compute_dtype(config).itemsize
         name = "dots" if saved > REMAT_ABOVE else "none"
@@ -120,14 +153,19 @@ def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
 
 @functools.cache
 def _parts(config: DecoderConfig) -> tuple[Any, Any, Any]:
-    """Embedding, one layer and last norm without their arrays."""
-    whole = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    """Embedding, one layer and last norm without their arrays, adapters merged."""
+    whole = nnx.eval_shape(lambda: Decoder(adapt(config, None), nnx.Rngs(0)))
     embed, block, norm = (nnx.split(part)[0] for part in (whole.embed_tokens, whole.layers, whole.norm))
     return embed, block, norm
 
 
 def _merged(config: DecoderConfig, params: Params) -> Decoder:
     return nnx.merge(_definition(config)[0], params)
+
+
+def adapt(config: DecoderConfig, lora: Lora | None) -> DecoderConfig:
+    """The same decoder with these adapters, or without any."""
+    return replace(config, lora=lora)
 
 
 def abstract(config: DecoderConfig) -> Params:
@@ -141,7 +179,7 @@ def axes(config: DecoderConfig) -> Params:
 
 
 def init(config: DecoderConfig, key: jax.Array) -> Params:
-    """float32: normal(0, initializer_range) for matrices, one for norms, zero for biases."""
+    """float32: normal(0, initializer_range) for matrices, a factor of one for norms, zero for biases."""
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key))))
 
 
@@ -153,8 +191,9 @@ def hidden(
 
 
 def unembedding(config: DecoderConfig, params: Params) -> tuple[jax.Array, float | None]:
-    """(kernel [hidden, vocab] float32, None): logits are hidden · kernel, without a soft cap."""
-    return (params["embed_tokens"]["embedding"].T if config.tied else params["lm_head"]["kernel"]), None
+    """(kernel [hidden, vocab] float32, soft cap or None): logits are cap(hidden · kernel)."""
+    kernel = params["embed_tokens"]["embedding"].T if config.tied else params["lm_head"]["kernel"]
+    return kernel, config.logit_softcap
 
 
 def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> jax.Array:
@@ -172,6 +211,7 @@ def prefill(
     cache_length: int,
 ) -> tuple[jax.Array, Cache]:
     """(hidden states as `hidden`, the cache): `cache_length` slots, the first `time` of them filled."""
+    check_length(config, cache_length)
     states, (keys, values) = _merged(config, params)(tokens, positions, visible_until, keep=True)
     room = (0, cache_length - tokens.shape[1])
     none = (0, 0)
@@ -188,15 +228,18 @@ def repeat(config: DecoderConfig, cache: Cache, times: int) -> Cache:
 
 
 def prepare(config: DecoderConfig, params: Params) -> Params:
-    """The parameters as `decode` reads them fastest: a dict a layer, in the compute dtype.
+    """The parameters as `decode` reads them fastest: a dict a layer, adapters merged, in the compute dtype.
 
     Slicing the stacked ones inside a loop copies every weight for every token; XLA does not move that out.
     """
     dtype = compute_dtype(config)
-    layers = tuple(
-        jax.tree.map(lambda x, i=i: x[i].astype(dtype), params["layers"]) for i in range(config.num_layers)
-    )
-    return {**params, "layers": layers}
+
+    def one(i: int) -> Params:
+        layer = jax.tree.map(lambda x: x[i], params["layers"])
+        whole = layer if config.lora is None else merge(layer, config.lora.scale)
+        return jax.tree.map(lambda x: x.astype(dtype), whole)
+
+    return {**params, "layers": tuple(map(one, range(config.num_layers)))}
 
 
 def decode(
@@ -216,15 +259,16 @@ def decode(
     weights = params if isinstance(params["layers"], tuple) else prepare(config, params)
     embed, block, norm = _parts(config)
     at = positions[:, None]
-    rope = rotation(config.rope, config.head_dim, at)
+    ropes = [rotation(rope, config.head_dim, at) for rope in config.ropes]
     known = lax.dynamic_update_slice(cache.positions, at, (0, slot))
     x = nnx.merge(embed, weights["embed_tokens"])(tokens[:, None], compute_dtype(config))
     keys, values = [], []
     for i, (parameters, window) in enumerate(zip(weights["layers"], config.windows, strict=True)):
         layer = nnx.merge(block, parameters)
-        q, k, v = layer.project(x, rope)
+        q, k, v = layer.project(x, ropes[config.layer_ropes[i] if config.layer_ropes else 0])
         keys.append(lax.dynamic_update_slice(cache.keys[i], k.swapaxes(2, 3), (0, 0, 0, slot)))
         values.append(lax.dynamic_update_slice(cache.values[i], v, (0, 0, slot, 0)))
         seen = visible & (at - known < window) if window else visible
-        x = layer.finish(x, attend_cached(q[:, :, :, 0], keys[-1], values[-1], seen)[:, None])
+        mixed = attend_cached(q[:, :, :, 0], keys[-1], values[-1], seen, config.attention_softcap)
+        x = layer.finish(x, mixed[:, None])
     return nnx.merge(norm, weights["norm"])(x)[:, 0], Cache(tuple(keys), tuple(values), known)

@@ -6,7 +6,6 @@ A module is built once for all layers, its parameters float32 [layers, …], and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,53 +13,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from rlhf_core.models.attention import rotate
 from rlhf_core.models.config import DecoderConfig
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
-
-
-class Linear(nnx.Module):
-    """y = x · kernel (+ bias). `lead` is (layers,) for a stacked one, which is called a layer at a time."""
-
-    def __init__(
-        self,
-        rngs: Any,
-        lead: tuple[int, ...],
-        sizes: tuple[int, int],
-        axes: tuple[str | None, ...],
-        std: float,
-        bias: bool,
-    ) -> None:
-        kernel = std * jax.random.normal(rngs.params(), (*lead, *sizes), jnp.float32)
-        self.kernel = nnx.Param(kernel, axes=axes)
-        self.bias = nnx.Param(jnp.zeros((*lead, sizes[1])), axes=(*axes[:-2], axes[-1])) if bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        # Tokens as one axis: for a kernel's gradient XLA on CPU otherwise copies the output's, transposed.
-        kernel = self.kernel[...].astype(x.dtype)
-        y: jax.Array = (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+from rlhf_core.models.experts import Experts
+from rlhf_core.models.linear import ACTIVATIONS, Linear
+from rlhf_core.models.rope import rotate
 
 
 class RMSNorm(nnx.Module):
-    """weight · x / sqrt(mean(x²) + eps), in float32 (Zhang and Sennrich 2019)."""
+    """(weight + offset) · x / sqrt(mean(x²) + eps), in float32 (Zhang and Sennrich 2019). The factor starts at 1."""
 
-    def __init__(self, lead: tuple[int, ...], size: int, eps: float) -> None:
-        self.weight = nnx.Param(jnp.ones((*lead, size)), axes=("layers", None) if lead else (None,))
-        self.eps = eps
+    def __init__(self, config: DecoderConfig, lead: tuple[int, ...], size: int) -> None:
+        start = jnp.full((*lead, size), 1.0 - config.norm_offset)
+        self.weight = nnx.Param(start, axes=("layers", None) if lead else (None,))
+        self.eps = config.norm_eps
+        self.offset = config.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        scaled: jax.Array = normed * self.weight[...]
+        weight = self.weight[...] + self.offset if self.offset else self.weight[...]
+        scaled: jax.Array = normed * weight
         return scaled.astype(x.dtype)
 
 
@@ -69,27 +41,39 @@ class Attention(nnx.Module):
         c, lead = config, (config.num_layers,)
         make = functools.partial(Linear, rngs, lead, std=c.initializer_range)
         inside = ("layers", "embed", "heads")
-        queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q_proj = make((c.hidden_size, queries), axes=inside, bias=c.qkv_bias)
-        self.k_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
-        self.v_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
+        self.widths = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim)
+        queries, keys = self.widths
+        if c.fused:
+            self.qkv_proj = make((c.hidden_size, queries + 2 * keys), axes=inside, bias=c.qkv_bias)
+        else:
+            self.q_proj = make((c.hidden_size, queries), axes=inside, bias=c.qkv_bias)
+            self.k_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
+            self.v_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
         self.o_proj = make((queries, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias)
-        self.q_norm = RMSNorm(lead, c.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(lead, c.head_dim, c.norm_eps) if c.qk_norm else None
-        self.shape = (c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            sizes = (c.head_dim, c.head_dim) if c.qk_norm == "head" else self.widths
+            self.q_norm, self.k_norm = (RMSNorm(c, lead, size) for size in sizes)
+        self.config = c
 
     def project(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """[B, T, D] → scaled queries [B, K, G, T, h], keys and values [B, K, T, h]."""
-        kv_heads, groups, size = self.shape
-        q = self.q_proj(x).reshape(*x.shape[:2], kv_heads, groups, size)
-        k = self.k_proj(x).reshape(*x.shape[:2], kv_heads, size)
-        v = self.v_proj(x).reshape(*x.shape[:2], kv_heads, size)
-        if self.q_norm is not None and self.k_norm is not None:
+        c, (queries, keys) = self.config, self.widths
+        if c.fused:
+            q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if c.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
-        cosine, sine = (angle[:, None] for angle in rope)  # [B, 1, T, h / 2]
-        q = rotate(q.transpose(0, 2, 3, 1, 4), cosine[:, None], sine[:, None]) * size**-0.5
+        kv_heads, size = c.num_kv_heads, c.head_dim
+        q = q.reshape(*x.shape[:2], kv_heads, c.num_heads // kv_heads, size)
+        k, v = (y.reshape(*x.shape[:2], kv_heads, size) for y in (k, v))
+        if c.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        cosine, sine = (angle[:, None] for angle in rope)  # [B, 1, T, pairs]
+        scale = size**-0.5 if c.query_scale is None else c.query_scale
+        q = rotate(q.transpose(0, 2, 3, 1, 4), cosine[:, None], sine[:, None]) * scale
         return q, rotate(k.transpose(0, 2, 1, 3), cosine, sine), v.transpose(0, 2, 1, 3)
 
 
@@ -97,34 +81,59 @@ class MLP(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c = config
         make = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=c.mlp_bias)
-        self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=("layers", "embed", "mlp"))
-        self.up_proj = make((c.hidden_size, c.intermediate_size), axes=("layers", "embed", "mlp"))
+        inside = ("layers", "embed", "mlp")
+        if c.fused:
+            self.gate_up_proj = make((c.hidden_size, 2 * c.intermediate_size), axes=inside)
+        else:
+            self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
+            self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
         self.down_proj = make((c.intermediate_size, c.hidden_size), axes=("layers", "mlp", "embed"))
+        self.fused = c.fused
         self.activation = c.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        gate, up = (
+            jnp.split(self.gate_up_proj(x), 2, axis=-1)
+            if self.fused
+            else (self.gate_proj(x), self.up_proj(x))
+        )
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and gated MLP. Parameters of all layers, stacked; called on one layer's."""
+    """Attention and gated MLP, normalised before or after. Parameters of all layers, stacked; called on one layer's.
+
+    The norms have Hugging Face's names, by which `post_attention_layernorm` is the one before the MLP where
+    layers normalise before only.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
-        lead = (config.num_layers,)
-        self.input_layernorm = RMSNorm(lead, config.hidden_size, config.norm_eps)
+        norm = functools.partial(RMSNorm, config, (config.num_layers,), config.hidden_size)
+        self.norms = config.norms
         self.self_attn = Attention(config, rngs)
-        self.post_attention_layernorm = RMSNorm(lead, config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, rngs)
+        self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
+        self.post_attention_layernorm = norm()
+        if self.norms != "after":
+            self.input_layernorm = norm()
+        if self.norms == "both":
+            self.pre_feedforward_layernorm = norm()
+        if self.norms != "before":
+            self.post_feedforward_layernorm = norm()
 
     def project(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return self.self_attn.project(self.input_layernorm(x), rope)
+        return self.self_attn.project(x if self.norms == "after" else self.input_layernorm(x), rope)
 
     def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         """The rest of the layer, given what attention mixed, [B, T, heads · head_dim]."""
-        x = x + self.self_attn.o_proj(mixed)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn.o_proj(mixed)
+        if self.norms == "before":
+            x = x + mixed
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(mixed)
+        inner = x if self.norms == "after" else self.pre_feedforward_layernorm(x)
+        return x + self.post_feedforward_layernorm(self.mlp(inner))
 
 
 class Embedding(nnx.Module):
@@ -132,6 +141,8 @@ class Embedding(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         values = config.initializer_range * jax.random.normal(rngs.params(), shape, jnp.float32)
         self.embedding = nnx.Param(values, axes=("vocab", "embed"))
+        self.scale = config.embedding_scale
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        return self.embedding[...].at[tokens].get(mode="clip").astype(dtype)
+        found = self.embedding[...].at[tokens].get(mode="clip").astype(dtype)
+        return found if self.scale == 1 else found * jnp.asarray(self.scale, dtype)

@@ -14,75 +14,54 @@ import jax
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.errors import InputError, near
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import decoder, weights
-from rlhf_core.models.config import ARCHITECTURES, FIELDS, Head, parse
-from rlhf_core.models.model import TOKENIZER_FILES, Definition, Model, complete, config_for
+from rlhf_core.models import peft, weights
+from rlhf_core.models.adapters import Adapter
+from rlhf_core.models.config import Head
+from rlhf_core.models.definition import Definition, complete
+from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models.family import DECODER
+from rlhf_core.models.fields import COMMON
+from rlhf_core.models.model import TOKENIZER_FILES, Model, config_for
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.registry import Registry
 
-DECODER = ModelFamily(
-    name=tuple(ARCHITECTURES),
-    parse=parse,
-    abstract=decoder.abstract,
-    axes=decoder.axes,
-    init=decoder.init,
-    hidden=decoder.hidden,
-    unembedding=decoder.unembedding,
-    score=decoder.score,
-    prefill=decoder.prefill,
-    repeat=decoder.repeat,
-    prepare=decoder.prepare,
-    decode=decoder.decode,
-    load=weights.load,
-    save=weights.save,
-)
-"""Core's own family: llama, qwen2, qwen3."""
-
 
 def load_model(
     path: str | Path,
     head: Head = "lm",
     *,
+    adapter: str | Path | None = None,
     mesh: Mesh | None = None,
     seed: int = 0,
     registry: Registry | None = None,
     dtype: str | None = None,
 ) -> Model:
-    """A model from a Hugging Face directory or hub name.
+    """A model from a Hugging Face directory or hub name, or an adapter of PEFT, which names its base model.
 
+    adapter: a directory of PEFT with an adapter for the model at `path`.
     head: "lm", or "score" for a reward model: a `…ForSequenceClassification` with one label, or a language model,
         whose head is then drawn from `seed`, with a warning that says so.
     mesh: where the parameters go; default: one device. registry: of the model families; default: core's own.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
     Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
     """
-    directory = _directory(path)
-    hf_config = _read_config(directory)
-    family = find_family(hf_config.get("model_type"), registry)
-    options = {} if dtype is None else {"dtype": dtype}
-    try:
-        config = family.parse(hf_config, head, **options)
-    except InputError as error:
-        file = str(directory / "config.json")
-        raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
+    directory, beside = _places(path, adapter)
+    definition, hf_config = _define(directory, head, registry, dtype)
+    adapters = None if beside is None else Adapter(beside)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    definition = Definition(family, config, head)
-    params = family.load(config, directory, definition.shardings(mesh))
-    tokenizer = None
-    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        from rlhf_core.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(directory)
+    params = definition.family.load(definition.config, directory, definition.shardings(mesh))
+    tokenizer = _tokenizer(beside) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
     if fresh:
-        warnings.warn(
-            f"{path}: a language model: its reward head is new, drawn from seed {seed}", stacklevel=2
-        )
+        if adapters is None or adapters.score is None:
+            warnings.warn(
+                f"{path}: a language model: its reward head is new, drawn from seed {seed}", stacklevel=2
+            )
         params = complete(definition, params, mesh, seed)
-    return Model(
+    model = Model(
         definition=definition,
         params=params,
         tokenizer=tokenizer,
@@ -92,6 +71,53 @@ def load_model(
         stored_dtype=_stored_dtype(directory, hf_config),
         compute_dtype=dtype,
     )
+    return model if adapters is None else adapters.on(model)
+
+
+def _places(path: str | Path, adapter: str | Path | None) -> tuple[Path, Path | None]:
+    """The directories of the model and of its adapter, if any."""
+    directory = _directory(path)
+    if adapter is not None:
+        return directory, _directory(adapter)
+    if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
+        return _directory(peft.base_of(directory)), directory
+    return directory, None
+
+
+def _tokenizer(directory: Path | None) -> Any | None:
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if directory is None or not any((directory / name).is_file() for name in names):
+        return None
+    from rlhf_core.tokenizer import load_tokenizer
+
+    return load_tokenizer(directory)
+
+
+def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | None = None) -> None:
+    """Raise InputError where `load_model` would, by what config.json and the headers of the weights say.
+
+    Weights of a family other than core's are not looked at.
+    """
+    directory, beside = _places(path, None)
+    definition, _ = _define(directory, head, registry, None)
+    if beside is not None:
+        Adapter(beside)
+    if definition.family.load is weights.load:
+        weights.check(definition.config, directory)
+
+
+def _define(
+    directory: Path, head: Head, registry: Registry | None, dtype: str | None
+) -> tuple[Definition, dict[str, Any]]:
+    """What the config.json of a directory describes, and what it holds."""
+    hf_config = _read_config(directory)
+    family = find_family(hf_config.get("model_type"), registry)
+    options = {} if dtype is None else {"dtype": dtype}
+    try:
+        return Definition(family, family.parse(hf_config, head, **options), head), hf_config
+    except InputError as error:
+        file = str(directory / "config.json")
+        raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
 
 
 def fresh_model(
@@ -106,8 +132,8 @@ def fresh_model(
     """A model with random weights from Hugging Face's config names, `model_type` among them.
 
     `vocab_size` and the bos, eos and pad ids come from `tokenizer` where the table has none. Other defaults are
-    Hugging Face's, except that head_dim is hidden_size / num_attention_heads. A seed gives the same weights on every
-    mesh. Raises InputError with every unknown or impossible field.
+    Hugging Face's, except that head_dim is hidden_size / num_attention_heads, and gemma's query_pre_attn_scalar
+    head_dim. A seed gives the same weights on every mesh. Raises InputError with every unknown or impossible field.
     """
     hf_config = complete_table(table, tokenizer, registry)
     family = find_family(hf_config.get("model_type"), registry)
@@ -128,15 +154,7 @@ def complete_table(
     """A whole config.json for a table of sizes, as `fresh_model` describes it."""
     given = {name: value for name, value in table.items() if name != "tokenizer"}
     family = find_family(given.get("model_type"), registry)
-    if family is DECODER:
-        unknown = [
-            f"model: unknown field '{name}'.{near(name, FIELDS)}" for name in given if name not in FIELDS
-        ]
-        if unknown:
-            raise InputError(*unknown)
-        hf_config = _defaults(given)
-    else:
-        hf_config = dict(given)
+    hf_config = _defaults(given) if family is DECODER else dict(given)
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             hf_config.setdefault(name, getattr(tokenizer, name, None))
@@ -168,23 +186,23 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     rules = ARCHITECTURES[given["model_type"]]
     filled: dict[str, Any] = {
         "architectures": [rules.causal_lm],
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_position_embeddings": 2048,
+        **{name: value for name, value in COMMON.items() if value is not None},
+        **rules.defaults,
         "num_key_value_heads": given.get("num_attention_heads"),
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "attention_dropout": 0.0,
         "use_cache": True,
     }
-    if "rope_parameters" not in given:
-        filled |= {"rope_theta": 10_000.0, "rope_scaling": None}
-    switches = (rules.qkv_bias, rules.o_bias, rules.mlp_bias, rules.windowed)
-    filled |= dict.fromkeys((name for name in switches if isinstance(name, str)), False)
+    filled.setdefault(rules.activation, "silu")
+    if "rope_parameters" in given:
+        filled = {name: value for name, value in filled.items() if not name.startswith("rope_")}
+    else:
+        filled["rope_scaling"] = None
     hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0:
         filled["head_dim"] = hidden // heads
+        if "query_pre_attn_scalar" in filled:
+            filled["query_pre_attn_scalar"] = given.get("head_dim") or hidden // heads
     return filled | dict(given)
 
 
@@ -192,6 +210,8 @@ def _directory(path: str | Path) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
+    if directory.exists():
+        raise InputError(f"{path} is a file; give the directory that holds config.json and the weights")
     named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) is not None
     if not named or directory.parent.is_dir():
         beside = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
@@ -207,6 +227,7 @@ def _directory(path: str | Path) -> Path:
         "*.safetensors.index.json",
         "config.json",
         "generation_config.json",
+        peft.CONFIG,
         *TOKENIZER_FILES,
     ]
     try:
@@ -219,9 +240,7 @@ def _directory(path: str | Path) -> Path:
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
-        adapter = (directory / "adapter_config.json").is_file()
-        hint = "; it is an adapter, which is not a model by itself: give its base model" if adapter else ""
-        raise InputError(f"{directory}: no config.json: not a model directory in Hugging Face layout{hint}")
+        raise InputError(f"{directory}: no config.json: not a model directory in Hugging Face layout")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

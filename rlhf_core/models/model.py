@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import param_shardings, replicated, row_multiple, row_sharding
+from rlhf_core.mesh import replicated, row_multiple, row_sharding
+from rlhf_core.models import peft
+from rlhf_core.models.attention import capped
 from rlhf_core.models.config import Head
+from rlhf_core.models.definition import Definition, complete
+from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
+from rlhf_core.partition import split
 from rlhf_core.tokenizer import special_ids
 
 if TYPE_CHECKING:
@@ -38,71 +42,6 @@ TOKENIZER_FILES = [
 ]
 
 
-@dataclass(frozen=True)
-class Definition:
-    """What a model is without its arrays: static under jit. See `ModelFamily` for what its functions do."""
-
-    family: ModelFamily
-    config: Any
-    head: Head
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.config.vocab_size)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
-
-    def abstract_params(self) -> dict[str, Any]:
-        """Nested dict of jax.ShapeDtypeStruct, float32."""
-        return self.family.abstract(self.config)
-
-    def logical_axes(self) -> dict[str, Any]:
-        """The same dict with a tuple of logical axis names at every leaf."""
-        return self.family.axes(self.config)
-
-    def shardings(self, mesh: Mesh) -> dict[str, Any]:
-        """The same dict of NamedSharding."""
-        return param_shardings(mesh, self.logical_axes(), self.abstract_params())
-
-    def init(self, key: jax.Array) -> dict[str, Any]:
-        """Fresh parameters, float32."""
-        return self.family.init(self.config, key)
-
-    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
-        """[rows, time, hidden] after the last norm, in the compute dtype, of int32 [rows, time]."""
-        return self.family.hidden(self.config, params, tokens, positions, visible_until)
-
-    def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
-        """(kernel [hidden, vocab], soft cap or None)."""
-        return self.family.unembedding(self.config, params)
-
-    def score(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """Rewards float32 [...] of hidden states [..., hidden]."""
-        return self.family.score(self.config, params, hidden)
-
-    def prefill(
-        self, params: Any, tokens: Any, positions: Any, visible_until: Any, cache_length: int
-    ) -> tuple[jax.Array, Any]:
-        """(hidden states as `hidden`, a cache of `cache_length` slots whose first `time` are filled)."""
-        return self.family.prefill(self.config, params, tokens, positions, visible_until, cache_length)
-
-    def repeat(self, cache: Any, times: int) -> Any:
-        """The cache with every row `times` times, neighbours together."""
-        return self.family.repeat(self.config, cache, times)
-
-    def prepare(self, params: Any) -> Any:
-        """The parameters as `decode` reads them fastest."""
-        return self.family.prepare(self.config, params)
-
-    def decode(
-        self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
-    ) -> tuple[jax.Array, Any]:
-        """One token a row, written at `slot`: (hidden [B, hidden], cache)."""
-        return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
-
-
 @dataclass(frozen=True, eq=False)
 class Model:
     """A definition with parameters on a mesh.
@@ -110,6 +49,7 @@ class Model:
     tokenizer: its directory's, if any. hf_config: what config.json will say. source: the directory it came from.
     stored_dtype: "float32", "bfloat16" or "float16", of the files it is saved as.
     compute_dtype: None for the backend's: float32 on CPU, bfloat16 on accelerators.
+    adapter: what adapter_config.json will say, of a model with adapters.
     """
 
     definition: Definition
@@ -120,6 +60,7 @@ class Model:
     mesh: Mesh
     stored_dtype: str = "float32"
     compute_dtype: str | None = None
+    adapter: Mapping[str, Any] | None = None
 
     def logits(self, input_ids: Any, attention_mask: Any) -> jax.Array:
         """Next-token logits float32 [B, T, V]; meaningless where the mask is 0.
@@ -164,31 +105,81 @@ class Model:
         """This model's trunk under `head`; a head that the model lacks is drawn from `seed`."""
         if head == self.definition.head:
             return self
-        family = self.definition.family
+        family, lora = self.definition.family, self.definition.lora
         options = {} if self.compute_dtype is None else {"dtype": self.compute_dtype}
         definition = Definition(family, family.parse(self.hf_config, head, **options), head)
+        adapter = self.adapter
+        if lora is not None and adapter is not None:
+            definition = definition.with_lora(lora)
+            adapter = peft.config_for(lora, base=adapter["base_model_name_or_path"], head=head)
         return dataclasses.replace(
             self,
             definition=definition,
             params=complete(definition, self.params, self.mesh, seed),
             hf_config=config_for(self.hf_config, head, self.tokenizer),
+            adapter=adapter,
         )
+
+    def with_lora(
+        self,
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        dropout: float = 0.0,
+        use_rslora: bool = False,
+        targets: str | Sequence[str] = "all-linear",
+        seed: int = 0,
+        base: str | None = None,
+    ) -> Model:
+        """This model with fresh adapters, which change nothing until they are trained; see `Lora`.
+
+        targets: "all-linear", or names and regular expressions of linear layers. base: what the adapter's
+        configuration calls this model; default: the directory it came from.
+        Raises InputError for a target that is not there, and for a model that has adapters already.
+        """
+        if self.definition.lora is not None:
+            raise InputError("lora: the model has adapters already; merge them first")
+        modules = linear_modules(self.definition.abstract_params())
+        lora = Lora(rank, float(alpha), dropout, use_rslora, resolve(targets, modules))
+        definition = self.definition.with_lora(lora)
+        named = base or (None if self.source is None else str(self.source.resolve()))
+        return dataclasses.replace(
+            self,
+            definition=definition,
+            params=complete(definition, self.params, self.mesh, seed),
+            adapter=peft.config_for(lora, base=named, head=definition.head),
+        )
+
+    def merged(self) -> Model:
+        """The same model without adapters: what they add is in its weights."""
+        lora = self.definition.lora
+        if lora is None:
+            return self
+        definition = self.definition.with_lora(None)
+        merging = jax.jit(
+            functools.partial(merge, scale=lora.scale), out_shardings=definition.shardings(self.mesh)
+        )
+        return dataclasses.replace(self, definition=definition, params=merging(self.params), adapter=None)
 
     def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
         """Write a Hugging Face directory: config.json, safetensors in the source's dtype, tokenizer files.
 
-        tokenizer: to save instead of the model's own. With several processes all must call; the first writes.
+        Of a model with adapters these are written alone, with the reward head, as PEFT does: `merged()` first for the
+        whole. tokenizer: to save instead of the model's own. With several processes all must call; the first writes.
         """
         directory = Path(path)
         main = jax.process_index() == 0
         if main:
             directory.mkdir(parents=True, exist_ok=True)
-        self.definition.family.save(self.definition.config, self.params, directory, self.stored_dtype)
+        if self.adapter is not None:
+            self._save_adapter(directory)
+        else:
+            self.definition.family.save(self.definition.config, self.params, directory, self.stored_dtype)
         if not main:
             return
-        (directory / "config.json").write_text(
-            json.dumps(dict(self.hf_config), indent=2, ensure_ascii=False) + "\n"
-        )
+        if self.adapter is None:
+            text = json.dumps(dict(self.hf_config), indent=2, ensure_ascii=False)
+            (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         copied = ["generation_config.json"]
         if tokenizer is not None and getattr(tokenizer, "name_or_path", None) == str(self.source):
@@ -200,21 +191,13 @@ class Model:
                 if (self.source / name).is_file():
                     shutil.copyfile(self.source / name, directory / name)
 
-
-def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed: int) -> dict[str, Any]:
-    """`params` for `definition`: without the groups it has no place for; those it lacks are drawn from `seed`."""
-    shardings = definition.shardings(mesh)
-    missing = {name: sharding for name, sharding in shardings.items() if name not in params}
-    kept = {name: value for name, value in params.items() if name in shardings}
-    if not missing:
-        return kept
-
-    def draw(key: jax.Array) -> dict[str, Any]:
-        fresh = definition.init(key)
-        return {name: fresh[name] for name in missing}
-
-    drawn: dict[str, Any] = jax.jit(draw, out_shardings=missing)(jax.random.key(seed))
-    return kept | drawn
+    def _save_adapter(self, directory: Path) -> None:
+        trained = split(self.params, untrained(self.params))[0]
+        gather = jax.jit(lambda x: x, out_shardings=replicated(self.mesh))
+        values = jax.tree.map(np.asarray, gather(trained))
+        if jax.process_index() == 0:
+            assert self.adapter is not None
+            peft.save(directory, self.adapter, values)
 
 
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
@@ -273,7 +256,7 @@ def _logits(definition: Definition, params: Any, ids: jax.Array, mask: jax.Array
     logits = jnp.einsum(
         "btd,dv->btv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
     )
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return capped(logits, cap)
 
 
 _scores = functools.partial(jax.jit, static_argnums=0)(padded_scores)

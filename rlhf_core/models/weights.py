@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from rlhf_core.errors import InputError, near
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.safetensors import NAMES, Reader, Writer
+from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer
 
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -57,25 +58,32 @@ def stored_dtype(directory: Path) -> str | None:
     return {short: name for name, short in NAMES.items()}.get(most)
 
 
-class _Leaf:
-    """One parameter and the tensors it is made of."""
+def usual_name(path: str) -> str:
+    """The name in the files, but for its last word, of the parameter path: `model.layers.{layer}.mlp.up_proj` for
+    layers.mlp.up_proj. Parameters of all layers or experts are one tensor each in the files."""
+    name = path if path in ("lm_head", "score") else f"model.{path}"
+    return name.replace("layers.", "layers.{layer}.").replace(".experts.", ".experts.{expert}.")
 
-    def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+
+class _Leaf:
+    """One parameter and the tensors it is made of: `lead` counts them, by layer and by expert."""
+
+    def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...], named: Mapping[str, str]) -> None:
         self.keys = tuple(str(entry.key) for entry in path)
         self.shape = shape
-        self.stacked = self.keys[0] == "layers"
         self.transposed = self.keys[-1] == "kernel"
-        words = [*self.keys[:-1], "bias" if self.keys[-1] == "bias" else "weight"]
-        if self.stacked:
-            self.names = [".".join(["model", "layers", str(i), *words[1:]]) for i in range(shape[0])]
-        else:
-            self.names = [".".join(words if words[0] in ("lm_head", "score") else ["model", *words])]
-        inner = shape[1:] if self.stacked else shape
+        module, last = ".".join(self.keys[:-1]), "bias" if self.keys[-1] == "bias" else "weight"
+        name = f"{named.get(module) or usual_name(module)}.{last}"
+        axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
+        self.lead, inner = shape[: len(axes)], shape[len(axes) :]
+        places = [dict(zip(axes, index, strict=True)) for index in np.ndindex(self.lead)]
+        self.names = [name.format(**place) for place in places]
         self.tensor_shape = inner[::-1] if self.transposed else inner
 
     def parts(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors, by name, of the parameter's value."""
-        for name, part in zip(self.names, value if self.stacked else value[None], strict=True):
+        apart = value.reshape(-1, *value.shape[len(self.lead) :])
+        for name, part in zip(self.names, apart, strict=True):
             yield name, part.T if self.transposed else part
 
     def read(self, view: Callable[[str], np.ndarray], sharding: Any) -> jax.Array:
@@ -86,9 +94,9 @@ class _Leaf:
             key = tuple((s.start, s.stop) for s in spans)
             if key not in made:
                 out = np.empty([stop - start for start, stop in key], np.float32)
-                inner = spans[1:] if self.stacked else spans
-                names = self.names[spans[0]] if self.stacked else self.names
-                for slot, name in zip(out if self.stacked else out[None], names, strict=True):
+                leading, inner = spans[: len(self.lead)], spans[len(self.lead) :]
+                names = np.array(self.names, object).reshape(self.lead)[(*leading, None)].reshape(-1)
+                for slot, name in zip(out.reshape(-1, *out.shape[len(leading) :]), names, strict=True):
                     tensor = view(name)
                     slot[...] = (tensor.T if self.transposed else tensor)[inner]
                 made[key] = out
@@ -98,7 +106,10 @@ class _Leaf:
 
 
 def _leaves(config: DecoderConfig) -> list[_Leaf]:
-    return [_Leaf(path, leaf.shape) for path, leaf in jax.tree.leaves_with_path(decoder.abstract(config))]
+    named = dict(config.weight_names)
+    return [
+        _Leaf(path, leaf.shape, named) for path, leaf in jax.tree.leaves_with_path(decoder.abstract(config))
+    ]
 
 
 def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, Any]:
@@ -106,13 +117,7 @@ def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, An
 
     Raises InputError naming file and tensor for what is missing, unexpected or of another shape.
     """
-    readers = open_weights(directory)
-    leaves = _leaves(config)
-    if config.head == "score" and "score.weight" not in readers:
-        leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]
-    problems = list(_mismatches(config, directory, readers, leaves))
-    if problems:
-        raise InputError(*problems)
+    readers, leaves = check(config, directory)
     flat = {leaf.keys: leaf for leaf in leaves}
     params: dict[str, Any] = {}
     for path, sharding in jax.tree.leaves_with_path(shardings):
@@ -123,6 +128,21 @@ def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, An
                 inner = inner.setdefault(key, {})
             inner[keys[-1]] = flat[keys].read(lambda name: readers[name].view(name), sharding)
     return params
+
+
+def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], list[_Leaf]]:
+    """The files, by tensor, and the parameters to be read from them, after all that their headers tell was compared.
+
+    Raises InputError as `load` does.
+    """
+    readers = open_weights(directory)
+    leaves = _leaves(config)
+    if config.head == "score" and "score.weight" not in readers:
+        leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]
+    problems = list(_mismatches(config, directory, readers, leaves))
+    if problems:
+        raise InputError(*problems)
+    return readers, leaves
 
 
 def _mismatches(
@@ -143,9 +163,22 @@ def _mismatches(
     extra = [name for name in readers if name not in wanted and not name.endswith(tuple(unneeded))]
     for name in extra[:5]:
         yield f"{readers[name].path}: '{name}' is unexpected: a {config.model_type} of this config.json has none"
+    yield from islice(_misfits(wanted, readers), 5)
+
+
+def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Reader]) -> Iterator[str]:
     for name, shape in wanted.items():
-        if name in readers and tuple(readers[name].header[name]["shape"]) != shape:
-            found = readers[name].header[name]["shape"]
+        if name not in readers:
+            continue
+        if (dtype := readers[name].dtype(name)) not in DTYPES:
+            yield f"{readers[name].path}: '{name}' has dtype {dtype}; only {', '.join(DTYPES)} can be read"
+        found = readers[name].header[name]["shape"]
+        if name == "score.weight" and found and found[0] != 1:
+            yield (
+                f"{readers[name].path}: its head gives {found[0]} numbers (num_labels in config.json), and a reward "
+                "model gives 1: start from the language model, or from a reward model"
+            )
+        elif tuple(found) != shape:
             yield f"{readers[name].path}: '{name}' has shape {found}; config.json makes it {list(shape)}"
 
 

@@ -59,6 +59,8 @@ class Options(BaseModel):
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
     """{another library's name: ours}, for the message that a name is unknown."""
+    ABSENT: ClassVar[Mapping[str, str]] = {}
+    """{another library's name: what happens here}, for the same message where there is nothing like it."""
 
     def __init__(self, /, **data: Any) -> None:
         given, problems = self._expand(data)

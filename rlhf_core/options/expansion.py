@@ -24,8 +24,8 @@ def expand(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """What was given, canonical, and what is wrong with it or to be said of it. base: what it will be merged into."""
     given = dict(data)
-    problems = _without_effect(given, cls)
-    problems += _aliases(given, cls._aliases())
+    problems = _aliases(given, cls._aliases())
+    problems += _without_effect(given, cls)
     problems += _flat_names(given, cls, base)
     problems += _wandb(given, _default(cls, base, "logger"))
     problems += _split(given, _default(cls, base, "train_data"))
@@ -40,12 +40,15 @@ def inherited(cls: type, attribute: str) -> dict[str, Any]:
 
 
 def _without_effect(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
-    """EasyDeL's fields that do nothing here are taken out, and said where their value asks for something else."""
+    """EasyDeL's fields that do nothing here are taken out, and the shared ones that this trainer does not use; said is
+    only where a value asks for something else.
+    """
+    unused = {name: ((_default(cls, None, name),), told) for name, told in inherited(cls, "UNUSED").items()}
+    elsewhere = {name: field for name, field in SEED_FIELDS.items() if name not in cls.model_fields}
     notes = []
-    for name in [name for name in given if name in SEED_FIELDS and name not in cls.model_fields]:
-        value, field = given.pop(name), SEED_FIELDS[name]
-        if value not in field.same:
-            notes.append(Problem(name, f"has no effect here: {field.instead}", fatal=False))
+    for name, (same, instead) in {**elsewhere, **unused}.items():
+        if name in given and given.pop(name) not in same:
+            notes.append(Problem(name, f"has no effect here: {instead}", fatal=False))
     return notes
 
 

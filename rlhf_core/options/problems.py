@@ -148,6 +148,8 @@ def _message(item: Any, table: type[Options]) -> str:
         ours = table.ELSEWHERE.get(name, "")
         if ours.partition(".")[0] in table.model_fields:
             return f"unknown field. What TRL calls so is {ours} here"
+        if name in table.ABSENT:
+            return f"unknown field. It is TRL's; here {table.ABSENT[name]}"
         return unknown(name, table.names(), "field")
     if kind == "missing":
         return "missing; it has no default"

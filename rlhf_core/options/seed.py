@@ -1,7 +1,8 @@
 """Fields of other libraries' configs that ours do not have, as data.
 
 A config written for EasyDeL is taken as it is: each of its fields is one of ours, another name of one, or listed here,
-and then accepted with a warning that says what happens instead. TRL's names are errors that say what ours are.
+and then accepted with a warning that says what happens instead. TRL's names are errors that say what ours are, or what
+happens here without them.
 `docs/reference/coming_from.md` is checked against these tables.
 """
 
@@ -150,11 +151,13 @@ TRL_NAMES: Mapping[str, str] = {
     "chat_template_path": "chat_template",
     "data_seed": "shuffle_seed_train",
     "eval_steps": "evaluation_steps",
+    "eval_strategy": "evaluation_steps",
+    "generation_batch_size": "steps_per_generation",
     "label_smoothing_factor": "loss.label_smoothing",
     "logging_steps": "log_steps",
     "lr_scheduler_type": "scheduler",
     "max_steps": "max_training_steps",
-    "multi_objective_aggregation": "advantage.aggregation",
+    "multi_objective_aggregation": "advantage",
     "num_generations_eval": "evaluation.num_generations",
     "optim": "optimizer",
     "optim_args": "optimizer",
@@ -163,11 +166,38 @@ TRL_NAMES: Mapping[str, str] = {
     "per_device_train_batch_size": "total_batch_size",
     "report_to": "logger",
     "run_name": "logger",
+    "save_strategy": "save_steps",
     "shuffle_dataset": "shuffle_train_dataset",
     "use_vllm": "sampler",
     "vllm_importance_sampling_clip_max": "sampler_correction.max",
     "vllm_importance_sampling_clip_min": "sampler_correction.min",
     "vllm_importance_sampling_correction": "sampler_correction",
     "vllm_importance_sampling_mode": "sampler_correction.mode",
+    "warmup_ratio": "warmup_steps",
 }
 """{TRL's field: ours}, for the message where it is given: values and defaults differ, so it is not simply taken."""
+
+_MEMORY = "activations are recomputed in the backward pass where they would take much memory"
+_PRECISION = "parameters are float32; computation is in bfloat16 on accelerators, in float32 on CPUs"
+_UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
+_MESH = "`mesh` of the pipeline says how states are sharded"
+_SPECIAL = "the tokenizer's files say what it is"
+
+TRL_ABSENT: Mapping[str, str] = {
+    "activation_offloading": _MEMORY,
+    "bf16": _PRECISION,
+    "deepspeed": _MESH,
+    "eos_token": _SPECIAL,
+    "fp16": _PRECISION,
+    "fsdp": _MESH,
+    "gradient_checkpointing": _MEMORY,
+    "hub_model_id": _UPLOAD,
+    "model_init_kwargs": "config.json says how a model is built, a table `model = { model_type = …, … }` a fresh one",
+    "pad_to_multiple_of": "examples are packed into rows of a few fixed lengths",
+    "pad_token": _SPECIAL,
+    "push_to_hub": _UPLOAD,
+    "resume_from_checkpoint": _BEGIN,
+    "torch_compile": "every update is a compiled program",
+    "trust_remote_code": "no code that comes with a model is run; a plugin adds a model family",
+}
+"""{TRL's field: what happens here}, for the message where it is given."""

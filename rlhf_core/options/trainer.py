@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_core.contracts import LOGGER, OPTIMIZER
+from rlhf_core.options.adapters import LoraOptions
 from rlhf_core.options.base import Component, Options
 from rlhf_core.options.expansion import PART_NAMES, expand, inherited
 from rlhf_core.options.problems import Problem, shown
-from rlhf_core.options.seed import TRL_NAMES
+from rlhf_core.options.seed import TRL_ABSENT, TRL_NAMES
 
 Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
@@ -49,12 +50,6 @@ def _patterns(given: str | list[str]) -> str | list[str]:
     return given
 
 
-def _not_yet(given: Any) -> Any:
-    if given is not None:
-        raise ValueError("adapters are not available yet; leave it out to train all parameters")
-    return given
-
-
 PathText = Annotated[str, BeforeValidator(_text)]
 
 
@@ -63,7 +58,8 @@ class TrainerConfig(Options):
 
     `FLAT` maps a short name to the nested field and key it stands for, and optionally to what reading it
     gives where a component leaves it out: {"epsilon": ("loss", "epsilon", 0.2)}. `ALIASES` maps other
-    spellings to names. Both add to those of the parent class.
+    spellings to names. `UNUSED` says of a shared field that this trainer does not read what does its work; a value is
+    then a warning. All three add to those of the parent class.
     """
 
     FLAT: ClassVar[Mapping[str, Flat]] = {}
@@ -75,7 +71,9 @@ class TrainerConfig(Options):
         "repo_id": "model",
         "dataset_name": "train_data",
     }
+    UNUSED: ClassVar[Mapping[str, str]] = {}
     ELSEWHERE: ClassVar[Mapping[str, str]] = TRL_NAMES
+    ABSENT: ClassVar[Mapping[str, str]] = TRL_ABSENT
 
     model: Annotated[str | dict[str, Any] | None, BeforeValidator(_text)] = Field(
         None,
@@ -171,8 +169,8 @@ class TrainerConfig(Options):
         None, ge=1, description="one process tokenises, with a thread a core; another number is a warning"
     )
     seed: int | None = Field(None, ge=0, description="none: the pipeline's")
-    lora: Annotated[None, BeforeValidator(_not_yet)] = Field(
-        None, description="adapter options; none: all parameters are trained"
+    lora: LoraOptions | None = Field(
+        None, description="train adapters with these options; none: all parameters are trained"
     )
     chat_template: PathText | None = Field(
         None, description="none: the tokenizer's own; 'plain': role-labelled text; or a Jinja file"
@@ -181,7 +179,9 @@ class TrainerConfig(Options):
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:
         if self.compares is None and self.greater_is_better is not None:
-            raise ValueError(f"greater_is_better says nothing without {', '.join(COMPARING[:-1])} or {COMPARING[-1]}")
+            raise ValueError(
+                f"greater_is_better says nothing without {', '.join(COMPARING[:-1])} or {COMPARING[-1]}"
+            )
         if self.compares is not None and self.evaluation_steps is None:
             raise ValueError(f"{self.compares} needs evaluation_steps, the updates between evaluations")
         return self

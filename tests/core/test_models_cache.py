@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import decoder
-from rlhf_core.models.config import parse
+from rlhf_core.models.parse import parse
 
 SIZES = {
     "hidden_size": 16,
@@ -30,6 +30,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "mistral": {"model_type": "mistral", "sliding_window": 3},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 0.5,
+        "sliding_window": 3,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
+        "rope_theta": 50.0,
+        "rope_local_base_freq": 10.0,
+    },
+    "phi3, partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "olmo2": {"model_type": "olmo2"},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 hidden = jax.jit(decoder.hidden, static_argnums=0)
 prefill = jax.jit(decoder.prefill, static_argnums=(0, 5))

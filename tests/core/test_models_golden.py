@@ -10,27 +10,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from rlhf_core.models import Model, load_model, padded_rows
 
-FAMILIES = ["llama", "llama3_rope", "qwen2", "qwen3"]
+FAMILIES = [
+    "llama",
+    "llama3_rope",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "mixtral",
+    "qwen3_moe",
+]
 pytestmark = pytest.mark.data
 
 
-@pytest.mark.parametrize("keys", ["config.json", "config_legacy.json"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits(shared: Path, tmp_path: Path, family: str, keys: str) -> None:
-    """In the config keys of transformers 5 and 4; rows padded on the left and on the right."""
+def test_logits(shared: Path, family: str) -> None:
+    """Rows padded on the left and on the right."""
     source = shared / "golden" / family
-    shutil.copyfile(source / keys, tmp_path / "config.json")
-    shutil.copyfile(source / "model.safetensors", tmp_path / "model.safetensors")
     golden = np.load(source / "golden.npz")
     mask = golden["attention_mask"]
     assert (mask[:, 0] == 0).any()
     assert (mask[:, -1] == 0).any()
-    logits = np.asarray(load_model(tmp_path).logits(golden["input_ids"], mask))
+    logits = np.asarray(load_model(source).logits(golden["input_ids"], mask))
     assert logits.dtype == np.float32
     np.testing.assert_allclose(logits[mask > 0], golden["logits"][mask > 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("keys", ["config.json", "config_legacy.json"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_loaded_is_saved(shared: Path, tmp_path: Path, family: str, keys: str) -> None:
+    """In the config keys of transformers 5 and 4, which mean the same: tensors, and config.json word for word."""
+    source, copy = shared / "golden" / family, tmp_path / "copy"
+    copy.mkdir()
+    shutil.copyfile(source / keys, copy / "config.json")
+    shutil.copyfile(source / "model.safetensors", copy / "model.safetensors")
+    model = load_model(copy)
+    assert model.definition == load_model(source).definition
+    model.save(tmp_path / "saved")
+    given, found = (load_file(path / "model.safetensors") for path in (copy, tmp_path / "saved"))
+    assert set(found) == set(given)
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(found[name], tensor)
+    one, two = (json.loads((path / "config.json").read_text()) for path in (copy, tmp_path / "saved"))
+    assert one == two
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,8 +114,6 @@ def test_sharded_bfloat16_files(shared: Path, tmp_path: Path) -> None:
         logits[mask > 0], golden["logits_float32_compute"][mask > 0], atol=1e-4, rtol=0
     )
     model.save(tmp_path)
-    from safetensors import safe_open
-
     names = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     with safe_open(tmp_path / "model.safetensors", framework="np") as saved:
         assert saved.metadata() == {"format": "pt"}

@@ -105,6 +105,41 @@ def test_use_wandb() -> None:
     assert problems(use_wandb="yes") == ["use_wandb: expected true or false, got 'yes'"]
 
 
+def test_wandb_s_own_options() -> None:
+    config = PolicyConfig(use_wandb=True, wandb_entity="us", wandb_name="first")
+    assert config.logger == [Component(name="wandb", entity="us", run_name="first")]
+    assert config.replace(wandb_name="second").logger == [
+        Component(name="wandb", entity="us", run_name="second")
+    ]
+    named = PolicyConfig(logger=[{"name": "wandb", "project": "p"}], wandb_name="first")
+    assert named.logger == [Component(name="wandb", project="p", run_name="first")]
+    assert problems(logger=[{"name": "wandb", "run_name": "a"}], wandb_name="b") == [
+        "wandb_name: the same as run_name of logger wandb; remove one"
+    ]
+    with pytest.warns(UserWarning, match="without use_wandb") as said:
+        assert PolicyConfig(wandb_name="first", wandb_entity="us").logger == []
+    assert [str(each.message) for each in said] == [
+        "PolicyConfig.wandb_entity: has no effect without use_wandb = true",
+        "PolicyConfig.wandb_name: has no effect without use_wandb = true",
+    ]
+
+
+def test_extra_optimizer_kwargs_are_options_of_the_optimizer() -> None:
+    config = PolicyConfig(extra_optimizer_kwargs={"b1": 0.8})
+    assert config.optimizer == Component(name="adamw", b1=0.8)
+    assert config.replace(extra_optimizer_kwargs={"b1": 0.7}).optimizer == Component(name="adamw", b1=0.7)
+    assert PolicyConfig(optimizer="lion", extra_optimizer_kwargs={"b2": 0.9}).optimizer == Component(
+        name="lion", b2=0.9
+    )
+    assert (
+        PolicyConfig(extra_optimizer_kwargs={}) == PolicyConfig(extra_optimizer_kwargs=None) == PolicyConfig()
+    )
+    assert problems(optimizer={"name": "lion", "b1": 0.9}, extra_optimizer_kwargs={"b1": 0.8}) == [
+        "extra_optimizer_kwargs.b1: the same as optimizer.b1, which is given too; remove one"
+    ]
+    assert problems(extra_optimizer_kwargs=3) == ["extra_optimizer_kwargs: expected a table, got 3"]
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

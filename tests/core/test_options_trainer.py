@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.options import TrainerConfig
+
 
 def problem(**data: Any) -> str:
     """The one line of the error, without the class's name."""
@@ -121,3 +123,15 @@ def test_nothing_is_compared_unasked() -> None:
 )
 def test_numbers_that_mean_nothing(field: str, value: float) -> None:
     assert problem(**{field: value}).startswith(f"{field}: expected a ")
+
+
+def test_a_shared_field_that_a_trainer_does_not_use() -> None:
+    class Config(TrainerConfig):
+        UNUSED: ClassVar[dict[str, str]] = {"overlong": "nothing is long here"}
+
+    with pytest.warns(UserWarning, match=r"^Config\.overlong: has no effect here: nothing is long here$"):
+        config = Config(overlong="truncate")
+    assert config.overlong == "filter"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config(overlong="filter") == Config.from_dict(config.to_dict()) == config.replace()

@@ -9,9 +9,11 @@ from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
 from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
+from rlhf_grpo.reference import Reference
 from rlhf_grpo.rewards import Reward
 
 from rlhf_core import data
+from rlhf_core.mesh import make_mesh
 from rlhf_core.rows import Layout
 from rlhf_core.sampling import Rollouts
 
@@ -67,7 +69,9 @@ def make(tiny, tmp_path):
             Group(config.scale_rewards),
             read,
             LAYOUT,
-            reference,
+            reference
+            if reference is None or hasattr(reference, "params")
+            else SimpleNamespace(params=reference),
             "token_mean",
         )
 
@@ -215,11 +219,16 @@ def test_a_checkpoint_between_rollouts_holds_nothing(make):
 
 def test_a_moving_reference_is_part_of_the_checkpoint(make):
     options = {"sync_ref_model": True, "num_iterations": 2}
-    feed = make(reference={"w": jax.numpy.arange(3.0)}, **options)
+    fixed, mesh = frozenset([("base",)]), make_mesh(devices=jax.devices()[:1])
+    params = {"base": jax.numpy.arange(2.0), "w": jax.numpy.arange(3.0)}
+    feed = make(reference=Reference(params, fixed, mesh), **options)
+    feed.reference.move({"base": params["base"], "w": 3 * params["w"]}, 0.5)
     host, arrays = feed.snapshot(0)
-    other = make(reference={"w": jax.numpy.zeros(3)}, **options)
+    assert list(arrays) == ["reference['w']"]
+    other = make(reference=Reference({**params, "w": 0 * params["w"]}, fixed, mesh), **options)
     other.restore(0, host, arrays)
-    np.testing.assert_array_equal(other.reference["w"], [0, 1, 2])
+    np.testing.assert_array_equal(other.reference.params["w"], [0, 2, 4])
+    assert other.reference.params["base"] is params["base"]
 
 
 def test_tokens_and_places(make):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from rlhf_core import cli
 from rlhf_core.components import load_file
 
 FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
@@ -65,3 +69,53 @@ def shared_short(short_runs: ModuleType, tiny: ModuleType, tmp_path_factory: pyt
 def short(shared_short: Any, tmp_path: Path) -> Any:
     """Runs of the three trainers in an empty directory; see short_runs.py."""
     return dataclasses.replace(shared_short, directory=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def places() -> ModuleType:
+    return load_file(Path(__file__).parent / "places.py")
+
+
+@pytest.fixture(scope="session")
+def good(places: ModuleType, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """{name: content} of everything that the pipelines of places.py name."""
+    files: dict[str, bytes] = places.good_files(repository, tmp_path_factory.mktemp("good"))
+    return files
+
+
+@pytest.fixture
+def place(places: ModuleType, good: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The current directory, with everything that the pipelines name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # rewards.py changes faster than its time stamp
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
+    made = places.Place(tmp_path, good)
+    made.restore()
+    return made
+
+
+class Ended(NamedTuple):
+    code: int
+    message: str
+    """What stderr says, without progress and warnings."""
+    warned: str
+    out: str
+
+
+@pytest.fixture
+def rlhf(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """The command `rlhf` with these arguments, in this process."""
+
+    def call(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err, err
+        lines = [line for line in err.splitlines() if not line.startswith("[")]
+        warned = [line for line in lines if line.startswith("warning: ")]
+        message = "\n".join(line for line in lines if line not in warned)
+        return Ended(int(stop.value.code or 0), message, "\n".join(warned), out)
+
+    return call

@@ -1,4 +1,4 @@
-"""What `test_bad_input.py` breaks: a directory with everything that three pipelines name, and tables of mistakes."""
+"""What `test_bad_input.py` does to a place: tables of mistakes, and what is to be said of each."""
 
 from __future__ import annotations
 
@@ -7,55 +7,13 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-ASK, REPLY = "Mia wants a red kite .", " Dear Mia , here is your red kite . Thank you !"
-FILES = {
-    "corpus.jsonl": {"prompt": ASK, "completion": REPLY},
-    "pairs.jsonl": {"prompt": ASK, "chosen": REPLY, "rejected": " Not my problem ."},
-    "prompts.jsonl": {"prompt": ASK, "size": 3},
-}
-REWARDS = "def brevity(completions, size):\n    return [-float(len(text)) for text in completions]\n"
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-}
-STAGES = {
-    "base": 'trainer = "sft"\nmodel = "model"\ntrain_data = "corpus.jsonl"\nmax_sequence_length = 32\n',
-    "rm": 'trainer = "reward"\nmodel = "model"\ntrain_data = "pairs.jsonl"\nmax_sequence_length = 32\n',
-    "policy": 'trainer = "grpo"\nmodel = "model"\ntrain_data = "prompts.jsonl"\nmax_prompt_length = 16\n'
-    'rewards = ["rewards.py:brevity"]\nnum_generations = 2\nsampling = { max_completion_length = 4 }\n',
-}
+from rlhf_core.components import load_file
 
-
-class Place(NamedTuple):
-    """A directory with everything that the pipelines name."""
-
-    path: Path
-    good: dict[str, bytes]
-
-    def restore(self) -> None:
-        for name in ("model", *self.good):
-            path = self.path / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        for name, content in self.good.items():
-            (self.path / name).parent.mkdir(exist_ok=True)
-            (self.path / name).write_bytes(content)
-
-    def write(self, name: str, content: str | bytes) -> None:
-        (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    def rows(self, name: str, *rows: Any) -> None:
-        """The good first row, then `rows`."""
-        self.write(name, "".join(json.dumps(row) + "\n" for row in (FILES[name], *rows)))
-
-    def row(self, name: str, **cells: Any) -> None:
-        """A second row that differs from the good one in `cells`."""
-        self.rows(name, {**FILES[name], **cells})
+places: Any = load_file(Path(__file__).with_name("places.py"))
+ASK, REPLY, FILES = places.ASK, places.REPLY, places.FILES
+Place: TypeAlias = Any
 
 
 class Mistake(NamedTuple):

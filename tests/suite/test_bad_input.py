@@ -6,82 +6,26 @@ from __future__ import annotations
 
 import json
 import resource
-import runpy
-import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_core import cli
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.components import load_file
-from rlhf_core.models import Model, fresh_model
+from rlhf_core.models import Model
 from rlhf_core.models.safetensors import Reader
-from rlhf_core.tokenizer import load_tokenizer
 
 mistakes: Any = load_file(Path(__file__).with_name("mistakes.py"))
-
-
-@pytest.fixture(scope="module")
-def good(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    directory = tmp_path_factory.mktemp("good")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(repository / "examples/quickstart"))
-        generate = runpy.run_path(str(repository / "examples/quickstart/generate.py"))
-    generate["write_tokenizer"](directory / "words")
-    fresh_model(mistakes.MODEL, "lm", tokenizer=load_tokenizer(directory / "words")).save(directory / "model")
-    files = {f"model/{p.name}": p.read_bytes() for p in (directory / "model").iterdir()}
-    for name, row in mistakes.FILES.items():
-        files[name] = (json.dumps(row) + "\n").encode() * 4
-    for stage, text in mistakes.STAGES.items():
-        head = f'dir = "run"\n[[stage]]\nname = "{stage}"\nmax_training_steps = 2\ntotal_batch_size = 4\n'
-        files[f"{stage}.toml"] = (head + text).encode()
-    return {**files, "rewards.py": mistakes.REWARDS.encode()}
-
-
-@pytest.fixture
-def place(good: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # rewards.py changes faster than its time stamp
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
-    made = mistakes.Place(tmp_path, good)
-    made.restore()
-    return made
-
-
-class Ended(NamedTuple):
-    code: int
-    message: str
-    """What stderr says, without progress and warnings."""
-    warned: str
-
-
-@pytest.fixture
-def rlhf(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    def call(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        out, err = capfd.readouterr()
-        assert "Traceback" not in out + err, err
-        lines = [line for line in err.splitlines() if not line.startswith("[")]
-        warned = [line for line in lines if line.startswith("warning: ")]
-        message = "\n".join(line for line in lines if line not in warned)
-        return Ended(int(stop.value.code or 0), message, "\n".join(warned))
-
-    return call
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["base", "rm", "policy"])
 def test_mistakes_one_after_another_in_one_run_directory(
-    stage: str, place: Any, rlhf: Callable[..., Ended]
+    stage: str, place: Any, rlhf: Callable[..., Any]
 ) -> None:
     wrong = []
     for mistake in mistakes.MISTAKES[stage]:
@@ -109,7 +53,7 @@ def assert_whole(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
-    place: Any, rlhf: Callable[..., Ended]
+    place: Any, rlhf: Callable[..., Any]
 ) -> None:
     mistakes.rewards("return [float('nan'), *(float(i) for i in range(1, len(completions)))]")(place)
     ended = rlhf("run", "policy.toml")
@@ -122,7 +66,7 @@ def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
 
 
 @pytest.mark.slow
-def test_rows_that_do_not_fit_are_left_out_and_counted(place: Any, rlhf: Callable[..., Ended]) -> None:
+def test_rows_that_do_not_fit_are_left_out_and_counted(place: Any, rlhf: Callable[..., Any]) -> None:
     row = mistakes.FILES["pairs.jsonl"]
     place.rows("pairs.jsonl", row, row, {**row, "prompt": " ".join([row["prompt"]] * 9)}, row)
     ended = rlhf("run", "rm.toml")
@@ -143,7 +87,7 @@ def full_disk(limit: int = 2048) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_when_the_model_is_saved(
-    place: Any, rlhf: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+    place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = Model.save
 
@@ -165,7 +109,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_a_checkpoint_leaves_the_one_before(
-    place: Any, rlhf: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
+    place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place.write(
         "rm.toml", place.good["rm.toml"].replace(b"max_training_steps = 2", b"max_training_steps = 3")
@@ -215,7 +159,7 @@ loss = { name = "dapo", epsilon_hihg = 0.3 }
 """
 
 
-def test_check_tells_five_different_mistakes_at_once(place: Any, rlhf: Callable[..., Ended]) -> None:
+def test_check_tells_five_different_mistakes_at_once(place: Any, rlhf: Callable[..., Any]) -> None:
     place.write("five.toml", FIVE)
     ended = rlhf("check", "five.toml")
     assert ended.code == 2
@@ -258,15 +202,9 @@ def test_check_tells_five_different_mistakes_at_once(place: Any, rlhf: Callable[
     ],
 )
 def test_check_tells_what_is_wrong_with_a_setting(
-    settings: str, expected: str, place: Any, rlhf: Callable[..., Ended]
+    settings: str, expected: str, place: Any, rlhf: Callable[..., Any]
 ) -> None:
-    replaced = [line.partition(" = ")[0] for line in settings.splitlines()]
-    kept = [
-        line
-        for line in place.good["policy.toml"].decode().splitlines()
-        if line.partition(" = ")[0] not in replaced
-    ]
-    place.write("policy.toml", "\n".join([*kept, settings]))
+    place.settings("policy.toml", settings)
     ended = rlhf("check", "policy.toml")
     assert ended.code == 2
     assert len(ended.message.splitlines()) == 1, ended.message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import Counter
@@ -24,33 +23,39 @@ from rlhf_core.step import Programs
 TRAINERS = ["sft", "reward", "grpo"]
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "dropout": 0.1}], ids=["all", "adapters"])
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_nothing_compiles_after_the_first_update_and_nothing_moves_unasked(
-    short: Any, monkeypatch: pytest.MonkeyPatch, trainer: str
+    short: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainer: str, lora: Any
 ) -> None:
     """Batches, packings, rollouts, reference moves and evaluations differ from update to update; programs do not."""
     made: list[Programs] = []
     calls: Counter[str] = Counter()
-    plain = fit.programs
 
-    def guarded(objective: Any, state: Any) -> Programs:
-        programs = plain(objective, state)
-        made.append(programs)
+    class Guarded(Programs):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
 
-        def under_guard(name: str) -> Any:
-            def call(*arguments: Any) -> Any:
-                calls[name] += 1
-                with jax.transfer_guard("disallow"):
-                    return getattr(programs, name)(*arguments)
+        def accumulate(self, *arguments: Any) -> Any:
+            calls["accumulate"] += 1
+            with jax.transfer_guard("disallow"):
+                return super().accumulate(*arguments)
 
-            return call
+        def apply(self, *arguments: Any) -> Any:
+            calls["apply"] += 1
+            with jax.transfer_guard("disallow"):
+                return super().apply(*arguments)
 
-        return dataclasses.replace(programs, accumulate=under_guard("accumulate"), apply=under_guard("apply"))
-
-    monkeypatch.setattr(fit, "programs", guarded)
+    monkeypatch.setattr(fit, "Programs", Guarded)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
         jax.jit(jnp.sin)(np.ones(3))  # the guard guards
-    _, watch = short.train(trainer)
+    changes, inputs = {}, {}
+    if lora is not None:
+        short.models[trainer].save(tmp_path / "base")
+        inputs = {"model": str(tmp_path / "base")}
+        changes = {"lora": lora} | ({"sync_ref_model": False} if trainer == "grpo" else {})
+    _, watch = short.train(trainer, inputs=inputs, **changes)
     assert watch.steps() == [1, 2, 3, 4, 5, 6]
     later = watch.compiled[1:]
     assert watch.compiled[0] > 0

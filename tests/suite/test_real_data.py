@@ -98,7 +98,7 @@ def test_rewards_of_degenerate_texts_are_low(rewards: SimpleNamespace) -> None:
 def test_the_stories_pipeline_can_be_planned(
     repository: Path, prepared: Path, tiny: ModuleType, tmp_path: Path
 ) -> None:
-    tiny.make_tokenizer().save_pretrained(tmp_path / "model")
+    tiny.make_model().save(tmp_path / "model")
     data = {
         "base.train_data": "corpus.jsonl",
         "base.eval_data": "corpus.heldout.jsonl",

@@ -40,12 +40,21 @@ log_steps = 1
 name = "rm"
 trainer = "reward"
 model = "base.model"
-train_data = "pairs.jsonl"
+train_data = [
+    { name = "jsonl", path = "pairs.jsonl", weight = 2.0 },
+    { name = "jsonl", path = "more.jsonl", weight = 1.0 },
+]
+eval_data = "swapped.jsonl"     # the better the model learns, the worse it gets: update 2 stays the best
+evaluation_steps = 2
+metric_for_best_model = "loss"
+early_stopping_patience = 3
+load_best_model_at_end = true
 learning_rate = 1e-2
 total_batch_size = 4
-max_training_steps = 5
-save_steps = 2
-log_steps = 3
+max_training_steps = 12
+save_steps = 3
+save_total_limit = 1
+log_steps = 7
 
 [[stage]]
 name = "policy"
@@ -78,7 +87,11 @@ def pipeline(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     directory = tmp_path_factory.mktemp("chain")
     tiny.make_tokenizer().save_pretrained(directory / "tokenizer")
     tiny.write_rows(directory / "texts.jsonl", tiny.texts(11))
-    tiny.write_rows(directory / "pairs.jsonl", tiny.pairs(11))
+    rows = [{**row, "chosen": " a", "rejected": " b"} for row in tiny.pairs(18)]
+    tiny.write_rows(directory / "pairs.jsonl", rows[:11])
+    tiny.write_rows(directory / "more.jsonl", rows[11:])
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[:11]]
+    tiny.write_rows(directory / "swapped.jsonl", swapped)
     tiny.write_rows(directory / "prompts.jsonl", tiny.prompts(7))
     (directory / "chain.toml").write_text(PIPELINE)
     return directory / "chain.toml"
@@ -105,10 +118,15 @@ def logged(directory: Path, stage: str) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
 
 
+def best(directory: Path) -> dict:
+    return json.loads((directory / "rm" / "best.json").read_text())
+
+
 def assert_same(directory: Path, other: Path) -> None:
     for stage in STAGES:
         assert weights(directory, stage) == weights(other, stage), stage
         assert logged(directory, stage) == logged(other, stage), stage
+    assert best(directory) == best(other)
     samples = sorted(path.name for path in (other / "policy" / "samples").iterdir())
     assert samples
     for name in samples:
@@ -127,16 +145,25 @@ def whole(pipeline: Path) -> Path:
 
 def test_an_uninterrupted_run_logs_every_step_once(whole: Path) -> None:
     steps = {stage: [row["step"] for row in logged(whole, stage) if "loss" in row] for stage in STAGES}
-    assert steps == {"base": [1, 2, 3, 4, 5], "rm": [3, 5], "policy": [1, 2, 3, 4, 5, 6, 7]}
+    assert steps == {"base": [1, 2, 3, 4, 5], "rm": [2, 4, 6, 7, 8], "policy": [1, 2, 3, 4, 5, 6, 7]}
     assert [row["step"] for row in logged(whole, "base") if "eval_loss" in row] == [2, 4, 5]
     assert weights(whole, "base") != weights(whole, "policy")
+
+
+def test_the_best_evaluation_ends_training_early_and_is_the_model(whole: Path) -> None:
+    found = best(whole)
+    assert (found["metric"], found["step"], found["model"], found["updates"]) == ("eval_loss", 2, 2, 8)
+    losses = {row["step"]: row["eval_loss"] for row in logged(whole, "rm") if "eval_loss" in row}
+    assert found["value"] == losses[2] < min(losses[4], losses[6], losses[8])
+    kept = {path.name for path in (whole / "rm" / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert kept == {"2", "6"}  # one checkpoint was asked for, and the best
 
 
 @pytest.mark.parametrize(
     "events",
     [
         ("base step 3", "rm saved", "policy step 6"),
-        ("base end", "rm step 3", "policy saved"),
+        ("base end", "rm step 4", "rm step 7", "policy saved"),
         ("base saved", "rm end", "policy step 3"),
     ],
     ids=", ".join,

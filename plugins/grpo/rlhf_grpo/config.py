@@ -99,6 +99,10 @@ class GRPOConfig(TrainerConfig):
         "max_completion_length": ("sampling", "max_completion_length"),
     }
 
+    UNUSED: ClassVar[Mapping[str, str]] = {
+        "max_sequence_length": "max_prompt_length limits prompts, max_completion_length completions"
+    }
+
     learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
     num_train_epochs: int = Field(default=1, ge=1, description="passes over the prompts")
     num_generations: int = Field(default=8, ge=2, description="completions a prompt; a group")
@@ -173,6 +177,10 @@ class GRPOConfig(TrainerConfig):
             raise ValueError(
                 "sampling.temperature=0 draws the same completion every time: a group has nothing to compare; "
                 "use a temperature above 0"
+            )
+        if self.sync_ref_model and self.lora is not None:
+            raise ValueError(
+                "sync_ref_model=true mixes weights, which the matrices of lora are not; leave one of them out"
             )
         if self.evaluation.num_generations > 1 and self.evaluation_sampling.temperature == 0:
             raise ValueError(

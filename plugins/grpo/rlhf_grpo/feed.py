@@ -16,6 +16,7 @@ from rlhf_core.rows import Layout, Packed, pack
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.drawing import Sample, draw
 from rlhf_grpo.minibatches import sequence_kl, with_advantages, with_entropy_scale, with_kept
+from rlhf_grpo.reference import Reference
 from rlhf_grpo.rewards import Reward
 from rlhf_grpo.rollout import (
     Rollout,
@@ -50,7 +51,7 @@ class RolloutFeed:
         advantage: Callable[..., Any],
         read: Reader,
         layout: Layout,
-        reference: Any | None,
+        reference: Reference | None,
         aggregation: str,
     ) -> None:
         self.stage, self.config, self.prompts, self.tokenizer = stage, config, prompts, tokenizer
@@ -183,7 +184,7 @@ class RolloutFeed:
         for i, batch in enumerate(batches):
             values, placed = dict(batch.token_values), put_rows(self.mesh, batch)
             if self.reference is not None:
-                values["ref_logps"] = _host(self.read(self.reference, placed)[0])
+                values["ref_logps"] = _host(self.read(self.reference.params, placed)[0])
             if self.off_policy or share < 1:
                 logps, entropy = (_host(x) for x in self.read(params, placed))
                 entropies.append(entropy)
@@ -205,8 +206,7 @@ class RolloutFeed:
         host: dict[str, Any] = {"extra_rounds": self.extra_rounds}
         arrays: dict[str, np.ndarray] = {}
         if self.config.sync_ref_model and self.reference is not None:
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self.reference):
-                arrays["reference" + jax.tree_util.keystr(path)] = np.asarray(jax.device_get(leaf))
+            arrays |= self.reference.snapshot()
         if self.rollout is not None and not self.needs_state(step):
             host |= {"rollout": self.rollout.number, "metrics": self.metrics}
             arrays |= self.rollout.arrays()
@@ -218,11 +218,7 @@ class RolloutFeed:
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         if self.config.sync_ref_model and self.reference is not None:
-
-            def put_back(path: Any, leaf: jax.Array) -> jax.Array:
-                return jax.device_put(arrays["reference" + jax.tree_util.keystr(path)], leaf.sharding)
-
-            self.reference = jax.tree_util.tree_map_with_path(put_back, self.reference)
+            self.reference.restore(arrays)
         self.extra_rounds = host["extra_rounds"]
         if "rollout" not in host:
             return

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_core import data
-from rlhf_core.doors import open_records, training_memory
+from rlhf_core.doors import open_records
+from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_line
 from rlhf_core.stopping import stop_table
 from rlhf_grpo.advice import advise, notes
@@ -45,7 +46,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         definition, hf_config, parts = memory
         context = hf_config.get("max_position_embeddings")
         if config.keeps_reference:
-            parts["reference"] = parts["parameters"]
+            parts["reference"] = parts["gradients"]  # a copy of what is trained
         parts["rollout cache"] = cache_bytes(definition, completions, longest + length)
         lines.append(memory_line(parts))
     told = advise(

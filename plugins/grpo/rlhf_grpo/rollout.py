@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rlhf_core import AdvantageInputs, RewardInputs
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.data import Prompts
+from rlhf_core.encoding import continuations
 from rlhf_core.rows import Tree
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.advantages import total_reward
@@ -56,11 +57,16 @@ def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
 
 
 def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, tokenizer: Any) -> RewardInputs:
-    """What reward functions are called with; texts, or message lists where the prompt is one."""
+    """What reward functions are called with; texts, which continue their prompts, or message lists where the prompt is
+    one.
+    """
     group = len(samples.lengths) // len(chosen)
-    ids = [completion(samples, i).tolist() for i in range(len(samples.lengths))]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    raw = [prompts.raw[i] for i in chosen for _ in range(group)]
+    own = [completion(samples, i) for i in range(len(samples.lengths))]
+    ids = [each.tolist() for each in own]
+    asked = [i for i in chosen for _ in range(group)]
+    raw = [prompts.raw[i] for i in asked]
+    before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in asked]
+    texts = continuations(tokenizer, before, own)
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(raw, texts, strict=True)

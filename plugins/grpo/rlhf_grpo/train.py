@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, SAMPLER, SamplerInputs, artifacts, optimizers
@@ -14,7 +12,7 @@ from rlhf_core.doors import Result, door_inputs, open_model, run_alone
 from rlhf_core.errors import InputError
 from rlhf_core.fit import fit
 from rlhf_core.mesh import row_multiple
-from rlhf_core.state import create_state
+from rlhf_core.state import create_state, fixed_parameters
 from rlhf_grpo.advice import advise
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.evaluation import evaluator
@@ -22,6 +20,7 @@ from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.inputs import open_prompts, open_rewards
 from rlhf_grpo.limits import watch
 from rlhf_grpo.objective import Terms, objective, reader
+from rlhf_grpo.reference import Reference
 from rlhf_grpo.rewards import check_columns, set_up
 from rlhf_grpo.shapes import group_layout
 
@@ -51,8 +50,8 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         entropy_coef=config.entropy_coef,
         max_completion_length=config.sampling.max_completion_length,
     )
-    # The loop donates the policy's buffers: the reference needs its own.
-    reference = jax.tree.map(jnp.copy, model.params) if config.keeps_reference else None
+    fixed = fixed_parameters(model.params, config.frozen_parameters)
+    reference = Reference(model.params, fixed, stage.devices()) if config.keeps_reference else None
     sampler = _sampler(
         config, stage, model, prompts, config.sampling, config.num_generations, config.prompts_per_rollout
     )
@@ -85,14 +84,14 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     fitted = fit(
         stage,
         config,
-        create_state(model, tx, seed=stage.seed),
+        create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters),
         objective(
             model.definition, loss, terms, temperature=temperature, correction=config.sampler_correction
         ),
         feed,
         schedule=schedule,
         evaluate=_evaluation(config, stage, model, rewards),
-        after_update=_reference_sync(config, feed) if config.sync_ref_model and config.kl.beta else None,
+        after_update=_reference_sync(config, reference) if config.sync_ref_model and reference else None,
         stop_when=watch(config.limits),
     )
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
@@ -154,21 +153,15 @@ def _evaluation(
     )
 
 
-def _reference_sync(config: GRPOConfig, feed: RolloutFeed) -> Any:
-    """reference ← α · policy + (1 − α) · reference, every `ref_model_sync_steps` updates
-    (TR-DPO, Gorbatovski et al. 2024).
-    """
-    alpha = config.ref_model_mixup_alpha
-
-    @jax.jit
-    def mix(policy: Any, reference: Any) -> Any:
-        return jax.tree.map(lambda p, r: alpha * p + (1 - alpha) * r, policy, reference)
-
-    mix(feed.reference, feed.reference)  # compiled now rather than between two updates
+def _reference_sync(config: GRPOConfig, reference: Reference) -> Callable[[int, TrainState], None]:
+    """Moves the reference towards the policy every `ref_model_sync_steps` updates."""
+    reference.move(
+        reference.params, config.ref_model_mixup_alpha
+    )  # compiled now rather than between two updates
 
     def after_update(count: int, state: TrainState) -> None:
         if count % config.ref_model_sync_steps == 0:
-            feed.reference = mix(state.params, feed.reference)
+            reference.move(state.params, config.ref_model_mixup_alpha)
 
     return after_update
 

@@ -23,3 +23,8 @@ class RewardConfig(TrainerConfig):
         ge=0,
         description="weight of mean((chosen + rejected)^2), which keeps rewards near 0; 0 or none: off",
     )
+    num_preview_samples: int = Field(
+        default=2,
+        ge=0,
+        description="held-out pairs that every evaluation shows and writes to samples/, with both scores; 0: none",
+    )

@@ -53,6 +53,7 @@ class Evaluation:
             trees, config, mesh, model.hidden_size, reads_tokens=False, sequence_names=("pair",), group=2
         )
         count = sum(int((batch.example >= 0).sum()) for batch in self.batches) // 2
+        self.pairs = pairs
         seen = pairs.pairs[:count]
         self.margins = np.array([pair.margin for pair in seen], np.float32)
         self.same = np.array([np.array_equal(pair.chosen, pair.rejected) for pair in seen])

@@ -30,7 +30,12 @@ class ModelReward:
         self._scorer = Scorer.load(self.model, mesh=stage.devices(), normalize=self.normalize)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """One score a completion, in reward units, or in standard deviations where normalized."""
+        """One score a completion, in reward units, or in standard deviations where normalized.
+
+        A column `tools` is part of the conversations, as in training. A completion that was cut off at the policy's
+        length limit is scored as if it ended there: reward models have only learned from texts that end.
+        """
         if self._scorer is None:
             raise RuntimeError("setup(stage) comes before the first call")
-        return [float(x) for x in self._scorer.score_completions(prompts, completions)]
+        scores = self._scorer.score_completions(prompts, completions, columns.get("tools"))
+        return [float(score) for score in scores]

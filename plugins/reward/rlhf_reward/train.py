@@ -8,14 +8,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import PAIRWISE_LOSS, artifacts, data, optimizers
-from rlhf_core.doors import Result, door_inputs, open_model, open_records, plan_lines, run_alone, tell
+from rlhf_core.doors import (
+    Result,
+    door_inputs,
+    open_model,
+    open_records,
+    run_alone,
+    tell,
+    told_of,
+)
 from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
+from rlhf_core.forecast import plan_lines
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.state import create_state
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, finite, subsets_of
 from rlhf_reward.objective import objective, pair_loss
+from rlhf_reward.preview import Preview
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
@@ -29,6 +39,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     model = open_model(config, stage, head="score")
     train = _pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
+    data.require_vocabulary(train.trees(), train.where, model.definition.vocab_size)
     mesh, width = stage.devices(), model.definition.hidden_size
     layout = layout_for(train.trees(), config, mesh, width, reads_tokens=False)
     feed = TreeFeed(
@@ -48,8 +59,9 @@ def run(config: RewardConfig, stage: Stage) -> None:
     loss = objective(model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
     tx, schedule = optimizers.make(config, stage.registry, feed.total)
-    state = create_state(model, tx, seed=stage.seed)
-    fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)
+    state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
+    preview = evaluate and Preview(evaluate, model.tokenizer, stage, config.num_preview_samples)
+    fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=preview)
     trained = model.with_params(fitted.state.params)
     contract = Contract.of(
         trained.tokenizer,
@@ -77,6 +89,7 @@ def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measu
     if records is None:
         return None
     pairs = _encoded(records, config, stage, model.tokenizer, "eval_data")
+    data.require_vocabulary(pairs.trees(), pairs.where, model.definition.vocab_size)
     return Evaluation(
         pairs, config, model.definition, stage.devices(), measure, subsets=subsets_of(records, pairs)
     )
@@ -99,14 +112,17 @@ def _pairs(
 
 
 def _encoded(records: Records, config: RewardConfig, stage: Stage, tokenizer: Any, field: str) -> Pairs:
-    encoded = data.encode_pairs(
-        records,
-        tokenizer,
-        max_length=config.max_sequence_length,
-        overlong=config.overlong,
-        truncation_mode=config.truncation_mode,
-        chat_template=config.chat_template,
-    )
+    with told_of(stage, field):
+        encoded = data.encode_pairs(
+            records,
+            tokenizer,
+            max_length=config.max_sequence_length,
+            overlong=config.overlong,
+            truncation_mode=config.truncation_mode,
+            chat_template=config.chat_template,
+        )
+        if field == "train_data":
+            encoded.report.require_differences(records.name)
     tell(encoded.report, stage, field)
     return encoded
 

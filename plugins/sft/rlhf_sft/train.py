@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import artifacts, data, optimizers
-from rlhf_core.doors import Result, door_inputs, open_model, open_records, plan_lines, run_alone, tell
+from rlhf_core.doors import Result, door_inputs, open_model, open_records, run_alone, tell
 from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
 from rlhf_core.fit import evaluator, fit
+from rlhf_core.forecast import plan_lines
 from rlhf_core.state import create_state
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
@@ -21,6 +22,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
     """Train on the demonstrations of `config.train_data` and save the artifact `model`."""
     model = open_model(config, stage, head="lm")
     train = _texts(config, stage, model.tokenizer, "train_data")
+    data.require_vocabulary(train.trees(), train.where, model.definition.vocab_size)
     layout = layout_for(
         train.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
     )
@@ -28,7 +30,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
         train.trees(), config, layout, seed=stage.seed, fingerprint=train.fingerprint, where=train.where
     )
     tx, schedule = optimizers.make(config, stage.registry, feed.total)
-    state = create_state(model, tx, seed=stage.seed)
+    state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
     if (held_out := _texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:

@@ -1,0 +1,174 @@
+"""An adapter directory of PEFT, put on a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.errors import InputError
+from rlhf_core.models import peft
+from rlhf_core.models.lora import Lora, linear_modules
+from rlhf_core.models.model import Model
+from rlhf_core.models.peft import PREFIX, WEIGHTS, read_config
+from rlhf_core.models.safetensors import Reader
+from rlhf_core.partition import join, paths, split
+
+
+class Adapter:
+    """The tensors of one adapter directory, by module and layer."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises InputError naming the file or tensor at fault."""
+        self.directory, self.config = directory, read_config(directory)
+        file = directory / WEIGHTS
+        if not file.is_file():
+            raise InputError(f"{directory}: {WEIGHTS} is missing")
+        self._reader = Reader(file)
+        self._modules: dict[str, dict[str, dict[str, str]]] = {}
+        self.score: str | None = None
+        for name in self._reader.header:
+            match = re.fullmatch(
+                rf"{re.escape(PREFIX)}model\.layers\.(\d+)\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?",
+                name,
+            )
+            if match is not None:
+                layer, module, kind = match.groups()
+                self._modules.setdefault(module, {}).setdefault(layer, {})[kind] = name
+            elif re.fullmatch(rf"{re.escape(PREFIX)}score(\.modules_to_save)?\.weight", name):
+                self.score = name
+            else:
+                raise InputError(f"{file}: '{name}' belongs to no layer that can be adapted")
+        for module, layers in self._modules.items():
+            for layer, names in layers.items():
+                if lost := {"lora_A", "lora_B"} - set(names):
+                    raise InputError(
+                        f"{file}: layer {layer} has no {' and no '.join(sorted(lost))} for {module}"
+                    )
+
+    def on(self, model: Model) -> Model:
+        """The model with this adapter. DoRA's are merged into the weights, with a warning that says so.
+
+        Raises InputError where it does not fit.
+        """
+        lora, layers = self._lora(), dict(paths(model.definition.abstract_params()))
+        definition = model.definition.with_lora(lora)
+        if unknown := set(lora.targets) - set(linear_modules(model.params)):
+            raise InputError(f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}")
+        params = model.params
+        if self.score is not None and definition.head == "score":
+            params = {**params, "score": {"kernel": self._view(self.score).T}}
+        found: dict[str, Any] = {}
+        whole = True
+        for target in lora.targets:
+            count, *sizes = layers["layers", *target.split("."), "kernel"].shape
+            whole = whole and len(self._modules[target]) == count
+            adapter = self._stacked(target, lora, count, (sizes[0], sizes[1]))
+            if lora.dropout:
+                adapter["lora_key"] = np.zeros((count, 2), np.uint32)
+            inner: Any = found.setdefault("layers", {})
+            for name in target.split("."):
+                inner = inner.setdefault(name, {})
+            inner["adapter"] = adapter
+        params = jax.device_put(join(params, found), definition.shardings(model.mesh))
+        same = whole and lora.rank == self.config.get("r") and not self.config.get("alpha_pattern")
+        named = self.config.get("base_model_name_or_path")
+        config = self.config if same else peft.config_for(lora, base=named, head=definition.head)
+        adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
+        return self._turned(adapted) if self.config.get("use_dora") else adapted
+
+    def _turned(self, adapted: Model) -> Model:
+        """The weights of DoRA (Liu et al. 2024): merged, and every output's to the length that the adapter says."""
+        warnings.warn(
+            f"{self.directory}: an adapter of DoRA is merged into the model's weights", stacklevel=4
+        )
+        lora = adapted.definition.lora
+        assert lora is not None
+        model = adapted.merged()
+        params = model.params
+        for target in lora.targets:
+            path = ("layers", *target.split("."), "kernel")
+            kernel = dict(paths(params))[path]
+            turned = _of_length(kernel, self._magnitudes(target, kernel.shape[0]))
+            params = join(split(params, frozenset([path]))[0], _nested(path, turned))
+        return model.with_params(jax.device_put(params, model.definition.shardings(model.mesh)))
+
+    def _view(self, name: str) -> np.ndarray:
+        return np.asarray(self._reader.view(name), np.float32)
+
+    def _lora(self) -> Lora:
+        """The rank is the largest of any module: others are filled up with zeros, which changes nothing."""
+        ranks = [
+            self._reader.header[names["lora_A"]]["shape"][0]
+            for layers in self._modules.values()
+            for names in layers.values()
+        ]
+        if not ranks:
+            raise InputError(f"{self.directory / WEIGHTS}: it holds no lora_A and lora_B")
+        config = self.config
+        given = Lora(
+            rank=int(config.get("r", max(ranks))),
+            alpha=float(config.get("lora_alpha", 8)),
+            dropout=float(config.get("lora_dropout", 0.0)),
+            use_rslora=bool(config.get("use_rslora", False)),
+            targets=tuple(self._modules),
+        )
+        if set(ranks) == {given.rank}:
+            return given
+        largest = max(ranks)
+        return Lora(largest, float(largest), given.dropout, False, given.targets)
+
+    def _scale(self, module: str, layer: str, rank: int) -> float:
+        alpha = self.config.get("lora_alpha", 8)
+        full = f"model.layers.{layer}.{module}"
+        for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", full):
+                alpha = value
+                break
+        return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
+
+    def _stacked(self, module: str, lora: Lora, layers: int, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
+        """{"lora_a": float32 [layers, in, rank], "lora_b": float32 [layers, rank, out]}; zeros for a layer without."""
+        a = np.zeros((layers, sizes[0], lora.rank), np.float32)
+        b = np.zeros((layers, lora.rank, sizes[1]), np.float32)
+        for layer, names in self._modules.get(module, {}).items():
+            down, up = self._view(names["lora_A"]), self._view(names["lora_B"])
+            rank = down.shape[0]
+            wanted = {"lora_A": (rank, sizes[0]), "lora_B": (sizes[1], rank)}
+            for kind, tensor in (("lora_A", down), ("lora_B", up)):
+                if tensor.shape != wanted[kind] or int(layer) >= layers:
+                    raise InputError(
+                        f"{self.directory / WEIGHTS}: '{names[kind]}' has shape {list(tensor.shape)}; a base model of "
+                        f"{layers} layers takes {list(wanted[kind])}: is this its base model?"
+                    )
+            ratio = self._scale(module, layer, rank) / lora.scale
+            a[int(layer), :, :rank] = down.T
+            b[int(layer), :rank] = up.T if ratio == 1 else up.T * np.float32(ratio)
+        return {"lora_a": a, "lora_b": b}
+
+    def _magnitudes(self, module: str, layers: int) -> np.ndarray:
+        """DoRA's (Liu et al. 2024), float32 [layers, 1, out], NaN for a layer that has none."""
+        found = {
+            int(layer): self._view(names["lora_magnitude_vector"]).reshape(-1)
+            for layer, names in self._modules[module].items()
+        }
+        out = np.full((layers, 1, len(next(iter(found.values())))), np.nan, np.float32)
+        for layer, values in found.items():
+            out[layer, 0] = values
+        return out
+
+
+def _of_length(kernel: jax.Array, magnitudes: np.ndarray) -> jax.Array:
+    """A kernel [..., in, out] whose columns have the lengths `magnitudes` [..., 1, out], or their own where NaN."""
+    length = jnp.linalg.norm(kernel, axis=-2, keepdims=True)
+    return jnp.where(jnp.isnan(magnitudes), kernel, kernel * (magnitudes / length))
+
+
+def _nested(path: tuple[str, ...], leaf: Any) -> dict[str, Any]:
+    return {path[0]: leaf if len(path) == 1 else _nested(path[1:], leaf)}

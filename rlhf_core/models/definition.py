@@ -1,0 +1,111 @@
+"""What a model is without its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from rlhf_core.contracts import ModelFamily
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import param_shardings
+from rlhf_core.models.config import Head
+from rlhf_core.models.lora import Lora
+from rlhf_core.partition import join, paths, split
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a model is without its arrays: static under jit. See `ModelFamily` for what its functions do."""
+
+    family: ModelFamily
+    config: Any
+    head: Head
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def lora(self) -> Lora | None:
+        """The model's adapters; None: it has none."""
+        return getattr(self.config, "lora", None)
+
+    def with_lora(self, lora: Lora | None) -> Definition:
+        """With these adapters, or without any. Raises InputError where the family takes none."""
+        if self.family.adapt is None:
+            raise InputError(f"lora: models of {', '.join(self.family.name)} take no adapters")
+        return dataclasses.replace(self, config=self.family.adapt(self.config, lora))
+
+    def abstract_params(self) -> dict[str, Any]:
+        """Nested dict of jax.ShapeDtypeStruct, float32."""
+        return self.family.abstract(self.config)
+
+    def logical_axes(self) -> dict[str, Any]:
+        """The same dict with a tuple of logical axis names at every leaf."""
+        return self.family.axes(self.config)
+
+    def shardings(self, mesh: Mesh) -> dict[str, Any]:
+        """The same dict of NamedSharding."""
+        return param_shardings(mesh, self.logical_axes(), self.abstract_params())
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Fresh parameters, float32."""
+        return self.family.init(self.config, key)
+
+    def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
+        """[rows, time, hidden] after the last norm, in the compute dtype, of int32 [rows, time]."""
+        return self.family.hidden(self.config, params, tokens, positions, visible_until)
+
+    def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
+        """(kernel [hidden, vocab], soft cap or None)."""
+        return self.family.unembedding(self.config, params)
+
+    def score(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Rewards float32 [...] of hidden states [..., hidden]."""
+        return self.family.score(self.config, params, hidden)
+
+    def prefill(
+        self, params: Any, tokens: Any, positions: Any, visible_until: Any, cache_length: int
+    ) -> tuple[jax.Array, Any]:
+        """(hidden states as `hidden`, a cache of `cache_length` slots whose first `time` are filled)."""
+        return self.family.prefill(self.config, params, tokens, positions, visible_until, cache_length)
+
+    def repeat(self, cache: Any, times: int) -> Any:
+        """The cache with every row `times` times, neighbours together."""
+        return self.family.repeat(self.config, cache, times)
+
+    def prepare(self, params: Any) -> Any:
+        """The parameters as `decode` reads them fastest."""
+        return self.family.prepare(self.config, params)
+
+    def decode(
+        self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
+    ) -> tuple[jax.Array, Any]:
+        """One token a row, written at `slot`: (hidden [B, hidden], cache)."""
+        return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
+
+
+def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed: int) -> dict[str, Any]:
+    """`params` for `definition`: without the leaves it has no place for; those it lacks are drawn from `seed`."""
+    shardings = definition.shardings(mesh)
+    there = {path for path, _ in paths(params)}
+    kept = split(params, frozenset(there - {path for path, _ in paths(shardings)}))[0]
+    missing = split(shardings, frozenset(there))[0]
+    if not missing:
+        return kept
+
+    def draw(key: jax.Array) -> dict[str, Any]:
+        return split(definition.init(key), frozenset(there))[0]
+
+    return join(kept, jax.jit(draw, out_shardings=missing)(jax.random.key(seed)))

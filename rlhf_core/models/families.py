@@ -1,0 +1,251 @@
+"""The families that the decoder reads, as data: what each `model_type` implies and its config.json leaves unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_core.models.config import Norms, QKNorm
+from rlhf_core.models.fields import Fields
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LayerTypes = Callable[[Fields, int], list[str]]
+"""(config.json, number of layers) → FULL or SLIDING a layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """One family. A switch is True, False, or the name of the config field that sets it.
+
+    causal_lm: its class in transformers. defaults: its fields beside `fields.COMMON`, and other defaults than there;
+    what is named neither here nor there is refused in a config.json. The fields that the decoder knows by name:
+    `query_pre_attn_scalar`, `attn_logit_softcapping`, `final_logit_softcapping`, `rope_local_base_freq`,
+    `no_rope_layers` and `no_rope_layer_interval`, `num_experts` or `num_local_experts`, `num_experts_per_tok`.
+    weight_names: {parameter path: name in the files} where they differ, as in `weights`.
+    """
+
+    causal_lm: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: QKNorm | None = None
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    fused: bool = False
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    activation: str = "hidden_act"
+    """The field that names it."""
+    expert_size: str = "intermediate_size"
+    normalise_experts: bool | str = True
+    layer_types: LayerTypes | None = None
+    """Which layers have a sliding window where the file has no `layer_types`; None: none ever."""
+    layer_types_decide: bool = False
+    """Whether the file's `layer_types` are followed; else they must say what `layer_types` above says."""
+    longrope: tuple[str, ...] = ()
+    """Names of its rope type longrope, which other families have not."""
+    partial_rotary: bool = False
+    weight_names: Mapping[str, str] = field(default_factory=dict)
+
+
+def every_layer(read: Fields, layers: int) -> list[str]:
+    """All slide where `sliding_window` is set and not switched off."""
+    on = read.get("sliding_window") is not None and read.get("use_sliding_window") is not False
+    return [SLIDING if on else FULL] * layers
+
+
+def upper_layers(read: Fields, layers: int) -> list[str]:
+    """Those from `max_window_layers` on slide, where windows are switched on."""
+    on = read.switch("use_sliding_window") and read.get("sliding_window") is not None
+    first = read.whole("max_window_layers", least=0) if on else layers
+    return [SLIDING if i >= first else FULL for i in range(layers)]
+
+
+def alternating(read: Fields, layers: int) -> list[str]:
+    """The first slides, the second does not, and so on."""
+    return [FULL if i % 2 else SLIDING for i in range(layers)]
+
+
+def every_nth_full(read: Fields, layers: int) -> list[str]:
+    """All but every `sliding_window_pattern`-th slide."""
+    period = read.whole("sliding_window_pattern")
+    return [SLIDING if (i + 1) % period else FULL for i in range(layers)]
+
+
+def unturned_layers(read: Fields, layers: int) -> list[str]:
+    """Those without rotary embedding slide, where windows are switched on."""
+    on = read.switch("use_sliding_window") and read.get("sliding_window") is not None
+    return [SLIDING if on and not turned else FULL for turned in turned_layers(read, layers)]
+
+
+def turned_layers(read: Fields, layers: int) -> list[bool]:
+    """Which layers have a rotary embedding."""
+    if not read.has("no_rope_layers"):
+        return [True] * layers
+    given = read.flags("no_rope_layers", layers)
+    if given is not None:
+        return given
+    interval = read.whole("no_rope_layer_interval")
+    return [(i + 1) % interval != 0 for i in range(layers)]
+
+
+_QWEN = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        {"attention_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "mistral": Architecture(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        layer_types=every_layer,
+    ),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM", _QWEN, qkv_bias=True, layer_types=upper_layers, layer_types_decide=True
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        _QWEN | {"head_dim": 128, "attention_bias": False},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        layer_types=upper_layers,
+        layer_types_decide=True,
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        _GEMMA
+        | {
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms="both",
+        norm_offset=1.0,
+        scaled_embedding=True,
+        activation="hidden_activation",
+        layer_types=alternating,
+        layer_types_decide=True,
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3ForCausalLM",
+        _GEMMA
+        | {
+            "max_position_embeddings": 131072,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        norms="both",
+        norm_offset=1.0,
+        scaled_embedding=True,
+        activation="hidden_activation",
+        layer_types=every_nth_full,
+        layer_types_decide=True,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+        fused=True,
+        layer_types=every_layer,
+        longrope=("longrope", "su", "yarn"),
+        partial_rotary=True,
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        {"rms_norm_eps": 1e-5, "attention_bias": False},
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="projection",
+        norms="after",
+    ),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        layer_types=unturned_layers,
+        layer_types_decide=True,
+    ),
+    "mixtral": Architecture(
+        "MixtralForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        layer_types=every_layer,
+        weight_names={
+            "layers.mlp.gate": "model.layers.{layer}.block_sparse_moe.gate",
+            "layers.mlp.experts.gate_proj": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1",
+            "layers.mlp.experts.up_proj": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3",
+            "layers.mlp.experts.down_proj": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2",
+        },
+    ),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        _QWEN
+        | {
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_local_experts": None,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        expert_size="moe_intermediate_size",
+        normalise_experts="norm_topk_prob",
+        layer_types=every_layer,
+    ),
+}

@@ -1,0 +1,133 @@
+"""Adapters from and to the directories of PEFT: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rlhf_core.errors import InputError
+from rlhf_core.models.lora import Lora
+from rlhf_core.partition import paths
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+HARMLESS = frozenset(
+    [
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    ]
+)
+"""Fields that are read, or that say nothing about how a saved adapter computes."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that rewrite the base model's own weights."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The adapter's configuration; InputError names a field whose value could not be honoured."""
+    file = directory / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT ({error.strerror})") from None
+    except ValueError as error:
+        raise InputError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: must hold a JSON object")
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type {config.get('peft_type')!r} is not supported; only LORA is")
+    for name, value in config.items():
+        if name not in HARMLESS and value not in (None, False, 0, "", [], {}, "megatron.core"):
+            problems.append(f"{name} {value!r} is not supported")
+    if config.get("bias", "none") != "none":
+        problems.append(f"bias {config['bias']!r} is not supported; only none is")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        problems.append(
+            f"init_lora_weights {start!r} has changed the base model; convert it to plain LoRA first"
+        )
+    other = [name for name in config.get("modules_to_save") or () if name not in ("score", "classifier")]
+    if other:
+        problems.append(f"modules_to_save {other} is not supported; merge it into the model first")
+    if problems:
+        raise InputError(*(f"{file}: {problem}" for problem in problems))
+    return config
+
+
+def base_of(directory: Path) -> str:
+    """Where the base model is: a directory, also beside the adapter, or a hub name.
+
+    Raises InputError where none is named.
+    """
+    named = read_config(directory).get("base_model_name_or_path")
+    if not named:
+        raise InputError(f"{directory / CONFIG}: base_model_name_or_path is missing: name the base model")
+    beside = directory / str(named)
+    return str(beside) if not Path(named).is_absolute() and beside.is_dir() else str(named)
+
+
+def config_for(lora: Lora, *, base: str | None, head: str) -> dict[str, Any]:
+    """adapter_config.json of an adapter on the model `base`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if head == "score" else "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({target.rpartition(".")[2] for target in lora.targets}),
+        "modules_to_save": ["score"] if head == "score" else None,
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def save(directory: Path, config: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    """Write the adapter's two files, float32.
+
+    params: a nested dict of host arrays, of which adapters and the reward head are written.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for path, value in paths(params):
+        if path[-1] in ("lora_a", "lora_b"):
+            kind = "lora_A" if path[-1] == "lora_a" else "lora_B"
+            for layer, part in enumerate(value):
+                name = f"{PREFIX}model.layers.{layer}.{'.'.join(path[1:-2])}.{kind}.weight"
+                tensors[name] = np.ascontiguousarray(part.T)
+        elif path[0] == "score":
+            tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(value.T)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")

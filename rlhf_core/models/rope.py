@@ -1,0 +1,64 @@
+"""Rotary position embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.models.config import Rope
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Radians per position of each pair of turned dimensions, float32 [int(share · head_dim) / 2]."""
+    size = int(head_dim * rope.share)
+    frequency = rope.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+    if rope.kind == "linear":
+        frequency = frequency / rope.factor
+    elif rope.kind == "llama3":
+        turns = rope.original_length * frequency / (2 * math.pi)  # full turns within the original context
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequency = keep * frequency + (1 - keep) * frequency / rope.factor
+    elif rope.kind == "yarn":
+        keep = 1 - _yarn_ramp(rope, size)
+        frequency = keep * frequency + (1 - keep) * frequency / rope.factor
+    elif rope.kind == "longrope":
+        frequency = frequency / np.asarray(rope.divisors)
+    elif rope.kind == "none":
+        frequency = np.zeros_like(frequency)
+    return frequency.astype(np.float32)
+
+
+def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
+    """0 for pairs that turn `beta_fast` times or more within the original context, 1 from `beta_slow` down."""
+
+    def pair(turns: float) -> float:  # the one that makes so many turns
+        return size * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low if high != low else 0.001
+    ramp: np.ndarray = np.clip((np.arange(size // 2) - low) / width, 0.0, 1.0)
+    return ramp
+
+
+def rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each position's angles, times the magnitude, float32 [*positions.shape, pairs]."""
+    angle = positions[..., None].astype(jnp.float32) * frequencies(rope, head_dim)
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    return (cosine, sine) if rope.magnitude == 1 else (cosine * rope.magnitude, sine * rope.magnitude)
+
+
+def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+    """RoPE (Su et al. 2021) on [..., head_dim], the halves of the turned part as the two coordinates; dtype kept."""
+    size = 2 * cosine.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide[..., :size], 2, axis=-1)
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    rest = [wide[..., size:]] if size < x.shape[-1] else []
+    return jnp.concatenate([*rotated, *rest], axis=-1).astype(x.dtype)

@@ -1,0 +1,195 @@
+"""Tokens kept on the disk are the tokens that would be made, whatever happens to the files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.data import cache, preferences, prompts, texts
+from rlhf_core.data.cache import cache_directory, cached, flat, ragged
+from rlhf_core.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "SMALL", 1)
+    return tmp_path / "cache" / "tokens"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return tiny.make_tokenizer()
+
+
+ROWS = [
+    {"prompt": "a b", "chosen": " c d", "rejected": " e", "completion": " c", "margin": 0.1},
+    {"prompt": "a b", "chosen": "a b c", "rejected": " e", "completion": "a b c", "margin": None},
+    {"prompt": "a", "chosen": "", "rejected": " e", "completion": " ", "margin": 1},
+    {"prompt": "b", "chosen": " c d e f g", "rejected": " c d e f h", "completion": " c d e f", "margin": 2},
+    {"prompt": "a b", "chosen": " e", "rejected": " c d", "completion": " c", "margin": 3},
+]
+SIDES = [{name: row[name] for name in ("prompt", "chosen", "rejected", "margin")} for row in ROWS]
+WRITTEN = [{name: row[name] for name in ("prompt", "completion")} for row in ROWS]
+CALLS = {
+    "pairs": (data.encode_pairs, SIDES, "max_length", preferences),
+    "texts": (data.encode_texts, WRITTEN, "max_length", texts),
+    "prompts": (data.encode_prompts, WRITTEN, "max_prompt_length", prompts),
+}
+
+
+def plain(value):
+    """Arrays with their bits and types, to compare."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return [plain(each) for each in vars(value).values()] if hasattr(value, "__dict__") else value
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_from_the_disk_is_as_without_it(kind, tokenizer, monkeypatch, directory):
+    encode, rows, limit, module = CALLS[kind]
+    ways = [{limit: None}, {limit: 5}, {limit: 4, "overlong": "truncate", "truncation_mode": "keep_start"}]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "SMALL", 1000)
+        wanted = [encode(data.load(rows), tokenizer, **way) for way in ways]
+    assert not directory.exists()
+    first = encode(data.load(rows), tokenizer, **ways[0])
+    monkeypatch.setattr(module, "_encode", lambda *_: pytest.fail("encoded again"))
+    again = [encode(data.load(rows), tokenizer, **way) for way in ways]
+    assert plain([first, *again]) == plain([wanted[0], *wanted])
+    assert first.fingerprint == again[0].fingerprint == wanted[0].fingerprint
+    assert [each.name for each in directory.iterdir()] == [each.name for each in directory.glob(f"{kind}-*")]
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_sources_are_kept_apart_and_names_are_not_kept(tokenizer, tiny, tmp_path, directory):
+    for name in ("a.jsonl", "b.jsonl"):
+        tiny.write_rows(tmp_path / name, SIDES)
+    one, other = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    data.encode_pairs(data.load(one), tokenizer, max_length=None)
+    encoded = data.encode_pairs(data.load([other, {"path": one, "weight": 2}]), tokenizer, max_length=None)
+    assert len(list(directory.iterdir())) == 2  # the same content is one; drawn twice it is another
+    assert encoded.where(0) == f"{other} row 1"
+
+
+def test_whatever_decides_the_ids_is_part_of_the_key(tokenizer, tiny, directory, monkeypatch):
+    talk = [{"chosen": [{"role": "assistant", "content": c}], "rejected": "b"} for c in "ab"]
+    for row in talk:
+        row["rejected"] = talk[0]["chosen"]
+    other = tiny.make_tokenizer()
+    other.add_special_tokens({"eos_token": "a"})
+    dated = "{{ strftime_now('%d') }}{{ messages[0].content }}"
+
+    def count(rows, tokenizer, template=None):
+        data.encode_pairs(data.load(rows), tokenizer, max_length=None, chat_template=template)
+        return len(list(directory.iterdir()))
+
+    assert [count(talk, tokenizer, "plain"), count(talk, tokenizer, "plain")] == [1, 1]
+    assert count(talk, tokenizer, "{{ messages[0].content }}") == 2
+    assert count(talk, other, "plain") == 3
+    assert count(talk, tokenizer, dated) == 4
+    monkeypatch.setattr(
+        cache, "date", types.SimpleNamespace(today=lambda: np.datetime64("2020-01-01").item())
+    )
+    assert count(talk, tokenizer, dated) == 5
+    assert count(talk, tokenizer, "plain") == 5
+    monkeypatch.setattr(cache, "_code", lambda: "other rules")
+    assert count(talk, tokenizer, "plain") == 6
+
+
+def test_wrong_rows_are_told_every_time(tokenizer, directory):
+    for _ in range(2):
+        with pytest.raises(InputError, match="dataset row 6: 'chosen' is null"):
+            data.encode_pairs(data.load([*SIDES, {**SIDES[0], "chosen": None}]), tokenizer, max_length=None)
+    assert not directory.exists()
+
+
+def build():
+    return {**flat("ids", [np.arange(4), None, np.arange(2)]), "none": np.zeros(0, np.int64)}
+
+
+def damage(path, how):
+    target = path / ("manifest.json" if how.startswith("manifest") else "ids.npy")
+    content = target.read_bytes()
+    if how.endswith("missing"):
+        target.unlink()
+    elif how.endswith("truncated"):
+        target.write_bytes(content[:-3])
+    elif how == "changed":
+        target.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        target.write_text('{"format": 0}')
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "missing",
+        "truncated",
+        "changed",
+        "manifest missing",
+        "manifest truncated",
+        "manifest of another format",
+    ],
+)
+def test_what_is_damaged_is_built_anew(how, directory):
+    cached("key", build)
+    damage(directory / "key", how)
+    built = []
+    found = cached("key", lambda: built.append(1) or build())
+    assert built
+    assert [each.tolist() for each in ragged(found, "ids")] == [[0, 1, 2, 3], [], [0, 1]]
+    again = cached("key", lambda: pytest.fail("built again"))
+    assert plain(list(again.values())) == plain(list(build().values()))
+    assert not again["ids"].flags.writeable
+    assert [each.name for each in directory.iterdir()] == ["key"]
+
+
+PROCESS = """
+import sys, time
+import numpy as np
+from rlhf_core.data.cache import cached
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(20):
+    found = cached(f"key{i}", lambda: {"x": np.arange(10000) + i})
+    assert found["x"].tolist() == list(range(i, 10000 + i))
+"""
+
+
+@pytest.mark.slow
+def test_processes_do_not_disturb_each_other(directory):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([sys.executable, "-c", PROCESS], **pipes) for _ in range(3)]
+    for each in started:
+        assert each.stdout.readline() == "ready\n"
+    for each in started:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    for each in started:
+        _, err = each.communicate(timeout=60)
+        assert (each.returncode, err) == (0, "")
+    assert sorted(each.name for each in directory.iterdir()) == sorted(f"key{i}" for i in range(20))
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file"))
+    with pytest.warns(
+        UserWarning, match=r"tokens are not kept in .*file/tokens: Not a directory; RLHF_CACHE names"
+    ):
+        found = cached("key", build)
+    assert len(found["ids"]) == 6
+
+
+def test_the_directory_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.delenv("RLHF_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "rlhf" / "tokens"

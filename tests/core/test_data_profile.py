@@ -1,0 +1,145 @@
+"""`rlhf data`: figures of known rows, each kind of data, and what cannot be read."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rlhf_core import cli, data
+from rlhf_core.errors import InputError
+from rlhf_core.profile import profile, render
+
+
+def pair(prompt, chosen, rejected, **more):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+PAIRS = [
+    pair("a b", " c", " d e", margin=0.5),
+    pair("a b", " c d e f", " d"),
+    pair("a", " c d", " d e", margin=2),
+    pair("a", " c d", " d e"),
+    pair("a", "", " d e"),
+]
+
+
+def shown(found, width=80):
+    console = Console(width=width, markup=False, highlight=False)
+    with console.capture() as capture:
+        console.print(render(found))
+    return capture.get()
+
+
+def test_figures_of_pairs(tiny):
+    found = profile(data.load(PAIRS), tiny.make_tokenizer(), max_length=5)
+    assert (found.unit, found.format) == ("tokens", "preferences: prompt + chosen + rejected, texts")
+    assert found.columns == ("prompt", "chosen", "rejected", "margin")
+    assert {name: values.tolist() for name, values in found.lengths.items()} == {  # EOS is a token
+        "shared start": [2, 2, 1, 1],
+        "chosen, after it": [2, 5, 3, 3],
+        "rejected, after it": [3, 2, 3, 3],
+        "longer of the two": [5, 7, 4, 4],
+    }
+    assert found.over == ["dataset row 2"]
+    assert found.report.empty == ["dataset row 5"]
+    assert found.report.duplicates == ["dataset row 4"]
+    assert found.facts == {
+        "longer wins": "chosen is longer in 25 % of the pairs, as long in 50 %",
+        "shared start": "36 tokens as two sequences a pair, 30 with the start they share once: 17 % saved",
+        "margin": "0 to 2, 0 in 2 of 4 pairs",
+    }
+    assert profile(data.load(PAIRS), tiny.make_tokenizer()).limit == 1024
+
+
+def test_it_reads_well_at_80_columns(tiny):
+    long = data.load([{**row, "chosen": row["chosen"] * 700} for row in PAIRS])
+    text = shown(profile(long, tiny.make_tokenizer()))
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "limit max_sequence_length = 1024: 3 filtered: dataset rows 2, 3, 4" in lines
+    assert "tokens mean min 5 % 50 % 95 % 99 % max" in lines
+    wanted = np.percentile([703, 2803, 1402, 1402], [5, 50, 95, 99])
+    figures = " ".join(f"{x:,.0f}" for x in (1577.5, 703, *wanted, 2803))
+    assert f"longer of the two {figures}" in lines
+
+
+def test_without_a_tokenizer_characters_are_counted(tiny):
+    found = profile(data.load(PAIRS))
+    assert (found.unit, found.over) == ("characters", [])
+    assert found.lengths["longer of the two"].tolist() == [7, 11, 5, 5]
+    assert "max_sequence_length" not in shown(found)
+    talk = [{"messages": [{"role": "user", "content": "é"}, {"role": "assistant", "content": "\U0001f600b"}]}]
+    found = profile(data.load(talk))
+    assert {name: values.tolist() for name, values in found.lengths.items()} == {
+        "learned": [2],
+        "whole": [len("user:\né\n\nassistant:\nab")],
+    }
+    assert found.format == "demonstrations: messages, conversations"
+
+
+def test_prompts_and_demonstrations(tiny):
+    rows = [{"prompt": "a b c", "answer": 1}, {"prompt": "a"}]
+    found = profile(data.load(rows), tiny.make_tokenizer(), max_length=2)
+    assert (found.over, found.facts) == (["dataset row 1"], {"for rewards": "answer"})
+    assert "max_prompt_length = 2: 1 filtered: dataset row 1" in shown(found)
+    assert profile(data.load(rows)).limit == 512
+    found = profile(data.load([{"prompt": "a b", "completion": " c"}]), tiny.make_tokenizer())
+    assert found.facts == {"learned": "2 of 4 tokens, 50 %"}
+    mixed = data.load(
+        [[{"text": "a"}], [{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}]]
+    )
+    assert profile(mixed).format == (
+        "demonstrations: text, texts; demonstrations: prompt + completion, completion: conversations"
+    )
+
+
+def test_token_ids_need_no_tokenizer():
+    found = profile(data.load([{"chosen_ids": [1, 2, 3], "rejected_ids": [1, 2]}]))
+    assert (found.unit, found.format) == ("tokens", "preferences: chosen_ids + rejected_ids, token ids")
+    assert found.lengths["longer of the two"].tolist() == [3]
+
+
+def test_columns_that_nothing_reads():
+    with pytest.raises(
+        InputError, match=r"dataset has no column that a trainer reads; it has chosn, x\. Did you mean"
+    ):
+        profile(data.load([{"chosn": "a", "x": 1}]))
+
+
+def rlhf(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_the_command(tiny, tmp_path, monkeypatch, capsys):
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.write_rows(tmp_path / "pairs.jsonl", PAIRS)
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = rlhf(
+        monkeypatch, capsys, "data", "pairs.jsonl", "--model", "tokenizer", "--max-sequence-length", "6"
+    )
+    assert code == 0
+    assert "max_sequence_length = 6: 1 filtered: pairs.jsonl row 2" in out
+    assert "characters" in rlhf(monkeypatch, capsys, "data", "pairs.jsonl")[1]
+    tiny.write_rows(tmp_path / "bad.jsonl", [{**PAIRS[0], "chosen": None}])
+    for arguments, message in (
+        (("pair.jsonl",), "no file pair.jsonl. Did you mean 'pairs.jsonl'?"),
+        (("bad.jsonl",), "bad.jsonl row 1: 'chosen' is null"),
+        (
+            ("pairs.jsonl", "--tokenizer", "a", "--model", "b"),
+            "rlhf data: give --tokenizer or --model, not both",
+        ),
+        (("pairs.jsonl", "--tokenizer", "tokenzier"), "no tokenizer"),
+    ):
+        code, out, err = rlhf(monkeypatch, capsys, "data", *arguments)
+        assert (code, out) == (2, "")
+        assert message in err
+        assert "Traceback" not in err

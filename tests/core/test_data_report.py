@@ -1,0 +1,162 @@
+"""What is said of rows: nothing is dropped, cut or doubled without its row number, and cells are read by most rows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_core import data
+from rlhf_core.data.report import shorten
+from rlhf_core.errors import InputError
+
+TOOLED = (
+    "{% for t in tools or [] %}{{ t.name }} {{ t.parameters | length }} {% endfor %}{% for m in messages %}"
+    "{{ m.role }} {{ m.content }} {% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return tiny.make_tokenizer()
+
+
+def pairs(rows, tokenizer, **options):
+    return data.encode_pairs(data.load(rows), tokenizer, **{"max_length": None, **options})
+
+
+def row(prompt, chosen, rejected):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_every_kind_of_row_is_counted_and_named(tokenizer):
+    rows = [
+        row("a", " b", " c"),
+        row("a", " b", " c"),
+        row("a", " c", " b"),
+        row("a", " d", " d"),
+        row("a", "\n", " d"),
+        row("a", " b c d e f g", " b"),
+        row("a", "a e", " f"),
+        row("b", " e", " b f"),  # begins with the prompt, on the other side
+    ]
+    report = pairs(rows, tokenizer, max_length=6).report
+    assert report.lines() == [
+        "8 pairs: 6 kept",
+        "1 over 6 tokens filtered: dataset row 6",
+        "1 empty dropped: dataset row 5",
+        "1 with chosen and rejected alike: dataset row 4",
+        "2 with the prompt again in a completion: dataset rows 7, 8",
+        "1 that reverse an earlier row: dataset row 3",
+        "1 the same as an earlier row: dataset row 2",
+    ]
+    assert report.total == report.kept + len(report.filtered) + len(report.empty)
+    cut = pairs(rows, tokenizer, max_length=6, overlong="truncate").report
+    assert (cut.kept, cut.truncated, cut.filtered) == (7, ["dataset row 6"], [])
+    assert not report.all_as_given
+    # Rows that come twice are used whole and teach something.
+    assert pairs(rows[:2], tokenizer).report.all_as_given
+
+
+def test_rows_that_a_weight_draws_again_are_no_duplicates(tokenizer):
+    rows = [row("a", " b", " c"), row("d", " e", " f")]
+    records = data.load({"name": "mine", "weight": 2}, registry=_Registry(rows))
+    assert len(records) == 4
+    encoded = data.encode_pairs(records, tokenizer, max_length=None)
+    assert (len(encoded), encoded.report.duplicates) == (4, [])
+
+
+class _Registry:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def names(self, kind):
+        return ["mine"]
+
+    def get(self, kind, name):
+        return self.rows
+
+
+def test_texts_and_prompts_are_counted_alike(tokenizer):
+    rows = [{"prompt": "a", "completion": c} for c in (" b", "a b", " b", "")]
+    report = data.encode_texts(data.load(rows), tokenizer, max_length=None).report
+    assert (report.doubled, report.duplicates, report.empty) == (
+        ["dataset row 2"],
+        ["dataset row 3"],
+        ["dataset row 4"],
+    )
+    assert data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None).report.duplicates == [
+        f"dataset row {i}" for i in (2, 3, 4)
+    ]
+
+
+def test_places_are_shortened_by_file():
+    assert shorten(["a b.jsonl row 1"]) == "a b.jsonl row 1"
+    places = [f"x row {i}" for i in (1, 5)] + [f"y row {i}" for i in range(2, 9)]
+    assert shorten(places) == "x rows 1, 5, y rows 2, 3, 4 and 4 more"
+
+
+def conversation(role="assistant", **message):
+    return [{"role": "user", "content": "a"}, {"role": role, "content": "b", **message}]
+
+
+def test_a_wrong_first_row_does_not_decide_the_format(tokenizer):
+    talks = [{"chosen": conversation(content="c"), "rejected": conversation()} for _ in range(3)]
+    with pytest.raises(InputError) as error:
+        pairs([{**talks[0], "chosen": "a c"}, *talks], tokenizer, chat_template="plain")
+    assert error.value.problems == ("dataset row 1: 'chosen' is text, not a list of messages",)
+
+
+TOOLS = [{"name": "f", "parameters": {"x": 1, "y": 2}}, {"name": "g", "parameters": {"z": 1}}]
+CALL = {"tool_calls": [{"function": {"name": "h"}}]}
+CALLS = {"chosen": conversation(**CALL), "rejected": conversation(), "tools": TOOLS}
+
+
+def test_tools_and_tool_calls_reach_the_template(tokenizer, tmp_path):
+    wanted = tokenizer("f 2 g 1 user a assistant b h")["input_ids"] + [tokenizer.eos_token_id]
+    pq.write_table(pa.Table.from_pylist([CALLS]), tmp_path / "calls.parquet")  # fills objects up with nulls
+    for rows in ([CALLS], [{**CALLS, "tools": json.dumps(TOOLS)}], str(tmp_path / "calls.parquet")):
+        assert pairs(rows, tokenizer, chat_template=TOOLED).pairs[0].chosen.tolist() == wanted
+    bare = {name: CALLS[name] for name in ("chosen", "rejected")}
+    for tools in ([], "", None):
+        shorter = pairs([{**bare, "tools": tools}], tokenizer, chat_template=TOOLED).pairs[0]
+        assert shorter.chosen.tolist() == wanted[4:]
+    texts = data.encode_texts(data.load([CALLS]), tokenizer, max_length=None, chat_template=TOOLED)
+    assert texts.texts[0].tokens.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tools": "{"}, r"dataset row 1: 'tools' is not JSON: .* at column"),
+        ({"tools": 3}, r"dataset row 1: 'tools' is a number, not a list of objects"),
+        ({"tools": ["f"]}, r"dataset row 1: 'tools' is a list, not a list of objects"),
+        (
+            {"chosen": conversation(tool_calls="f()")},
+            r"'chosen' message 2's tool_calls is text, not a list of",
+        ),
+    ],
+)
+def test_wrong_tools_are_named(change, message, tokenizer):
+    with pytest.raises(InputError, match=message):
+        pairs([{**CALLS, **change}], tokenizer, chat_template=TOOLED)
+
+
+def test_the_fingerprint_is_of_every_element_and_of_the_order_of_keys():
+    ids = np.arange(5000)
+    other = np.where(ids == 2500, 0, ids)  # str() shows neither
+    prints = {data.load([{"chosen_ids": each, "rejected_ids": [1]}]).fingerprint for each in (ids, other)}
+    prints |= {
+        data.load([{"text": "a", "tools": tools}]).fingerprint
+        for tools in ({"x": 1, "y": 2}, {"y": 2, "x": 1})
+    }
+    assert len(prints) == 4
+
+
+def test_the_fingerprint_is_of_what_was_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    specs = [{"name": kind, "path": str(tmp_path / "a.jsonl")} for kind in ("jsonl", "txt")]
+    assert len({data.load(spec).fingerprint for spec in specs}) == 2

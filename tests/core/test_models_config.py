@@ -1,0 +1,273 @@
+"""What config.json says, in the spelling of transformers 4 and 5; what it may not say is named, with its value."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.models import Architecture, decoder_family, find_family
+from rlhf_core.models.config import Rope
+from rlhf_core.models.decoder import abstract, hidden, prefill
+from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models.parse import parse
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 30,
+}
+
+
+def of(model_type: str, **changes: Any) -> dict[str, Any]:
+    return LLAMA | {"model_type": model_type} | changes
+
+
+def problems(changes: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as caught:
+        parse(LLAMA | changes)
+    return "\n".join(caught.value.problems)
+
+
+def test_rope_in_the_keys_of_transformers_4_and_5() -> None:
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    expected = (Rope("llama3", 5e5, 8.0, 1.0, 4.0, 64),)
+    for kind in ("rope_type", "type"):
+        old = {"rope_theta": 500000, "rope_scaling": {kind: "llama3", **llama3}}
+        assert parse(LLAMA | old).ropes == expected
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **llama3}}
+    assert parse(LLAMA | new).ropes == expected
+    del llama3["original_max_position_embeddings"]
+    whole = {"rope_scaling": {"type": "llama3", **llama3}, "max_position_embeddings": 64, "rope_theta": 5e5}
+    assert parse(LLAMA | whole).ropes == expected
+    assert parse(LLAMA | {"rope_scaling": None}).ropes[0].theta == 10_000
+    assert parse(of("smollm3")).ropes[0].theta == 2_000_000
+    assert parse(of("mixtral")).ropes[0].theta == 1_000_000
+
+
+def test_gemma3_has_a_rope_for_each_kind_of_layer() -> None:
+    four = of(
+        "gemma3_text",
+        sliding_window_pattern=2,
+        rope_theta=1e6,
+        rope_local_base_freq=5e3,
+        rope_scaling={"type": "linear", "factor": 8.0},
+    )
+    five = of(
+        "gemma3_text",
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        },
+    )
+    config = parse(four)
+    assert parse(five) == config
+    assert [(rope.kind, rope.theta, rope.factor) for rope in config.ropes] == [
+        ("default", 5e3, 1.0),
+        ("linear", 1e6, 8.0),
+    ]
+    assert (config.layer_ropes, config.windows) == ((0, 1), (4096, None))
+    plain = parse(of("gemma3_text", num_hidden_layers=7))
+    assert plain.layer_ropes == (0, 0, 0, 0, 0, 1, 0)
+    assert [rope.theta for rope in plain.ropes] == [1e4, 1e6]
+
+
+def test_layers_without_rope() -> None:
+    config = parse(of("smollm3", num_hidden_layers=5))
+    assert config.layer_ropes == (0, 0, 0, 1, 0)
+    assert config.ropes[1].kind == "none"
+    listed = parse(of("smollm3", num_hidden_layers=3, no_rope_layers=[0, 1, 1, 1]))
+    assert [listed.ropes[i].kind for i in listed.layer_ropes] == ["none", "default", "default"]
+    with pytest.raises(InputError, match=r"no_rope_layers must be a list of 0 and 1.*it is \[1\]"):
+        parse(of("smollm3", no_rope_layers=[1]))
+
+
+def test_the_magnitude_of_yarn_and_longrope() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert parse(LLAMA | {"rope_scaling": yarn}).ropes[0].magnitude == 0.1 * math.log(4) + 1
+    slopes = yarn | {"mscale": 0.7, "mscale_all_dim": 0.5}
+    expected = (0.07 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert parse(LLAMA | {"rope_scaling": slopes}).ropes[0].magnitude == pytest.approx(expected)
+    named = yarn | {"attention_factor": 1.5, "beta_fast": 16, "truncate": False}
+    rope = parse(LLAMA | {"rope_scaling": named}).ropes[0]
+    assert (rope.magnitude, rope.beta_fast, rope.beta_slow, rope.truncate) == (1.5, 16.0, 1.0, False)
+    for name in ("longrope", "su"):
+        long = {"type": name, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+        rope = parse(
+            of("phi3", rope_scaling=long, max_position_embeddings=64, original_max_position_embeddings=16)
+        ).ropes[0]
+        assert (rope.kind, rope.divisors, rope.original_length) == ("longrope", (1.0, 2.0), 16)
+        assert rope.magnitude == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))
+
+
+def test_longrope_refuses_rows_that_it_would_turn_otherwise() -> None:
+    long = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+    config = parse(of("phi3", rope_scaling=long, original_max_position_embeddings=8))
+    params, rows = abstract(config), jax.ShapeDtypeStruct((1, 9), np.int32)
+    assert jax.eval_shape(partial(hidden, config), params, *[jax.ShapeDtypeStruct((1, 8), np.int32)] * 3)
+    with pytest.raises(InputError, match=r"rows of 9 tokens .* original_max_position_embeddings .* 8"):
+        jax.eval_shape(partial(hidden, config), params, rows, rows, rows)
+    with pytest.raises(InputError, match="rows of 12 tokens"):
+        jax.eval_shape(lambda p, x: prefill(config, p, x[:, :4], x[:, :4], x[:, :4], 12), params, rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "lama"}, "model_type 'lama' is not supported; the decoder reads gemma2, "),
+        ({"model_type": "lama"}, "Did you mean 'llama'?"),
+        ({"hidden_size": None}, "hidden_size must be a positive whole number; it is missing"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers must be a positive whole number; it is '2'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": 18}, "hidden_size 18 is not a multiple of num_attention_heads 4: set head_dim"),
+        ({"head_dim": 5}, "head_dim 5 must be even"),
+        ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number; it is 'tiny'"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false; it is 'yes'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"use_bidirectional_attention": True}, "unknown field 'use_bidirectional_attention'"),
+        ({"is_causal": False, "attention_bias": 3}, "attention_bias must be true or false; it is 3"),
+        ({"sliding_window": 8}, "unknown field 'sliding_window'. Remove it if it changes nothing. It is 8"),
+        ({"hiden_act": "gelu"}, "unknown field 'hiden_act'. Did you mean 'hidden_act'? It is 'gelu'"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types ['sliding_attention', 'sliding_attention'] is",
+        ),
+        (
+            {"layer_types": ["chunked_attention"] * 2},
+            "layer_types must be full_attention or sliding_attention",
+        ),
+        ({"layer_types": ["full_attention"]}, "one for each of 2 layers; it is ['full_attention']"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type 'dynamic' is not",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope_type 'longrope' is not supported; the decoder has",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "rope_scaling.factor must be a number; it is '2'",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": -2}},
+            "rope_scaling.factor must be positive; it is -2",
+        ),
+        ({"rope_scaling": {"type": "default", "factor": 2.0}}, "rope_scaling.factor 2.0 has no meaning for"),
+        ({"rope_scaling": {"mrope_section": [1, 2]}}, "rope_scaling.mrope_section [1, 2] has no meaning for"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor other than 1"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor other than 1 is not supported here; it is 0.5",
+        ),
+        ({"rope_scaling": 3}, "rope_scaling must be a table; it is 3"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters and rope_scaling both say",
+        ),
+        (of("gemma3_text", attn_logit_softcapping=50.0), "unknown field 'attn_logit_softcapping'"),
+        (of("gemma3_text", rope_parameters={"rope_theta": 5}), "must have the tables full_attention and"),
+        (of("gemma2", hidden_act="relu"), "hidden_act 'relu' is not hidden_activation 'gelu_pytorch_tanh'"),
+        (of("gemma2", sliding_window=None), "sliding_window must be a positive whole number; it is missing"),
+        (of("gemma2", final_logit_softcapping=-1.0), "final_logit_softcapping must be positive; it is -1.0"),
+        (of("mistral", layer_types=["full_attention"] * 2), "is not supported in mistral: its layers are"),
+        (of("qwen2", layer_types=["sliding_attention"] * 2), "but use_sliding_window is false"),
+        (of("qwen3_moe", mlp_only_layers=[0]), "unknown field 'mlp_only_layers'"),
+        (of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step 2 is not supported; the decoder has 1"),
+        (of("qwen3_moe", num_experts=4, num_local_experts=5), "num_experts 4 and num_local_experts 5 differ"),
+        (of("mixtral", num_local_experts=1), "num_experts_per_tok 2 is more than there are experts, 1"),
+        (of("mixtral", output_router_logits=True), "unknown field 'output_router_logits'"),
+        (
+            of("phi3", rope_scaling={"type": "su", "short_factor": [1.0], "long_factor": [1.0]}),
+            "rope_scaling.short_factor must be a list of 2 numbers; it is [1.0]",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_names_the_field(changes: dict[str, Any], message: str) -> None:
+    assert message in problems(changes)
+
+
+def test_all_problems_of_a_config_at_once() -> None:
+    assert problems({"hidden_size": 0, "hidden_act": "x", "intermediate_size": 1.5}).count("\n") == 2
+
+
+@pytest.mark.parametrize("model_type", list(ARCHITECTURES))
+def test_fields_that_change_nothing_are_allowed(model_type: str) -> None:
+    """Those that transformers writes into every file, and empty ones of other families."""
+    extra = {
+        "architectures": ["X"],
+        "_name_or_path": "x",
+        "transformers_version": "4.40.0",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "eos_token_id": [2, 3],
+        "attention_dropout": 0.1,
+        "clip_qkv": None,
+        "use_bidirectional_attention": False,
+        "id2label": {"0": "LABEL_0"},
+    }
+    assert parse(of(model_type, **extra)) == parse(of(model_type))
+
+
+def test_windows_are_read_only_where_the_config_switches_them_on() -> None:
+    qwen = of("qwen2", sliding_window=8, max_window_layers=1)
+    assert parse(qwen).windows == (None, None)
+    assert parse(qwen | {"use_sliding_window": True}).windows == (None, 8)
+    kinds = ["sliding_attention", "full_attention"]
+    assert parse(qwen | {"use_sliding_window": True, "layer_types": kinds}).windows == (8, None)
+    assert parse(of("mistral")).windows == (4096, 4096)
+    assert parse(of("mistral", sliding_window=None)).windows == (None, None)
+    assert parse(of("qwen3_moe", sliding_window=8)).windows == (None, None)
+    assert parse(of("qwen3_moe", sliding_window=8, use_sliding_window=True)).windows == (8, 8)
+    assert parse(of("gemma2", num_hidden_layers=3)).windows == (4096, None, 4096)
+    window = {"use_sliding_window": True, "sliding_window": 8, "no_rope_layer_interval": 2}
+    assert parse(of("smollm3", **window)).windows == (None, 8)
+
+
+def test_a_null_is_not_a_missing_field() -> None:
+    assert parse(of("gemma2")).attention_softcap == 50
+    assert parse(of("gemma2", attn_logit_softcapping=None)).attention_softcap is None
+    missing = {
+        name: value for name, value in of("mistral", num_attention_heads=8).items() if "key" not in name
+    }
+    assert parse(missing).num_kv_heads == 8
+    assert parse(of("mistral", num_key_value_heads=None)).num_kv_heads == 4
+    assert parse(of("gemma2")).tied
+    assert not parse(of("llama")).tied
+
+
+def test_a_stranger_registers_a_family() -> None:
+    """A family is data: its fields' defaults, its switches, and its names of weights."""
+    own = Architecture(
+        "NewForCausalLM",
+        {"tie_word_embeddings": True, "sliding_window": 7},
+        qk_norm="head",
+        norms="after",
+        layer_types=ARCHITECTURES["mistral"].layer_types,
+        weight_names={"layers.mlp.up_proj": "trunk.{layer}.up", "embed_tokens": "words"},
+    )
+    family = decoder_family({"new": own})
+    registry: Any = SimpleNamespace(get=lambda kind, name: family, names=lambda kind: ["new"])
+    assert find_family("new", registry) is family
+    config = family.parse(of("new"), "lm")
+    assert (config.windows, config.norms, config.tied) == ((7, 7), "after", True)
+    with pytest.raises(InputError, match="'llama' is not supported; the decoder reads new"):
+        family.parse(LLAMA, "lm")

@@ -1,0 +1,234 @@
+"""Low-rank adapters: the formula, PEFT's files both ways, what is trained, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from rlhf_core import create_state, load_model
+from rlhf_core.errors import InputError
+from rlhf_core.models import padded_rows
+from rlhf_core.models.linear import Adapter
+from rlhf_core.models.lora import Lora, linear_modules, resolve, with_noise
+from rlhf_core.partition import paths
+
+ALL = (
+    "mlp.down_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "self_attn.k_proj",
+    "self_attn.o_proj",
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+)
+IDS = np.array([[3, 9, 4, 7, 8, 5], [6, 4, 0, 0, 0, 0]])
+MASK = np.array([[1] * 6, [1, 1, 0, 0, 0, 0]])
+
+
+def spread(model, seed=3):
+    """Adapters that change something: B is no longer zero."""
+    key = jax.random.key(seed)
+    draw = {
+        path: 0.3 * jax.random.normal(jax.random.fold_in(key, i), leaf.shape)
+        for i, (path, leaf) in enumerate(paths(model.params))
+        if path[-1] == "lora_b"
+    }
+
+    def one(params, at=()):
+        return {
+            name: one(value, (*at, name)) if isinstance(value, dict) else draw.get((*at, name), value)
+            for name, value in params.items()
+        }
+
+    return model.with_params(one(model.params))
+
+
+@pytest.fixture(scope="module")
+def base(tiny, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("base")
+    tiny.make_model().save(directory)
+    return load_model(directory)
+
+
+@pytest.fixture(scope="module")
+def adapted(base):
+    return spread(base.with_lora(rank=3, alpha=6.0, targets=["q_proj", r"mlp\..*"]))
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all-linear", ALL),
+        ("v_proj", ("self_attn.v_proj",)),
+        (["self_attn.q_proj", r"mlp\.(up|gate)_proj"], ("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj")),
+    ],
+)
+def test_targets(base, targets, expected):
+    modules = linear_modules(base.params)
+    assert modules == ALL
+    assert resolve(targets, modules) == expected
+
+
+def test_a_target_that_is_not_there(base):
+    with pytest.raises(InputError, match=r"lora.targets: 'q_porj' names no linear layer.*q_proj"):
+        base.with_lora(targets=["q_porj"])
+    with pytest.raises(InputError, match="adapters already"):
+        base.with_lora().with_lora()
+
+
+def test_fresh_adapters_change_nothing(base):
+    fresh = base.with_lora(seed=5)
+    np.testing.assert_array_equal(fresh.logits(IDS, MASK), base.logits(IDS, MASK))
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_merged_is_kernel_plus_scale_times_the_product(base, use_rslora):
+    model = spread(base.with_lora(rank=4, alpha=2.0, use_rslora=use_rslora))
+    merged = model.merged()
+    assert merged.definition == base.definition
+    scale = 2.0 / (2.0 if use_rslora else 4.0)
+    for target in ALL:
+        group, name = target.split(".")
+        module = model.params["layers"][group][name]
+        a, b = (np.asarray(module["adapter"][x], np.float64) for x in ("lora_a", "lora_b"))
+        expected = np.asarray(module["kernel"], np.float64) + scale * np.einsum("lir,lro->lio", a, b)
+        np.testing.assert_allclose(merged.params["layers"][group][name]["kernel"], expected, atol=1e-6)
+    np.testing.assert_allclose(merged.logits(IDS, MASK), model.logits(IDS, MASK), atol=2e-5)
+    assert np.abs(np.asarray(model.logits(IDS, MASK) - base.logits(IDS, MASK))).max() > 1e-2
+
+
+def test_decoding_equals_the_full_forward(adapted):
+    d, ids = adapted.definition, IDS[:1]
+    rows = padded_rows(ids[:, :-1], MASK[:1, :-1])
+    _, cache = d.prefill(adapted.params, *rows, 8)
+    visible = np.arange(8)[None] <= 5
+    hidden, _ = d.decode(
+        d.prepare(adapted.params), cache, ids[:, 5], np.array([5], np.int32), visible, np.int32(5)
+    )
+    whole = d.hidden(adapted.params, *padded_rows(ids, MASK[:1]))
+    np.testing.assert_allclose(hidden[0], whole[0, 5], atol=2e-5)
+
+
+def test_saved_as_peft_does_and_read_again(adapted, base, tmp_path):
+    adapted.save(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "q_proj", "up_proj"]
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (3, 6, "CAUSAL_LM")
+    again = load_model(tmp_path)
+    assert again.definition == adapted.definition
+    jax.tree.map(np.testing.assert_array_equal, again.params, adapted.params)
+    beside = load_model(base.source, adapter=tmp_path)
+    np.testing.assert_array_equal(beside.logits(IDS, MASK), again.logits(IDS, MASK))
+    again.save(tmp_path / "twice")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_a_reward_head_is_saved_with_the_adapter(base, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = spread(load_model(base.source, head="score", seed=4).with_lora(rank=2))
+    model.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the head is there: none is drawn
+        again = load_model(tmp_path, head="score")
+    np.testing.assert_array_equal(again.scores(IDS, MASK), model.scores(IDS, MASK))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
+
+
+def test_only_adapters_and_the_reward_head_are_trained(base):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load_model(base.source, head="score").with_lora(rank=2, targets="v_proj")
+    state = create_state(model, optax.adam(1e-3))
+    trained = {path for path, _ in paths(state.trained().params)}
+    at = ("layers", "self_attn", "v_proj", "adapter")
+    assert trained == {("score", "kernel"), (*at, "lora_a"), (*at, "lora_b")}
+    size = sum(leaf.size for _, leaf in paths(state.trained().params))
+    assert sum(x.size for x in jax.tree.leaves(state.opt_state)) == 2 * size + 1
+
+
+def test_dropout_acts_on_what_goes_into_a_and_only_where_it_is_drawn(base):
+    model = spread(base.with_lora(rank=2, dropout=0.5, targets="o_proj"))
+    plain = spread(base.with_lora(rank=2, targets="o_proj")).logits(IDS, MASK)
+    np.testing.assert_allclose(model.logits(IDS, MASK), plain, atol=1e-6)
+    noisy = model.with_params(with_noise(model.params, jax.random.key(1)))
+    assert np.abs(np.asarray(noisy.logits(IDS, MASK)) - np.asarray(plain)).max() > 1e-3
+    np.testing.assert_array_equal(noisy.logits(IDS, MASK), noisy.logits(IDS, MASK))
+
+
+def test_dropout_keeps_the_mean():
+    adapter = Adapter(Lora(8, 8.0, 0.25, False, ()), nnx.Rngs(0), (8, 8), (None, None))
+    adapter.lora_a[...] = adapter.lora_b[...] = np.eye(8, dtype=np.float32)
+    x = np.arange(1, 4001 * 8 + 1, dtype=np.float32)[: 4000 * 8].reshape(4000, 8)
+    np.testing.assert_array_equal(adapter(x), x)
+    adapter.lora_key[...] = np.array([0, 7], np.uint32)
+    ratio = np.asarray(adapter(x)) / x
+    assert set(ratio.round(2).ravel().tolist()) == {0.0, np.float32(1.33)}
+    assert ratio.mean() == pytest.approx(1.0, abs=0.01)  # 3 standard errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"use_qalora": True}, "use_qalora True is not supported"),
+        ({"init_lora_weights": "pissa"}, "has changed the base model"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is missing"),
+    ],
+)
+def test_an_adapter_that_cannot_be_honoured(adapted, tmp_path, changes, message):
+    adapted.save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(InputError, match=message):
+        load_model(tmp_path)
+
+
+def test_ranks_and_alphas_of_their_own(adapted, base, tmp_path):
+    """PEFT's patterns: a smaller rank is filled up with zeros, another alpha is multiplied into B."""
+    from safetensors.numpy import load_file, save_file
+
+    adapted.save(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(tensors[f"{prefix}.lora_A.weight"][:1])
+    tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(tensors[f"{prefix}.lora_B.weight"][:, :1])
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    file = tmp_path / "adapter_config.json"
+    pattern = {
+        "rank_pattern": {r"layers.0.self_attn.q_proj": 1},
+        "alpha_pattern": {r"layers.0.self_attn.q_proj": 5},
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | pattern))
+    merged = load_model(tmp_path).merged()
+    module = base.params["layers"]["self_attn"]["q_proj"]["kernel"]
+    a, b = (tensors[f"{prefix}.lora_{x}.weight"].astype(np.float64) for x in "AB")
+    expected = np.asarray(module[0], np.float64) + 5.0 * (b @ a).T
+    np.testing.assert_allclose(
+        merged.params["layers"]["self_attn"]["q_proj"]["kernel"][0], expected, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["lora_qv", "lora_all_rslora", "lora_dora"])
+def test_golden_adapters(shared, name):
+    directory = shared / "golden" / "llama_lora" / name
+    if not directory.is_dir():
+        pytest.skip(f"no {directory}")
+    inputs = np.load(directory.parents[1] / "llama" / "golden.npz")
+    expected, mask = np.load(directory / "golden.npz")["logits"], inputs["attention_mask"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load_model(directory)
+    for one in (model, model.merged()):
+        logits = np.asarray(one.logits(inputs["input_ids"], mask))
+        np.testing.assert_allclose(logits[mask != 0], expected[mask != 0], atol=1e-4)

@@ -1,0 +1,237 @@
+"""Configs written for EasyDeL and TRL: what is taken, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.options import TrainerConfig, build
+from rlhf_core.options.seed import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
+
+EASYDEL: dict[str, Any] = {
+    "auto_shard_states": True,
+    "aux_loss_enabled": False,
+    "backend": None,
+    "clip_grad": None,
+    "custom_scheduler": None,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": False,
+    "dataset_num_proc": None,
+    "disable_dropout": True,
+    "do_eval": True,
+    "do_last_save": True,
+    "do_train": True,
+    "esurge_hbm_utilization": 0.45,
+    "esurge_max_num_seqs": None,
+    "esurge_min_input_pad": None,
+    "esurge_page_size": 32,
+    "esurge_silent_mode": True,
+    "esurge_use_tqdm": True,
+    "eval_batch_size": None,
+    "evaluation_steps": None,
+    "extra_optimizer_kwargs": {},
+    "force_step_start_point": False,
+    "frozen_parameters": None,
+    "generation_config_overrides": None,
+    "generation_dataset_prompt_field": "prompt",
+    "generation_do_sample": None,
+    "generation_extra_kwargs": None,
+    "generation_interval": None,
+    "generation_log_to_wandb": True,
+    "generation_max_new_tokens": None,
+    "generation_num_prompts": 1,
+    "generation_num_return_sequences": None,
+    "generation_preview_print": False,
+    "generation_prompts": [],
+    "generation_seed": None,
+    "generation_shard_inputs": True,
+    "generation_temperature": None,
+    "generation_top_k": None,
+    "generation_top_p": None,
+    "generation_use_train_prompts": False,
+    "grain_shard_count": None,
+    "grain_shard_index": None,
+    "gradient_accumulation_steps": 1,
+    "ids_to_pop_from_dataset": None,
+    "init_tx": True,
+    "is_fine_tuning": True,
+    "jax_distributed_config": None,
+    "learning_rate": 5e-5,
+    "learning_rate_end": None,
+    "log_all_workers": False,
+    "log_grad_norms": True,
+    "log_steps": 10,
+    "loss_config": None,
+    "low_mem_usage": True,
+    "max_evaluation_steps": None,
+    "max_sequence_length": 1024,
+    "max_training_steps": None,
+    "metrics_to_show_in_rich_pbar": None,
+    "model_name": None,
+    "model_parameters": None,
+    "num_train_epochs": 10,
+    "offload_dataset": False,
+    "offload_device_index": 0,
+    "offload_device_type": "cpu",
+    "optimizer": "adamw",
+    "per_epoch_evaluation_steps": None,
+    "per_epoch_training_steps": None,
+    "performance_mode": False,
+    "process_zero_is_admin": True,
+    "progress_bar_type": "tqdm",
+    "pruning_module": None,
+    "remove_ckpt_after_load": False,
+    "remove_unused_columns": False,
+    "report_metrics": True,
+    "resume_if_possible": True,
+    "save_directory": "EasyDeL-Checkpoints",
+    "save_interval_minutes": None,
+    "save_optimizer_state": True,
+    "save_steps": None,
+    "save_total_limit": None,
+    "scheduler": "none",
+    "shuffle_seed_train": 64871,
+    "shuffle_train_dataset": True,
+    "sparse_module_type": "bcoo",
+    "sparsify_module": False,
+    "state_apply_fn_kwarguments_to_model": None,
+    "step_start_point": None,
+    "total_batch_size": 32,
+    "track_memory": False,
+    "training_time_limit": None,
+    "trainer_prefix": None,
+    "truncation_mode": "keep_end",
+    "tx_mu_dtype": None,
+    "use_data_collactor": True,
+    "use_data_collator": True,
+    "use_esurge_generation": True,
+    "use_grain": True,
+    "use_wandb": True,
+    "verbose": True,
+    "wandb_entity": None,
+    "wandb_name": None,
+    "warmup_steps": 0,
+    "weight_decay": 0.01,
+    "weight_distribution_log_steps": 0,
+}
+"""EasyDeL's training arguments, each with a value that asks for what happens here anyway."""
+ASKS_FOR_MORE: dict[str, Any] = {
+    "do_train": False,
+    "esurge_hbm_utilization": 0.9,
+    "loss_config": {"label_smoothing": 0.1},
+    "offload_dataset": True,
+    "remove_ckpt_after_load": True,
+    "report_steps": 5,
+    "step_partition_spec": [["dp", "fsdp"], "sp"],
+    "train_on_inputs": True,
+    "trainer_prefix": "rewardtrainer",
+    "weight_distribution_log_steps": 50,
+    "weight_distribution_pattern": ".*",
+}
+"""Values that ask for something else."""
+
+
+def said(config: type[TrainerConfig] = TrainerConfig, **data: Any) -> list[str]:
+    """What is warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config(**data)
+    return [str(each.message) for each in caught]
+
+
+def test_what_happens_anyway_is_taken_without_a_word() -> None:
+    assert said(**EASYDEL) == []
+
+
+def test_every_other_value_is_one_warning_that_says_what_happens_instead() -> None:
+    found = said(**(EASYDEL | ASKS_FOR_MORE))
+    assert sorted(found) == sorted(
+        f"TrainerConfig.{name}: has no effect here: {SEED_FIELDS[name].instead}" for name in ASKS_FOR_MORE
+    )
+
+
+def test_no_value_of_theirs_becomes_one_of_ours() -> None:
+    with pytest.warns(UserWarning, match="has no effect here"):
+        config = TrainerConfig(**(EASYDEL | ASKS_FOR_MORE))
+    assert set(config.to_dict()) == set(TrainerConfig.model_fields)
+    assert (config.max_grad_norm, config.scheduler) == (None, "constant")
+    assert config.use_wandb
+    assert config.shuffle_seed_train == 64871
+
+
+@pytest.mark.parametrize("name", SEED_FIELDS)
+def test_every_field_of_the_table_can_be_given(name: str) -> None:
+    same, instead = SEED_FIELDS[name]
+    assert said(**{name: "something of their own"}) == [
+        f"TrainerConfig.{name}: has no effect here: {instead}"
+    ]
+    for value in same:
+        assert said(**{name: value}) == []
+    assert name not in TrainerConfig.names()
+
+
+def test_what_is_wrong_is_told_and_what_has_no_effect_waits() -> None:
+    warnings.simplefilter("error")  # until the test is over
+    with pytest.raises(InputError) as caught:
+        TrainerConfig(do_train=False, learning_rate="x")
+    assert caught.value.problems == ("TrainerConfig.learning_rate: expected a number, got 'x'",)
+
+
+def test_a_trainer_s_own_field_is_not_taken_from_it() -> None:
+    class Config(TrainerConfig):
+        generation_num_prompts: int = 3
+
+    assert said(Config, generation_num_prompts=4) == []
+    assert Config(generation_num_prompts=4).generation_num_prompts == 4
+
+
+def test_in_a_file_the_stage_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"^stage 'rm'\.do_train: has no effect here: a stage always trains"):
+        build(TrainerConfig, {"do_train": False}, where="stage 'rm'")
+
+
+def test_replace_says_it_too() -> None:
+    with pytest.warns(UserWarning, match=r"^TrainerConfig\.backend: has no effect here"):
+        TrainerConfig().replace(backend="gpu")
+
+
+class EveryTarget(TrainerConfig):
+    """With the fields of the reward and the GRPO trainer that TRL's names point to."""
+
+    loss: str = ""
+    advantage: str = ""
+    evaluation: str = ""
+    sampler: str = ""
+    sampler_correction: str = ""
+    steps_per_generation: int = 1
+
+
+@pytest.mark.parametrize("name", TRL_NAMES)
+def test_trl_s_names_are_errors_that_say_ours(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        EveryTarget(**{name: 1})
+    assert caught.value.problems == (
+        f"EveryTarget.{name}: unknown field. What TRL calls so is {TRL_NAMES[name]} here",
+    )
+
+
+def test_a_name_of_a_field_that_this_trainer_lacks_is_not_offered() -> None:
+    with pytest.raises(InputError, match=r"^TrainerConfig\.use_vllm: unknown field\. (Did|Known)"):
+        TrainerConfig(use_vllm=True)
+
+
+@pytest.mark.parametrize("name", TRL_ABSENT)
+def test_trl_s_names_without_a_counterpart_say_what_happens_here(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        TrainerConfig(**{name: 1})
+    assert caught.value.problems == (
+        f"TrainerConfig.{name}: unknown field. It is TRL's; here {TRL_ABSENT[name]}",
+    )
+
+
+def test_no_name_is_in_two_tables() -> None:
+    names = [*TrainerConfig.names(), *SEED_FIELDS, *TRL_NAMES, *TRL_ABSENT]
+    assert len(names) == len(set(names))

@@ -1,0 +1,289 @@
+"""One text, one score: every door reads a text to the token ids it was trained on, and none gives it another score."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from rlhf_grpo.rewards import Reward, score
+from rlhf_grpo.rollout import reward_inputs
+from rlhf_reward import RewardConfig, RewardTrainer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from rlhf_core import REWARD, cli, data, feeds, load_model, plugins
+from rlhf_core.sampling import Rollouts
+from rlhf_core.scoring import Scorer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*sequences are longer than the 7 tokens", "ignore:.*over 7 tokens cut"
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = [
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "<s>",
+    "<user>",
+    "<assistant>",
+    "<tool>",
+    ":",
+    *LETTERS,
+    "user",
+    "assistant",
+]
+TEMPLATE = """\
+{%- for tool in tools or [] %}<tool> {{ tool.name }} {% endfor -%}
+{%- for m in messages %}<{{ m.role }}> {{ m.content }} {{ eos_token }} {% endfor -%}
+{%- if add_generation_prompt %}<assistant>{% endif -%}
+"""
+
+
+def words(*, pad: str = "<pad>", bos: bool = False) -> Any:
+    """A word a token, with a chat template that ends every turn, and a blank after that."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token=pad, unk_token="<unk>", bos_token="<s>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>", "<tool>"]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def letters() -> Any:
+    """The policy's: a byte a token, other special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(["<|end|>", *alphabet])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def _text(draw: np.random.Generator, low: int, high: int) -> str:
+    return " ".join(draw.choice(list(LETTERS), draw.integers(low, high)))
+
+
+def texts() -> list[dict[str, Any]]:
+    draw = np.random.default_rng(0)
+    return [
+        {"prompt": _text(draw, 1, 9), **{side: f" {_text(draw, 1, 9)}" for side in ("chosen", "rejected")}}
+        for _ in range(6)
+    ]
+
+
+def chats(*, tools: bool = False) -> list[dict[str, Any]]:
+    """Turns before the last end in EOS too."""
+    draw = np.random.default_rng(1)
+    rows = []
+    for i in range(6):
+        roles = ["user"] if i % 2 else ["user", "assistant", "user"]
+        row: dict[str, Any] = {"prompt": [{"role": role, "content": _text(draw, 1, 4)} for role in roles]}
+        for side in ("chosen", "rejected"):
+            row[side] = [{"role": "assistant", "content": _text(draw, 1, 6)}]
+        if tools:
+            row["tools"] = [{"name": _text(draw, 1, 2)}]
+        rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: list[dict[str, Any]]
+    tokenizer: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def cut(mode: str) -> dict[str, Any]:
+    return {"max_sequence_length": 7, "overlong": "truncate", "truncation_mode": mode}
+
+
+CASES = {
+    "texts": Case(texts(), words(), cut("keep_end")),
+    "texts, BOS, pad is EOS": Case(texts(), words(pad="</s>", bos=True)),
+    "chat, tools, pad is EOS": Case(chats(tools=True), words(pad="</s>")),
+    "chat, cut at its end": Case(chats(), words(pad="</s>"), cut("keep_start")),
+    "chat, plain, BOS": Case(chats(), words(bos=True), {"chat_template": "plain"}),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A reward model after one update, and the sequences it was trained on, chosen and rejected in turn."""
+
+    case: Case
+    path: Any
+    ids: list[list[int]]
+    alone: np.ndarray
+    """float64 [2 · pairs]: each sequence's score in a batch of its own, without padding."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request, tiny, tmp_path_factory):
+    case, seen = CASES[request.param], []
+    inner = feeds.TreeFeed.__init__
+
+    def spy(self, trees, *arguments, **options):
+        seen.extend(trees)
+        inner(self, trees, *arguments, **options)
+
+    model = tiny.make_model("score", scale=6.0, vocab_size=64)
+    config = RewardConfig(
+        learning_rate=1e-3,
+        max_training_steps=1,
+        total_batch_size=4,
+        save_directory=tmp_path_factory.mktemp("rm"),
+        **case.options,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feeds.TreeFeed, "__init__", spy)
+        door = RewardTrainer(config, model=model, tokenizer=case.tokenizer, train_dataset=case.rows)
+        path = door.train().artifact.path
+    ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
+    judge = load_model(path, head="score", mesh=tiny.one_device())
+    alone = [float(judge.scores([each], [[1] * len(each)])[0]) for each in ids]
+    assert len(ids) == 2 * len(case.rows)
+    assert np.std(alone) > 0.02
+    return Trained(case, path, ids, np.array(alone))
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The sequences that scorers computed, in order."""
+    found: list[list[int]] = []
+    inner = Scorer._score_some
+
+    def spy(self, sequences, *arguments):
+        found.extend(each.tolist() for each in sequences)
+        return inner(self, sequences, *arguments)
+
+    monkeypatch.setattr(Scorer, "_score_some", spy)
+    return found
+
+
+def singles(case: Case) -> list[dict[str, Any]]:
+    """A row for every sequence: its prompt, its completion, its tools."""
+    return [
+        {"completion": row[side], **{k: v for k, v in row.items() if k in ("prompt", "tools")}}
+        for row in case.rows
+        for side in ("chosen", "rejected")
+    ]
+
+
+def both(scores: dict[str, np.ndarray]) -> np.ndarray:
+    return np.stack([scores["chosen_score"], scores["rejected_score"]], 1).ravel()
+
+
+def preferences(trained, tiny, tmp_path):
+    return both(Scorer.load(trained.path).score_rows(data.load(trained.case.rows)))
+
+
+def completions(trained, tiny, tmp_path):
+    return Scorer.load(trained.path).score_rows(data.load(singles(trained.case)))["score"]
+
+
+def conversations(trained, tiny, tmp_path):
+    rows = [
+        {"messages": [*row["prompt"], *row["completion"]], "tools": row.get("tools")}
+        if isinstance(row["prompt"], list)
+        else {"text": row["prompt"] + row["completion"]}
+        for row in singles(trained.case)
+    ]
+    return Scorer.load(trained.path).score_rows(data.load(rows))["score"]
+
+
+def python(trained, tiny, tmp_path):
+    rows = singles(trained.case)
+    columns = ([row.get(name) for row in rows] for name in ("prompt", "completion", "tools"))
+    return Scorer.load(trained.path).score_completions(*columns)
+
+
+def command(trained, tiny, tmp_path):
+    source, target = tiny.write_rows(tmp_path / "pairs.jsonl", trained.case.rows), tmp_path / "scored.jsonl"
+    arguments = ["score", str(trained.path), str(source), "-o", str(target)]
+    assert CliRunner().invoke(cli.app, arguments, catch_exceptions=False).exit_code == 0
+    return [row[f"{side}_score"] for row in tiny.read_rows(target) for side in ("chosen", "rejected")]
+
+
+def grpo(trained, tiny, tmp_path, *, finished=True):
+    """As a rollout is rewarded: the policy's tokens, its text of them, the reward `model`."""
+    rows, policy, host = singles(trained.case), letters(), plugins.load()
+    chat = isinstance(rows[0]["prompt"], list)
+    asked = [{k: v for k, v in row.items() if k in ("prompt", "tools")} for row in rows]
+    template = "plain" if chat else None
+    prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None, chat_template=template)
+    said = [row["completion"][-1]["content"] if chat else row["completion"] for row in rows]
+    tokens = [policy(text)["input_ids"] + [policy.eos_token_id] * finished for text in said]
+    width = max(map(len, tokens))
+    samples = Rollouts(
+        tokens=np.array([[*each, *[0] * (width - len(each))] for each in tokens], np.int32),
+        lengths=np.array([len(each) for each in tokens], np.int32),
+        logps=np.zeros((len(tokens), width), np.float32),
+        finished=np.full(len(tokens), finished),
+    )
+    inputs = reward_inputs(prompts, range(len(rows)), samples, policy)
+    judge = host.registry.get(REWARD, "model", model=str(trained.path))
+    judge.setup(type("Stage", (), {"devices": staticmethod(tiny.one_device)}))
+    return score([Reward("model", 1.0, judge)], inputs)[:, 0]
+
+
+def unfinished(trained, tiny, tmp_path):
+    """Completions that the policy's length limit cut are judged as if they ended there."""
+    return grpo(trained, tiny, tmp_path, finished=False)
+
+
+DOORS = [preferences, completions, conversations, python, command, grpo, unfinished]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_every_door_reads_what_was_trained_and_scores_it_alike(trained, read, tiny, tmp_path, door):
+    found = np.asarray(door(trained, tiny, tmp_path), np.float64)
+    assert read == trained.ids
+    assert_same(found, trained.alone)
+
+
+def assert_same(found, alone):
+    assert (np.abs(found - alone) <= 1e-5 * (1 + np.abs(alone))).all(), np.abs(found - alone).max()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_by_eos_is_no_token(trained, tiny, side):
+    """The mask says where a sequence ends, not the id of its padding."""
+    model = load_model(trained.path, head="score", mesh=tiny.one_device())
+    width = max(map(len, trained.ids)) + 3
+    ids, mask = np.full((len(trained.ids), width), 1, np.int32), np.zeros((len(trained.ids), width), np.int32)
+    for i, own in enumerate(trained.ids):
+        at = slice(len(own)) if side == "right" else slice(width - len(own), None)
+        ids[i, at], mask[i, at] = own, 1
+    assert_same(np.asarray(model.scores(ids, mask), np.float64), trained.alone)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_order_and_neighbours_change_nothing(trained, group):
+    order = np.random.default_rng(2).permutation(len(trained.ids))
+    scorer = Scorer.load(trained.path)
+    found = scorer.score_ids([np.array(trained.ids[i]) for i in order], group=group)
+    assert_same(found[np.argsort(order)].astype(np.float64), trained.alone)
+    few = [scorer.score_ids([np.array(trained.ids[i])])[0] for i in (0, 3)]
+    assert_same(np.array(few, np.float64), trained.alone[[0, 3]])
+
+
+def test_the_cases_are_what_they_say(trained):
+    """Cut where they should be, EOS inside of conversations, and a BOS in front."""
+    case, eos = trained.case, 1
+    longest = max(map(len, trained.ids))
+    if "overlong" in case.options:
+        assert longest == 7
+        ends = [each[-1] == eos for each in trained.ids]
+        assert all(ends) if case.options["truncation_mode"] == "keep_end" else not all(ends)
+    else:
+        assert longest > 9
+        assert all(each[-1] == eos for each in trained.ids)
+    if isinstance(case.rows[0]["prompt"], list):
+        assert any(eos in each[:-1] for each in trained.ids)
+    if "tools" in case.rows[0]:
+        assert all(each[0] == WORDS.index("<tool>") for each in trained.ids)
+    assert WORDS.index("<unk>") not in {i for each in trained.ids for i in each}

@@ -1,0 +1,190 @@
+"""`training_step` on scores that are known: a model whose score is a number looked up by the last attended token.
+
+Losses, gradients and metrics are then closed forms: once the published values of `test_pairwise_loss.py`, and once a
+run of several updates, as TRL's RewardTrainer does them, recomputed in float64 NumPy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rlhf_reward import evaluation_step, training_step
+
+from rlhf_core import create_state
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Model
+from rlhf_core.models.model import Definition
+
+CHOSEN, REJECTED = np.array([2.0, 0.5, -1.0]), np.array([1.0, 1.5, -1.0])
+MARGIN = np.array([0.5, 0.0, 1.0])
+SLOPE = np.array([-0.08964714, -0.24368619, -0.16666667])
+"""Of the mean loss in the chosen scores, without margin and centring."""
+METRICS = {
+    "accuracy": 1 / 3,
+    "ties": 1 / 3,
+    "margin": 0.0,
+    "min_reward": -1.0,
+    "mean_reward": 0.5,
+    "max_reward": 2.0,
+}
+
+
+class Config(NamedTuple):
+    """What the lookup model's family reads from a config.json."""
+
+    vocab_size: int
+    hidden_size: int = 1
+
+
+LOOKUP = dataclasses.replace(
+    DECODER,
+    name=("lookup",),
+    hidden=lambda config, params, tokens, positions, visible_until: params["table"][tokens][..., None],
+    score=lambda config, params, hidden: hidden[..., 0].astype(jnp.float32),
+)
+
+
+def make_state(table: np.ndarray, tx: optax.GradientTransformation) -> Any:
+    """Token i scores table[i]."""
+    definition = Definition(LOOKUP, Config(len(table)), "score")
+    params = {"table": jnp.asarray(table, jnp.float32)}
+    mesh = make_mesh(devices=jax.devices()[:1])
+    params = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    return create_state(Model(definition, params, None, {}, None, mesh), tx)
+
+
+def make_batch(
+    last: np.ndarray, *, side: str = "right", width: int = 7, pad: int = 0, margin: Any = None
+) -> dict[str, Any]:
+    """Pairs of sequences that end in the tokens last [pairs, 2], each of another length; pad is a token, or none."""
+    batch: dict[str, Any] = {} if margin is None else {"margin": margin}
+    for k, name in enumerate(("chosen", "rejected")):
+        ids = np.full((len(last), width), pad, np.int32)
+        mask = np.zeros_like(ids)
+        for i, token in enumerate(last[:, k]):
+            length = 1 + (3 * i + k) % 5
+            at = slice(length) if side == "right" else slice(width - length, width)
+            mask[i, at], ids[i, at], ids[i, at.stop - 1] = 1, 1, token
+        batch |= {f"input_ids_{name}": ids, f"attention_mask_{name}": mask}
+    return batch
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    return {name: float(x) for name, x in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("splits", "options"),
+    [(1, {}), (3, {"side": "left", "pad": 999}), (1, {"side": "left", "width": 9})],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("margin", "coefficient", "loss"),
+    [
+        (None, None, 0.7732235185),
+        (MARGIN, None, 1.0335334531),
+        (None, 0.01, 0.8298901852),
+        (None, 0.1, 1.3398901852),
+    ],
+)
+def test_published_values(
+    margin: Any, coefficient: float | None, loss: float, splits: int, options: dict[str, Any]
+) -> None:
+    table = np.stack([CHOSEN, REJECTED], 1).ravel()  # token 2i is chosen i, 2i + 1 rejected i
+    batch = make_batch(np.arange(6).reshape(3, 2), margin=margin, **options)
+    state = make_state(table, optax.sgd(1.0))
+    moved, metrics = training_step(
+        state, batch, center_rewards_coefficient=coefficient, gradient_accumulation_steps=splits
+    )
+    assert float(metrics["loss"]) == pytest.approx(loss, abs=3e-7)
+    assert {name: float(metrics[name]) for name in METRICS} == pytest.approx(METRICS, abs=1e-7)
+    slope = SLOPE if margin is None else -1 / (1 + np.exp(CHOSEN - REJECTED - MARGIN)) / 3
+    centring = 2 * (coefficient or 0) * (CHOSEN + REJECTED) / 3
+    gradient = np.stack([slope + centring, -slope + centring], 1).ravel()
+    assert np.asarray(state.params["table"] - moved.params["table"]) == pytest.approx(gradient, abs=3e-7)
+    assert float(metrics["grad_norm"]) == pytest.approx(np.linalg.norm(gradient), rel=1e-6)
+    evaluated = numbers(evaluation_step(state, batch, coefficient))
+    assert evaluated == pytest.approx({**METRICS, "loss": loss}, abs=3e-7)
+
+
+def reference_run(
+    table: np.ndarray, batches: Any, rates: np.ndarray, coefficient: float | None
+) -> list[dict[str, float]]:
+    """Bradley-Terry by AdamW (β 0.9 and 0.999, ε 1e-8, no decay), gradients clipped to norm 1; float64."""
+    logged, first, second = [], np.zeros_like(table), np.zeros_like(table)
+    for step, ((last, margin), rate) in enumerate(zip(batches, rates, strict=True), 1):
+        chosen, rejected = table[last[:, 0]], table[last[:, 1]]
+        d = chosen - rejected - margin
+        both = np.concatenate([chosen, rejected])
+        loss = (np.logaddexp(0, -d) + (coefficient or 0) * (chosen + rejected) ** 2).mean()
+        slope, centring = -1 / (1 + np.exp(d)), 2 * (coefficient or 0) * (chosen + rejected)
+        gradient = np.zeros_like(table)
+        np.add.at(gradient, last[:, 0], (slope + centring) / len(d))
+        np.add.at(gradient, last[:, 1], (-slope + centring) / len(d))
+        norm = np.linalg.norm(gradient)
+        clipped = gradient / max(norm, 1.0)
+        first, second = 0.9 * first + 0.1 * clipped, 0.999 * second + 0.001 * clipped**2
+        table = table - rate * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+        logged.append(
+            {
+                "loss": loss,
+                "grad_norm": norm,
+                "accuracy": (chosen > rejected).mean(),
+                "margin": (chosen - rejected).mean(),
+                "mean_reward": both.mean(),
+                "min_reward": both.min(),
+                "max_reward": both.max(),
+            }
+        )
+    return logged
+
+
+@pytest.mark.parametrize(("coefficient", "splits"), [(None, 1), (0.01, 4), (0.5, 2)])
+def test_a_run_of_several_updates(coefficient: float | None, splits: int) -> None:
+    """The logged margin is that of the scores, without the one the loss asks for; `grad_norm` is before clipping."""
+    draw = np.random.default_rng(0)
+    table, updates = draw.normal(size=24) * 3, 12
+    batches = [(draw.integers(0, 24, (8, 2)), draw.exponential(size=8)) for _ in range(updates)]
+    rates = 0.3 * (1 - np.arange(updates) / updates)
+    expected = reference_run(table, batches, rates, coefficient)
+    clipped = [each["grad_norm"] > 1 for each in expected]
+    assert any(clipped) if coefficient == 0.5 else not all(clipped)
+    schedule = optax.linear_schedule(0.3, 0.0, updates)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0))
+    state = make_state(table, tx)
+    for (last, margin), right in zip(batches, expected, strict=True):
+        state, metrics = training_step(
+            state,
+            make_batch(last, margin=margin[:, None]),
+            center_rewards_coefficient=coefficient,
+            gradient_accumulation_steps=splits,
+        )
+        assert {name: float(metrics[name]) for name in right} == pytest.approx(right, rel=2e-5, abs=2e-5)
+
+
+def test_a_collators_rows_score_alike_whatever_the_padding(tiny: Any) -> None:
+    """TRL's collator test: [1, 2, 3], [6, 7] preferred to [4, 5], [8]; padded by 0 or by 999, to 3, 4 or 8."""
+    sides = {"chosen": ([1, 2, 3], [6, 7]), "rejected": ([4, 5], [8])}
+    state = create_state(tiny.make_model("score", scale=4.0), optax.sgd(1.0))
+    stepped = []
+    for pad, width, side in ((0, 3, "right"), (999, 3, "right"), (0, 4, "left"), (999, 8, "left")):
+        batch: dict[str, Any] = {"margin": [0.1, 0.2]}
+        for name, rows in sides.items():
+            ids = np.full((2, width), pad)
+            mask = np.zeros_like(ids)
+            for i, row in enumerate(rows):
+                at = slice(len(row)) if side == "right" else slice(width - len(row), width)
+                ids[i, at], mask[i, at] = row, 1
+            batch |= {f"input_ids_{name}": ids, f"attention_mask_{name}": mask}
+        stepped.append(training_step(state, batch))
+    moved, metrics = stepped[0]
+    for others, measured in stepped[1:]:
+        assert numbers(measured) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
+        for name, leaf in tiny.leaves(others.params).items():
+            np.testing.assert_allclose(leaf, tiny.leaves(moved.params)[name], atol=1e-5, err_msg=name)

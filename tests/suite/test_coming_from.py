@@ -1,0 +1,176 @@
+"""docs/reference/coming_from.md: every field of theirs is there, and what is said of it is so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_reward import RewardConfig
+
+from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
+from rlhf_core.components import load_file
+from rlhf_core.doors import SPELLINGS
+from rlhf_core.options import TrainerConfig, build
+from rlhf_core.options.expansion import PART_NAMES
+from rlhf_core.options.seed import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs/reference/coming_from.md").read_text(encoding="utf-8")
+TRL_REWARD_CONFIG = """learning_rate model_init_kwargs trust_remote_code chat_template_path disable_dropout
+    dataset_num_proc eos_token max_length pad_to_multiple_of center_rewards_coefficient
+    activation_offloading pad_token logging_steps
+    gradient_checkpointing bf16"""
+"""The fields that TRL's RewardConfig has of its own, or sets anew."""
+KINDS = {"optimizer": OPTIMIZER, "loss": PAIRWISE_LOSS}
+
+
+def tables(heading: str) -> list[list[tuple[str, ...]]]:
+    """The rows of every table below a heading."""
+    section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    found = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, re.MULTILINE)
+    return [
+        [tuple(cell.strip() for cell in row.strip("| ").split(" |")) for row in table.splitlines()]
+        for table in found
+    ]
+
+
+def name(cell: str) -> str:
+    (found,) = re.fullmatch(r"`(\w[\w.]*)`", cell).groups()  # type: ignore[union-attr]
+    return str(found)
+
+
+def rows(table: list[tuple[str, ...]]) -> dict[str, tuple[str, str]]:
+    """{field: (ours, difference)}."""
+    names = [name(row[0]) for row in table]
+    assert len(set(names)) == len(names)
+    cells = [(row[1], row[2] if len(row) > 2 else "") for row in table]
+    return {
+        each: (each if ours == "same" else name(ours), told)
+        for each, (ours, told) in zip(names, cells, strict=True)
+    }
+
+
+def grouped(table: list[tuple[str, ...]]) -> dict[str, str]:
+    """{field: what happens here}, of a table with many fields a row."""
+    return {field: row[1] for row in table for field in re.findall(r"`(\w+)`", row[0])}
+
+
+EASYDEL_WORKS, EASYDEL_DOES_NOTHING = tables("EasyDeL's RewardConfig")
+TRL_SHARED, TRL_GRPO, TRL_REFUSED = tables("TRL's RewardConfig")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return plugins.load().registry
+
+
+def test_every_field_of_easydel_is_there_once() -> None:
+    seed = load_file(REPOSITORY / "tests/core/test_options_seed.py")
+    theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, "max_length", "center_rewards_coefficient"}
+    works, nothing = rows(EASYDEL_WORKS), grouped(EASYDEL_DOES_NOTHING)
+    assert not works.keys() & nothing.keys()
+    assert works.keys() | nothing.keys() == theirs
+    assert nothing == {field: each.instead for field, each in SEED_FIELDS.items()}
+
+
+@pytest.mark.parametrize("field", rows(EASYDEL_WORKS))
+def test_a_field_of_easydel_is_ours_or_another_name_of_one(field: str) -> None:
+    ours, _ = rows(EASYDEL_WORKS)[field]
+    assert ours in RewardConfig.model_fields
+    assert field == ours or RewardConfig._aliases().get(field) == ours or field in PART_NAMES
+    assert (field == ours) == (field in RewardConfig.model_fields)
+
+
+def test_every_name_of_trl_is_there_once() -> None:
+    shared, grpo, refused = rows(TRL_SHARED), rows(TRL_GRPO), grouped(TRL_REFUSED)
+    assert len({*shared, *grpo, *refused}) == len(shared) + len(grpo) + len(refused)
+    taken = {field for field in shared if field in RewardConfig.names()}
+    assert {f: ours for f, (ours, _) in {**shared, **grpo}.items() if f not in taken} == TRL_NAMES
+    assert refused == TRL_ABSENT
+    assert set(TRL_REWARD_CONFIG.split()) <= {*shared, *refused}
+    for field in taken:
+        assert shared[field][0] == RewardConfig._aliases().get(field, field)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "ours"),
+    [(RewardConfig, field, ours) for field, (ours, _) in rows(TRL_SHARED).items()]
+    + [(GRPOConfig, field, ours) for field, (ours, _) in rows(TRL_GRPO).items()],
+)
+def test_what_trl_s_names_point_to_exists(
+    config: type[TrainerConfig], field: str, ours: str, registry: Registry
+) -> None:
+    top, _, key = ours.partition(".")
+    assert top in config.model_fields, field
+    if key and top in KINDS:
+        options = [registry._entry(KINDS[top], each).options or {} for each in registry.names(KINDS[top])]
+        assert any(key in each for each in options)
+    elif key:
+        with pytest.raises(Exception, match=rf"{top}\.{key}: expected"):
+            config(**{top: {key: object()}})
+
+
+ALL = [
+    *(
+        (RewardConfig, f, told)
+        for table in (EASYDEL_WORKS, TRL_SHARED)
+        for f, (_, told) in rows(table).items()
+    ),
+    *((GRPOConfig, f, told) for f, (_, told) in rows(TRL_GRPO).items()),
+]
+
+
+def value(text: str) -> Any:
+    return None if text == "none" else tomllib.loads(f"x = {text}")["x"]
+
+
+@pytest.mark.parametrize(("config", "field", "told"), [x for x in ALL if "default `" in x[2]])
+def test_the_defaults_are_those_of_the_config(config: type[TrainerConfig], field: str, told: str) -> None:
+    target = TRL_NAMES.get(field, config._aliases().get(field, field))
+    (ours,) = re.findall(r"default `(.*?)`", told)
+    found: Any = config()
+    for part in target.split("."):
+        if field != "use_wandb":
+            found = getattr(found, part)
+    assert value(ours) == (found.use_wandb if field == "use_wandb" else found)
+
+
+SNIPPETS = sorted({s for _, _, told in ALL for s in re.findall(r"`(\w+ = [^`]+)`", told)})
+
+
+def test_there_are_snippets() -> None:
+    assert len(SNIPPETS) > 5
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_what_is_said_to_be_written_can_be(snippet: str, registry: Registry) -> None:
+    table = tomllib.loads(snippet)
+    (field,) = table
+    cls = RewardConfig if field in RewardConfig.model_fields else GRPOConfig
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = build(cls, table, registry=registry)
+    assert getattr(config, field) != getattr(cls(), field)
+
+
+def test_the_arguments_are_those_that_are_taken() -> None:
+    (arguments,) = tables("Arguments of a trainer")
+    found = {name(row[0]): row[1] for row in arguments}
+    assert {field: f"`{ours}`" for field, ours in SPELLINGS.items()} == {
+        field: ours for field, ours in found.items() if field in SPELLINGS
+    }
+    assert RewardConfig._aliases()["peft_config"] == "lora"
+
+
+def test_the_columns_are_those_that_are_taken() -> None:
+    from rlhf_core.data.preferences import FAMILIES
+
+    columns = PAGE.split("\n## Columns\n")[1]
+    for family in FAMILIES:
+        for column in family:
+            assert f"`{column}`" in columns

@@ -1,0 +1,99 @@
+"""Every field of every trainer's config is read by what it configures: none is taken and then forgotten."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import pydantic
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_reward import RewardConfig
+from rlhf_sft import SFTConfig
+
+from rlhf_core import options
+from rlhf_core.doors import run_alone
+from rlhf_core.mesh import make_mesh
+from rlhf_core.options import TrainerConfig
+
+UNREAD = {"lora": "only none can be given as long as there are no adapters"}
+"""Fields that no trainer reads, each with its reason."""
+
+CONFIGS: dict[str, type[TrainerConfig]] = {"sft": SFTConfig, "reward": RewardConfig, "grpo": GRPOConfig}
+CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (options, pydantic))
+
+
+def recording(config: type[TrainerConfig], read: set[str]) -> type[TrainerConfig]:
+    """The class, with every read of a field noted, but for those of the config classes themselves."""
+
+    class Recording(config):  # type: ignore[valid-type, misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in config.model_fields:
+                code = sys._getframe(1).f_code
+                if not code.co_filename.startswith(CLASSES) and code.co_name != "_fits":
+                    read.add(name)
+            return super().__getattribute__(name)
+
+    return Recording
+
+
+def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any]:
+    """A config in which a field that matters only beside another has that other."""
+    model, rows = (
+        directory / "model",
+        {"sft": tiny.texts, "reward": tiny.pairs, "grpo": tiny.prompts}[trainer],
+    )
+    tiny.make_model("score" if trainer == "reward" else "lm").save(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    given: dict[str, Any] = {
+        "model": model,
+        "train_data": tiny.write_rows(directory / "train.jsonl", rows(8)),
+        "eval_data": tiny.write_rows(directory / "eval.jsonl", rows(4, seed=1)),
+        "max_training_steps": 3,
+        "total_batch_size": 4,
+        "evaluation_steps": 2,
+        "early_stopping_patience": 5,
+        "load_best_model_at_end": True,
+        "save_directory": directory / "run",
+    }
+    grpo: dict[str, Any] = {
+        "rewards": [{"name": "length", "target": 4}],
+        "num_generations": 2,
+        "sampling": {"max_completion_length": 4},
+        "sync_ref_model": True,
+    }
+    return given | (grpo if trainer == "grpo" else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_every_field_is_read(
+    trainer: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[str] = set()
+    cls = CONFIGS[trainer]
+    config = recording(cls, read)(**everything(trainer, tiny, tmp_path))
+    read.clear()  # what validation looked at
+    monkeypatch.setattr("rlhf_core.doors.make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_alone(trainer, config)
+    assert set(cls.model_fields) - read == {*UNREAD, *cls.UNUSED}
+
+
+def test_what_a_trainer_does_not_use_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="no effect") as said:
+        config = GRPOConfig(max_length=64)
+    assert [str(each.message) for each in said] == [
+        "GRPOConfig.max_sequence_length: has no effect here: max_prompt_length limits prompts, "
+        "max_completion_length completions"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert GRPOConfig.from_dict(config.to_dict()).replace(seed=1).max_sequence_length == 1024

@@ -1,0 +1,109 @@
+"""Adapters through the trainers: what is trained, saved and trained on, and continuing to the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import hookimpl, load_model
+from rlhf_core.errors import InputError
+
+LORA = {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
+TRAINERS = ["sft", "reward", "grpo"]
+
+
+@pytest.fixture
+def based(short: Any, tmp_path: Path) -> Any:
+    """(trainer, **changes) → what `short.train` returns, with adapters on a base model in a directory."""
+
+    def train(trainer: str, **changes: Any) -> Any:
+        base = tmp_path / f"base.{trainer}"
+        if not base.is_dir():
+            short.models[trainer].save(base)
+        changes = {"lora": LORA, **({"sync_ref_model": False} if trainer == "grpo" else {}), **changes}
+        return short.train(trainer, inputs={"model": str(base)}, **changes)
+
+    return train
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_adapters_learn_and_the_base_stays(
+    based: Any, short: Any, tiny: ModuleType, tmp_path: Path, trainer: str
+) -> None:
+    after, watch = based(trainer)
+    assert watch.last("grad_norm") > 0
+    before = tiny.leaves(short.models[trainer].params)
+    for name, leaf in after.items():
+        if "adapter" in name:
+            assert "lora_a" in name or np.abs(leaf).max() > 0  # B began at zero
+        else:
+            changed = not np.array_equal(leaf, before[name])
+            assert changed == name.startswith("score"), name
+    artifact = tmp_path / trainer / "artifacts" / "model"
+    assert not (artifact / "config.json").exists()
+    assert not (artifact / "model.safetensors").exists()
+    config = json.loads((artifact / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 8)
+    assert config["base_model_name_or_path"] == str((tmp_path / f"base.{trainer}").resolve())
+    checkpoint = sum(x.stat().st_size for x in (tmp_path / trainer / "checkpoints").rglob("*") if x.is_file())
+    assert checkpoint == 0 or checkpoint < 10**6
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_run_that_goes_on_ends_with_the_same_bits(based: Any, tiny: ModuleType, trainer: str) -> None:
+    """Dropout too: it is drawn from the update's number."""
+    lora = {**LORA, "dropout": 0.3}
+    whole, _ = based(trainer, at="whole", lora=lora)
+    with pytest.raises(InterruptedError):
+        based(trainer, at="parts", lora=lora, save_steps=1, listeners=[Interrupt(3)])
+    parts, watch = based(trainer, at="parts", lora=lora, save_steps=1)
+    assert watch.steps()[0] > 1
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(parts[name], leaf, err_msg=name)
+
+
+class Interrupt:
+    """A logger that raises after an update, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @hookimpl
+    def rlhf_step_end(self, step: int) -> None:
+        if step == self.step:
+            raise InterruptedError
+
+
+def test_a_policy_that_has_not_moved_has_no_kl(based: Any) -> None:
+    """The reference is the base model: adapters begin without effect."""
+    _, watch = based("grpo", max_training_steps=1, num_iterations=1)
+    assert watch.last("kl") == 0
+
+
+def test_the_next_stage_trains_the_adapter_on_or_merges_it(
+    based: Any, short: Any, tiny: ModuleType, tmp_path: Path
+) -> None:
+    based("sft")
+    adapter = str(tmp_path / "sft" / "artifacts" / "model")
+    more, _ = short.train("sft", at="on", inputs={"model": adapter}, lora=LORA)
+    assert any("adapter" in name for name in more)
+    base = json.loads((tmp_path / "on/sft/artifacts/model/adapter_config.json").read_text())
+    assert base["base_model_name_or_path"] == str((tmp_path / "base.sft").resolve())
+    with pytest.warns(UserWarning, match="its adapter is merged and all parameters are trained"):
+        whole, _ = short.train("sft", at="merged", inputs={"model": adapter}, learning_rate=1e-12)
+    merged = tiny.leaves(load_model(adapter, mesh=tiny.one_device()).merged().params)
+    assert set(whole) == set(merged)
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(leaf, merged[name], atol=1e-6, err_msg=name)
+    with pytest.raises(InputError, match=r"'sft'\.lora: the model comes with adapters of rank 2, alpha 8"):
+        short.train("sft", at="other", inputs={"model": adapter}, lora={"rank": 4})
+
+
+def test_a_model_without_a_directory_has_nothing_to_adapt(short: Any) -> None:
+    with pytest.raises(InputError, match=r"lora: an adapter needs a base model in a directory"):
+        short.train("sft", lora={})
