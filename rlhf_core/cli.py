@@ -127,6 +127,23 @@ def score(
     commands.score(model, file, output, normalize=normalize)
 
 
+@app.command()
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="An artifact, a directory, an adapter of PEFT or a hub name."),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Adapters into the weights, in place of the adapters alone.")
+    ] = False,
+) -> None:
+    """Write MODEL in Hugging Face layout, as transformers, PEFT and vLLM open it."""
+    from rlhf_core import commands
+
+    commands.export(model, directory, merge=merge)
+
+
 @app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
 def generate(
     model: Annotated[

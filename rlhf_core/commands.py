@@ -168,6 +168,15 @@ def generate(
         _write_rows(rows, output)
 
 
+def export(model: str, directory: Path, *, merge: bool) -> None:
+    """Write a model for other tools, and say what and where."""
+    from rlhf_core import export as exporting
+    from rlhf_core import runtime
+
+    runtime.prepare()
+    typer.echo(f"{directory}: {exporting.export(model, directory, merge=merge)}")
+
+
 def profile(
     file: str, tokenizer: str | None, model: str | None, *, max_length: int | None, chat_template: str | None
 ) -> None:

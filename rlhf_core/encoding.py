@@ -54,8 +54,9 @@ class Special(NamedTuple):
 def special_ids(tokenizer: Any) -> Special:
     """Special ids; the end-of-sequence ids include those of a generation_config.json beside the tokenizer."""
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    beside = Path(str(tokenizer.name_or_path or "")) / "generation_config.json"
-    if beside.is_file():
+    place = getattr(tokenizer, "name_or_path", None)
+    beside = Path(str(place)) / "generation_config.json" if place else None
+    if beside is not None and beside.is_file():
         listed = json.loads(beside.read_text(encoding="utf-8")).get("eos_token_id")
         for i in listed if isinstance(listed, list) else [] if listed is None else [listed]:
             if i not in eos and 0 <= i < len(tokenizer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ import numpy as np
 from rlhf_core import artifacts, data
 from rlhf_core.data.conversations import tools_of
 from rlhf_core.data.preferences import FAMILIES
-from rlhf_core.encoding import Encoder
+from rlhf_core.encoding import Encoder, special_ids
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
-from rlhf_core.models import Definition, Model, load_model
+from rlhf_core.models import Definition, Model, load_model, stored_head
 from rlhf_core.objectives import sequence_scores
 from rlhf_core.rows import Layout, Packed, choose_layout, pack, tree
 from rlhf_core.score_contract import Contract as Contract
@@ -79,8 +78,10 @@ class Scorer:
                     f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
                 )
             contract = Contract.from_dict(artifact.metadata["contract"], str(directory / artifacts.MANIFEST))
-        elif directory.is_dir():
-            _require_score_head(directory)
+        elif directory.is_dir() and stored_head(directory) == "lm":
+            raise InputError(
+                f"{directory} is a language model, without a reward head: rlhf train reward makes one of it"
+            )
         mesh = make_mesh() if mesh is None else mesh
         model = load_model(str(path), "score", mesh=mesh, registry=registry, seed=seed)
         if model.tokenizer is None:
@@ -97,6 +98,10 @@ class Scorer:
             problems.append("its tokenizer is not the one it was trained with")
         if template_hash(tokenizer, self.contract.chat_template) != self.contract.template_hash:
             problems.append("its chat template is not the one it was trained with")
+        if list(special_ids(tokenizer).eos) != list(self.contract.special_tokens["eos"]):
+            problems.append(
+                "its end-of-sequence tokens (generation_config.json) are not those it was trained with"
+            )
         if problems:
             source = self.model.source or "the reward model"
             raise InputError(
@@ -230,15 +235,3 @@ def _repeats(prompts: Sequence[Any]) -> int:
     count = next((i for i, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
     even = count > 0 and len(prompts) % count == 0
     return count if even and all(p == prompts[i - i % count] for i, p in enumerate(prompts)) else 1
-
-
-def _require_score_head(directory: Path) -> None:
-    try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return  # load_model says what is wrong
-    names = config.get("architectures") or []
-    if names and not any(name.endswith("ForSequenceClassification") for name in names):
-        raise InputError(
-            f"{directory} is a {names[0]}, without a reward head: rlhf train reward makes one of it"
-        )

@@ -10,6 +10,7 @@ from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import find_family as find_family
 from rlhf_core.models.loading import fresh_model as fresh_model
 from rlhf_core.models.loading import load_model as load_model
+from rlhf_core.models.loading import stored_head as stored_head
 from rlhf_core.models.model import Model as Model
 from rlhf_core.models.model import padded_rows as padded_rows
 from rlhf_core.models.model import padded_scores as padded_scores

@@ -74,6 +74,18 @@ def load_model(
     return model if adapters is None else adapters.on(model)
 
 
+def stored_head(directory: Path) -> Head | None:
+    """What the model of a local directory, or its adapter, ends in; None where nothing says it."""
+    if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
+        return "score" if peft.read_config(directory).get("task_type") == "SEQ_CLS" else "lm"
+    if not (directory / "config.json").is_file():
+        return None
+    names = _read_config(directory).get("architectures") or []
+    if not names:
+        return None
+    return "score" if any(str(name).endswith("ForSequenceClassification") for name in names) else "lm"
+
+
 def _places(path: str | Path, adapter: str | Path | None) -> tuple[Path, Path | None]:
     """The directories of the model and of its adapter, if any."""
     directory = _directory(path)

@@ -24,11 +24,12 @@ from rlhf_core.models.config import Head
 from rlhf_core.models.definition import Definition, complete
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.partition import split
-from rlhf_core.tokenizer import special_ids
+from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -91,10 +92,7 @@ class Model:
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion: the tokenizer's, and those of the source's generation_config.json."""
         found = [] if self.tokenizer is None else list(special_ids(self.tokenizer).eos)
-        path = None if self.source is None else self.source / "generation_config.json"
-        if path is not None and path.is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            found += [named] if isinstance(named, int) else list(named or ())
+        found += [] if self.source is None else _stop_ids(self.source)
         return tuple(dict.fromkeys(found))
 
     def with_params(self, params: dict[str, Any]) -> Model:
@@ -181,8 +179,8 @@ class Model:
             text = json.dumps(dict(self.hf_config), indent=2, ensure_ascii=False)
             (directory / "config.json").write_text(text + "\n", encoding="utf-8")
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        copied = ["generation_config.json"]
-        if tokenizer is not None and getattr(tokenizer, "name_or_path", None) == str(self.source):
+        copied = [GENERATION]
+        if tokenizer is not None and self.source is not None and _is_of(tokenizer, self.source):
             copied += TOKENIZER_FILES  # word for word, rather than what transformers would write
         elif tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
@@ -190,6 +188,8 @@ class Model:
             for name in copied:
                 if (self.source / name).is_file():
                     shutil.copyfile(self.source / name, directory / name)
+        if tokenizer is not None:
+            _save_stop_ids(dataclasses.replace(self, tokenizer=tokenizer).stop_ids, tokenizer, directory)
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]
@@ -198,6 +198,31 @@ class Model:
         if jax.process_index() == 0:
             assert self.adapter is not None
             peft.save(directory, self.adapter, values)
+
+
+def _is_of(tokenizer: Any, directory: Path) -> bool:
+    """Whether the tokenizer is, unchanged, that of the directory."""
+    if getattr(tokenizer, "name_or_path", None) != str(directory):
+        return False
+    original = load_tokenizer(directory)
+    return all(of(original) == of(tokenizer) for of in (tokenizer_hash, template_hash))
+
+
+def _stop_ids(directory: Path) -> list[int]:
+    """Those that the directory's generation_config.json names."""
+    file = directory / GENERATION
+    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return [named] if isinstance(named, int) else list(named or ())
+
+
+def _save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> None:
+    """Have generation_config.json name the stop ids that whoever loads the directory would not find otherwise."""
+    if set(stop_ids) <= {tokenizer.eos_token_id, *_stop_ids(directory)}:
+        return
+    file = directory / GENERATION
+    rest = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    text = json.dumps({**rest, "eos_token_id": list(stop_ids)}, indent=2)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.parse import parse
+from rlhf_core.tokenizer import load_tokenizer, special_ids
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -192,3 +194,24 @@ def test_a_mesh_gives_what_one_device_gives() -> None:
         differentiate(spread),
         differentiate(one),
     )
+
+
+def test_stop_ids_of_the_tokenizer_are_saved(tiny, tmp_path):
+    """A model saved with a tokenizer whose directory names further stop ids: who loads it stops there too."""
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [5, 1], "top_k": 3}')
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    model = dataclasses.replace(tiny.make_model(), tokenizer=tokenizer)
+    model.save(tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    assert again.stop_ids == model.stop_ids
+    assert special_ids(again.tokenizer).eos == special_ids(tokenizer).eos
+
+
+def test_a_changed_tokenizer_is_saved_changed(tiny, tmp_path):
+    """Though it still says that it comes from the model's directory."""
+    tiny.make_model().save(tmp_path / "model")
+    model = load_model(tmp_path / "model")
+    model.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    model.save(tmp_path / "again")
+    assert load_model(tmp_path / "again").tokenizer.chat_template == model.tokenizer.chat_template

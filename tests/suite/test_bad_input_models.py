@@ -91,7 +91,7 @@ CASES = {
         score(
             "model",
             "pairs.jsonl",
-            expected=("model is a LlamaForCausalLM, without a reward head: rlhf train reward",),
+            expected=("model is a language model, without a reward head: rlhf train reward",),
         ),
         score("words", "pairs.jsonl", expected=("words: no config.json: not a model directory",)),
         score("pairs.jsonl", "pairs.jsonl", expected=("pairs.jsonl is a file; give the directory",)),
