@@ -163,7 +163,8 @@ class TrainerConfig(Options):
     )
     disable_dropout: bool = Field(
         True,
-        description="models are trained without dropout; false is a warning where config.json asks for some",
+        description="models are trained without their dropout, adapters with lora.dropout; false is a warning where "
+        "config.json asks for some",
     )
     dataset_num_proc: int | None = Field(
         None, ge=1, description="one process tokenises, with a thread a core; another number is a warning"

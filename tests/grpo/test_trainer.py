@@ -365,3 +365,16 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path
     # Every ratio is exp(0.1), cut at 1.05: the whole policy gradient is 1.05 times as large.
     assert corrected["sampling/importance_ratio_min"] == pytest.approx(1.05)
     assert corrected["grad_norm"] == pytest.approx(1.05 * plain["grad_norm"], rel=1e-4)
+
+
+def test_prompts_with_tokens_that_the_model_does_not_have(tiny, tmp_path):
+    """A tokenizer with more words than the model has embeddings: JAX would read the last of them."""
+    tokenizer = tiny.make_tokenizer()
+    model = tiny.make_model(vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["zebra"])
+    config = GRPOConfig(total_batch_size=4, num_generations=4, max_training_steps=1)
+    rows = [{"prompt": "a b"}, {"prompt": "a zebra"}]
+    with pytest.raises(InputError, match=rf"row 2: token {len(tokenizer) - 1} is none of the model's"):
+        tiny.run(
+            "grpo", config, tmp_path, model=model, train_dataset=rows, tokenizer=tokenizer, rewards=["length"]
+        )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_core import data
-from rlhf_core.doors import open_records
+from rlhf_core.doors import open_records, require_model
 from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_line
 from rlhf_core.stopping import stop_table
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data and the model's config alone."""
+    require_model(config, stage, head="lm")
     count, longest, said = _prompts(config, stage, open_rewards(config, stage))
     rollouts = data.updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
     total = config.max_training_steps or rollouts * config.updates_per_rollout

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rlhf_core import data
 from rlhf_core.doors import open_records, tell
+from rlhf_core.trees import Tree
 from rlhf_grpo.rewards import Reward, make_rewards
 
 if TYPE_CHECKING:
@@ -45,3 +46,8 @@ def open_prompts(
     )
     tell(encoded.report, stage, field)
     return encoded
+
+
+def require_known(prompts: Prompts, vocab_size: int) -> None:
+    """Raise InputError naming the rows with tokens that the model has no embedding for."""
+    data.require_vocabulary([Tree(ids, ()) for ids in prompts.ids], prompts.where, vocab_size)

@@ -17,7 +17,7 @@ from rlhf_grpo.advice import advise
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.evaluation import evaluator
 from rlhf_grpo.feed import RolloutFeed
-from rlhf_grpo.inputs import open_prompts, open_rewards
+from rlhf_grpo.inputs import open_prompts, open_rewards, require_known
 from rlhf_grpo.limits import watch
 from rlhf_grpo.objective import Terms, objective, reader
 from rlhf_grpo.reference import Reference
@@ -39,6 +39,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     registry, temperature = stage.registry, config.sampling.temperature
     model = open_model(config, stage, head="lm")
     prompts = open_prompts(config, stage, model.tokenizer, "train_data")
+    require_known(prompts, model.definition.vocab_size)
     rewards = open_rewards(config, stage)
     set_up(rewards, list(prompts.columns), stage)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
@@ -139,6 +140,7 @@ def _evaluation(
     prompts = open_prompts(config, stage, model.tokenizer, "eval_data", needed=False)
     if prompts is None:
         return None
+    require_known(prompts, model.definition.vocab_size)
     check_columns(rewards, list(prompts.columns), stage)
     own = config.evaluation
     size = config.eval_batch_size or max(config.total_batch_size // own.num_generations, 1)

@@ -34,6 +34,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
     loss = objective(model.definition)
     evaluate = None
     if (held_out := _texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:
+        data.require_vocabulary(held_out.trees(), held_out.where, model.definition.vocab_size)
         batches = evaluation_batches(
             held_out.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
         )
