@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache)."""
         c, dtype = self.config, compute_dtype(self.config)
-        check_length(c, tokens.shape[1])
+        _check_length(c, tokens.shape[1])
         ropes = [rotation(rope, c.head_dim, positions) for rope in c.ropes]
         several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
 
@@ -113,7 +113,7 @@ def _kinds(config: DecoderConfig) -> _Kind:
     )
 
 
-def check_length(config: DecoderConfig, length: int) -> None:
+def _check_length(config: DecoderConfig, length: int) -> None:
     """Raise InputError where rows or caches are longer than the rotary embedding is known for."""
     limits = [rope.original_length for rope in config.ropes if rope.kind == "longrope"]
     if limits and length > min(limits):
@@ -211,7 +211,7 @@ def prefill(
     cache_length: int,
 ) -> tuple[jax.Array, Cache]:
     """(hidden states as `hidden`, the cache): `cache_length` slots, the first `time` of them filled."""
-    check_length(config, cache_length)
+    _check_length(config, cache_length)
     states, (keys, values) = _merged(config, params)(tokens, positions, visible_until, keep=True)
     room = (0, cache_length - tokens.shape[1])
     none = (0, 0)

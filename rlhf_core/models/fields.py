@@ -50,14 +50,21 @@ _GENERATION = """
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty
 """
+# Families that choose layers by it have it among their own fields; the others' files carry it all the same.
+_WINDOWS = " max_window_layers "
 # Dropout is warned of where a trainer is asked for it.
 _TRAINING = """
     attention_dropout hidden_dropout resid_pdrop embd_pdrop classifier_dropout router_aux_loss_coef
 """
-NO_EFFECT = frozenset((_STORED + _RUN + _TASKS_AND_TOKENS + _GENERATION + _TRAINING).split())
+NO_EFFECT = frozenset((_STORED + _RUN + _TASKS_AND_TOKENS + _GENERATION + _WINDOWS + _TRAINING).split())
 """Fields that change no number the decoder computes."""
 
-ONLY: Mapping[str, Any] = {"is_causal": True, "decoder_sparse_step": 1}
+ONLY: Mapping[str, Any] = {
+    "is_causal": True,
+    "decoder_sparse_step": 1,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+}
 """Fields of which the decoder does one value alone."""
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import Architecture, decoder_family, find_family
+from rlhf_core.models import Architecture, decoder_family, find_family, fresh_model, load_model
 from rlhf_core.models.config import Rope
 from rlhf_core.models.decoder import abstract, hidden, prefill
 from rlhf_core.models.families import ARCHITECTURES
@@ -220,6 +222,8 @@ def test_fields_that_change_nothing_are_allowed(model_type: str) -> None:
         "use_cache": True,
         "eos_token_id": [2, 3],
         "attention_dropout": 0.1,
+        "max_window_layers": 28,
+        "full_attn_mod": 1,
         "clip_qkv": None,
         "use_bidirectional_attention": False,
         "id2label": {"0": "LABEL_0"},
@@ -254,7 +258,7 @@ def test_a_null_is_not_a_missing_field() -> None:
     assert not parse(of("llama")).tied
 
 
-def test_a_stranger_registers_a_family() -> None:
+def test_a_stranger_registers_a_family(tmp_path: Path) -> None:
     """A family is data: its fields' defaults, its switches, and its names of weights."""
     own = Architecture(
         "NewForCausalLM",
@@ -269,5 +273,11 @@ def test_a_stranger_registers_a_family() -> None:
     assert find_family("new", registry) is family
     config = family.parse(of("new"), "lm")
     assert (config.windows, config.norms, config.tied) == ((7, 7), "after", True)
+    made = fresh_model(of("new"), registry=registry)
+    made.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {"words.weight", "trunk.1.up.weight", "model.layers.1.mlp.gate_proj.weight"} < set(tensors)
+    again = load_model(tmp_path, registry=registry)
+    jax.tree.map(np.testing.assert_array_equal, again.params, made.params)
     with pytest.raises(InputError, match="'llama' is not supported; the decoder reads new"):
         family.parse(LLAMA, "lm")
