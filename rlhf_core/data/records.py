@@ -195,7 +195,8 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
     except Exception as error:  # the network, the hub and the dataset's files fail in many ways
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}).{hint}"
+            f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}). "
+            f"Without network, fetch it elsewhere and give its files.{hint}"
         ) from error
     return _from_memory(dataset, name)
 

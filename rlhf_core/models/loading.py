@@ -246,7 +246,10 @@ def _directory(path: str | Path) -> Path:
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{path}: no such directory, and the hub did not give it: {reason}") from None
+        raise InputError(
+            f"{path}: no such directory, and the hub did not give it: {reason}. Where there is no network, fetch it on "
+            f"another machine (hf download {path}) and give its directory; a gated model needs hf auth login"
+        ) from None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class FakeRegistry:
             "(",
             "'(' is not a regular expression: missing ), unterminated subpattern at position 0",
         ),
-        ("lora", {"rank": 8}, "adapters are not available yet; leave it out to train all parameters"),
+        ("lora", 8, "expected a table, got 8"),
         (
             "scheduler",
             "cosin",

@@ -10,6 +10,7 @@ import pytest
 from rlhf_core.components import load_file
 from rlhf_core.contracts import POLICY_LOSS
 from rlhf_core.options import Component, TrainerConfig, parse_value
+from rlhf_core.options.adapters import LoraOptions
 
 tables: Any = load_file(Path(__file__).with_name("option_tables.py"))
 PolicyConfig, Sampling, KL = tables.PolicyConfig, tables.Sampling, tables.KL
@@ -83,9 +84,8 @@ def test_other_spellings() -> None:
         "pairs",
     )
     assert (config.num_generations, config.group_size) == (4, 4)
-    assert problems(peft_config={}) == [
-        "lora: adapters are not available yet; leave it out to train all parameters"
-    ]
+    assert PolicyConfig(peft_config={"rank": 4}).lora == LoraOptions(rank=4)
+    assert problems(peft_config={"r": 4}) == ["lora.r: unknown field. What TRL calls so is rank here"]
     split = PolicyConfig(dataset_name="pairs", dataset_split="train[:1%]")
     assert split.train_data == {"name": "pairs", "split": "train[:1%]"}
     assert problems(dataset_split="train") == [
