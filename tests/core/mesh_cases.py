@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_core.mesh import put_rows
+from rlhf_core.mesh import put_rows, replicated
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model, load_model
 from rlhf_core.objectives import trained_logps, trained_weight
@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama, adapters": SIZES | {"model_type": "llama"},
 }
 LAYOUT = Layout((24,), (8,), (4,), (20,))
-EPSILON = 1e-2
+EPSILON = 0.1
 """Adam's: its first update is otherwise the gradient's sign, which rounding turns where a gradient is near zero."""
 
 
@@ -104,8 +104,6 @@ def measured(model: Model) -> dict[str, np.ndarray]:
 
 def _host(mesh: Any, tree: Any) -> Any:
     """Whole arrays on every process."""
-    from rlhf_core.mesh import replicated
-
     return jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(tree))
 
 

@@ -20,6 +20,8 @@ from rlhf_core.models import load_model
 FILE = Path(__file__).with_name("mesh_cases.py")
 cases: Any = load_file(FILE)
 SHAPES = ((8, 1, 1), (1, 4, 2), (2, 2, 2))
+IN_ONE_SHAPE = ("phi3, fused", "olmo2, norms over all heads")
+"""Families that differ from others in where their parameters lie only."""
 
 
 @pytest.fixture(scope="module", params=list(cases.FAMILIES))
@@ -36,6 +38,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_eight_devices_agree_with_one(family: Any, shape: tuple[int, int, int]) -> None:
     """Logits, loss, and what one update changes."""
     name, directory, expected = family
+    if name in IN_ONE_SHAPE and shape != (1, 4, 2):
+        pytest.skip("tested in one shape")
     model = cases.opened(name, directory, make_mesh(*shape))
     if shape[0] < 8:  # else every device holds everything
         kernel = model.params["layers"]["self_attn"]["o_proj"]["kernel"]

@@ -176,7 +176,7 @@ def test_missing_tokenizers(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="is a file"):
         load_tokenizer(tmp_path / "policy" / "config.json")
     (tmp_path / "policy" / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="tokenizer.json is not JSON"):
+    with pytest.raises(InputError, match=r"tokenizer\.json is not JSON"):
         load_tokenizer(tmp_path / "policy")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"Did you mean 'policy'\?"):

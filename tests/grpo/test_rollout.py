@@ -58,7 +58,14 @@ def test_reward_functions_get_prompts_completions_and_columns_in_step(prompts, s
     assert set(inputs.columns) == {"answer", "number"}
     assert inputs.completion_ids == [[3, 1], [7, 8, 9, 10], [1], [15, 16, 1], [19, 1], [23, 24, 25, 26]]
     # As text without special tokens: "a" is token 3.
-    assert inputs.completions == [" a", " e f g h", "", " m n", " q", " u v w x"]  # they continue their prompts
+    assert inputs.completions == [
+        " a",
+        " e f g h",
+        "",
+        " m n",
+        " q",
+        " u v w x",
+    ]  # they continue their prompts
 
 
 def test_chat_prompts_get_message_lists(tokenizer, samples):
