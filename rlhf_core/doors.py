@@ -55,6 +55,8 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
         )
     else:
         model = load_model(str(given), head, mesh=mesh, seed=stage.seed, registry=stage.registry)
+    with told_of(stage, "model"):
+        model = model.computing(dtype=config.dtype, remat=config.remat)
     model = _adapted(config, stage, model, given)
     if tokenizer is not None:
         model = replace(model, tokenizer=tokenizer)

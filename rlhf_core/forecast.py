@@ -55,7 +55,7 @@ def plan_lines(
         said,
         f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
         tokens,
-        *([] if memory is None else [memory_line(memory[2])]),
+        *([] if memory is None else [memory_line(memory[2], config.dtype)]),
     ]
 
 
@@ -80,7 +80,14 @@ def training_memory(
     total: updates. update_tokens: of one update. longest: tokens of the longest row. Raises InputError for a model
     that could not be built.
     """
-    found = definition_of(config.model, head, stage.inputs.get("tokenizer"), stage.registry)
+    found = definition_of(
+        config.model,
+        head,
+        stage.inputs.get("tokenizer"),
+        stage.registry,
+        dtype=config.dtype,
+        remat=config.remat,
+    )
     if found is None:
         return None
     definition, hf_config = found

@@ -185,7 +185,9 @@ def _backward(settings: _Settings, residuals: Any, cotangents: Any) -> tuple[jax
             d_logits *= 1.0 - jnp.square(tanh)
         d_logits = (d_logits / settings.temperature).astype(hidden.dtype)
         d_chunk = jnp.einsum("rkv,dv->rkd", d_logits, weights, preferred_element_type=jnp.float32)
-        d_kernel += jnp.einsum("rkd,rkv->dv", chunk, d_logits, preferred_element_type=jnp.float32)
+        # Tokens as one axis: XLA on CPU cannot run the bfloat16 product over two that it makes of a tied kernel's.
+        flat, d_flat = (x.reshape(-1, x.shape[-1]) for x in (chunk, d_logits))
+        d_kernel += jnp.einsum("nd,nv->dv", flat, d_flat, preferred_element_type=jnp.float32)
         return d_kernel, d_chunk.astype(hidden.dtype)
 
     arrays = (hidden, targets, normalizers, entropies, d_logps, d_entropies)

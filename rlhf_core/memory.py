@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_core.errors import InputError
 from rlhf_core.models import Definition, Head, find_family, peft
+from rlhf_core.models.definition import define
 from rlhf_core.models.loading import complete_table
 from rlhf_core.partition import join, split
 from rlhf_core.state import fixed_parameters
@@ -20,6 +21,7 @@ from rlhf_core.state import fixed_parameters
 if TYPE_CHECKING:
     import optax
 
+    from rlhf_core.models.config import Remat
     from rlhf_core.registry import Registry
 
 COMPUTE = "float32"
@@ -27,9 +29,17 @@ COMPUTE = "float32"
 
 
 def definition_of(
-    model: Any, head: Head, tokenizer: Any | None, registry: Registry | None = None
+    model: Any,
+    head: Head,
+    tokenizer: Any | None,
+    registry: Registry | None = None,
+    *,
+    dtype: str | None = None,
+    remat: Remat = "auto",
 ) -> tuple[Definition, Mapping[str, Any]] | None:
     """What `model`, a table of sizes or a local directory, describes, and its config.json.
+
+    dtype, remat: of the computation, see `DecoderConfig`; no dtype: COMPUTE, where the family can be told.
 
     None where nothing local says it.
 
@@ -49,9 +59,10 @@ def definition_of(
     else:
         return None
     family = find_family(hf_config.get("model_type"), registry)
-    options = {"dtype": COMPUTE} if "dtype" in inspect.signature(family.parse).parameters else {}
+    if dtype is None and "dtype" in inspect.signature(family.parse).parameters:
+        dtype = COMPUTE
     try:
-        return Definition(family, family.parse(hf_config, head, **options), head), hf_config
+        return define(family, hf_config, head, dtype=dtype, remat=remat), hf_config
     except InputError as error:
         raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
 
@@ -69,7 +80,8 @@ def training_bytes(
     shape: tuple[int, int],
     frozen: str | Sequence[str] | None = None,
 ) -> dict[str, int]:
-    """Bytes of {parameters, gradients, optimizer, activations} in all, float32.
+    """Bytes of {parameters, gradients, optimizer, activations} in all; activations in the definition's dtype, the rest
+    float32.
 
     shape: rows and time of a micro-batch. frozen: as `create_state` takes it. Activations are what the backward pass
     keeps of the forward, before the compiler merges any of it: an upper estimate.
@@ -94,7 +106,7 @@ def training_bytes(
 
 
 def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
-    """Bytes of the key/value cache of `sequences` sequences of `length` tokens, float32."""
+    """Bytes of the key/value cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
     tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
 
     def cache(params: Any, tokens: Any) -> Any:
@@ -103,10 +115,11 @@ def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
     return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
 
 
-def memory_line(parts: Mapping[str, int]) -> str:
-    """One line: the sum of all parts, and each."""
+def memory_line(parts: Mapping[str, int], dtype: str | None = None) -> str:
+    """One line: the sum of all parts, and each. dtype: of the computation; None: COMPUTE."""
     listed = ", ".join(f"{name} {_human(size)}" for name, size in parts.items() if size)
-    return f"memory at most about {_human(sum(parts.values()))} in all, float32: {listed}"
+    told = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
+    return f"memory at most about {_human(sum(parts.values()))} in all, {told}: {listed}"
 
 
 def _bytes(tree: Any) -> int:

@@ -19,6 +19,8 @@ CACHE = os.environ.setdefault(
 jax.config.update("jax_compilation_cache_dir", CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
+os.environ.setdefault("RLHF_CACHE", str(Path(tempfile.gettempdir()) / "rlhf-test-cache"))
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

@@ -14,7 +14,7 @@ import task
 FILE = task.REPOSITORY / "docs" / "reward_benchmark.md"
 JUDGES = {
     "longer": "the longer solution",
-    "untrained": "untrained head",
+    "untrained": "untrained head, mean",
     "ours": "rlhf-reward",
     "trl": "TRL",
 }
@@ -41,6 +41,11 @@ def interval(row: Row, sign: str = "") -> str:
     return f"{100 * mean:{sign}.1f} ± {50 * (high - low):.1f}"
 
 
+def spread_of(row: Row) -> str:
+    low, high = row["spread"]
+    return f"{100 * low:.1f} to {100 * high:.1f}"
+
+
 def accuracy(rows: Sequence[Row]) -> str:
     found = {(row["judge"], row["seed"]): row for row in rows}
     lines = []
@@ -49,6 +54,8 @@ def accuracy(rows: Sequence[Row]) -> str:
         if mine:
             extra = [f"{mine[-1]['auc']:.3f}", f"{mine[-1]['length_correlation']:+.2f}"]
             lines.append([label, *map(interval, mine), *extra])
+            if mine[-1]["spread"]:
+                lines.append(["one untrained head", *map(spread_of, mine), "", ""])
     for judge, label in DIFFERENCES.items():
         if (judge, None) in found:
             lines.append([label, *[""] * len(task.SEEDS), interval(found[judge, None], "+"), "", ""])

@@ -29,7 +29,8 @@ Params = dict[str, Any]
 REMAT_ABOVE = 2 << 30
 """Bytes of saved activations from which remat "auto" recomputes."""
 UNROLLED_LAYERS = 8
-"""Up to this many layers are written out rather than scanned: no copies into and out of stacked activations."""
+"""Up to this many layers are written out rather than scanned, where all activations are kept: no copies into and out of
+stacked ones."""
 
 
 class Cache(NamedTuple):
@@ -79,8 +80,12 @@ class Decoder(nnx.Module):
 
         graph, stacked = self._stacked()
         x = self.embed_tokens(tokens, dtype)
-        body = _rematerialised(body, c, tokens.size)
-        x, kept = lax.scan(body, x, (stacked, _kinds(c)), unroll=_unrolled(c))
+        policy = _policy(c, tokens.size)
+        if policy is not None:
+            # In a loop: written out, XLA on CPU merges what is computed again with the first time.
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
+        x, kept = lax.scan(body, x, (stacked, _kinds(c)), unroll=unroll)
         return self.norm(x), kept
 
     def _stacked(self) -> tuple[Any, Params]:
@@ -90,10 +95,6 @@ class Decoder(nnx.Module):
 
 def compute_dtype(config: DecoderConfig) -> Any:
     return jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-
-
-def _unrolled(config: DecoderConfig) -> bool:
-    return config.num_layers <= UNROLLED_LAYERS
 
 
 class _Kind(NamedTuple):
@@ -123,7 +124,8 @@ def _check_length(config: DecoderConfig, length: int) -> None:
         )
 
 
-def _rematerialised(body: Callable[..., Any], config: DecoderConfig, tokens: int) -> Callable[..., Any]:
+def _policy(config: DecoderConfig, tokens: int) -> Callable[..., Any] | None:
+    """What of a layer is kept for the backward pass; None: everything."""
     name = config.remat
     if name == "auto":
         widths = (
@@ -134,11 +136,9 @@ def _rematerialised(body: Callable[..., Any], config: DecoderConfig, tokens: int
         saved = tokens * config.num_layers * widths * compute_dtype(config).itemsize
         name = "dots" if saved > REMAT_ABOVE else "none"
     if name == "none":
-        return body
+        return None
     policies = jax.checkpoint_policies
-    policy = policies.dots_with_no_batch_dims_saveable if name == "dots" else policies.nothing_saveable
-    # Inside a loop XLA cannot merge the recomputation with the first computation, written out it would.
-    return jax.checkpoint(body, policy=policy, prevent_cse=_unrolled(config))
+    return policies.dots_with_no_batch_dims_saveable if name == "dots" else policies.nothing_saveable
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import jax
 from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import param_shardings
-from rlhf_core.models.config import Head
+from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
 from rlhf_core.partition import join, paths, split
 
@@ -94,6 +95,30 @@ class Definition:
     ) -> tuple[jax.Array, Any]:
         """One token a row, written at `slot`: (hidden [B, hidden], cache)."""
         return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
+
+
+def define(
+    family: ModelFamily,
+    hf_config: Mapping[str, Any],
+    head: Head,
+    *,
+    dtype: str | None = None,
+    remat: Remat = "auto",
+) -> Definition:
+    """What a config.json describes. dtype, remat: of the computation, see `DecoderConfig`; None and "auto" are what
+    a family does by itself.
+
+    Raises InputError for a config that the family cannot honour, and where it takes no such option.
+    """
+    asked = {"dtype": dtype, "remat": remat}
+    options: dict[str, Any] = {name: value for name, value in asked.items() if value not in (None, "auto")}
+    try:
+        inspect.signature(family.parse).bind(hf_config, head, **options)
+    except TypeError:
+        raise InputError(
+            f"{' and '.join(options)}: models of {', '.join(family.name)} decide for themselves; leave it out"
+        ) from None
+    return Definition(family, family.parse(hf_config, head, **options), head)
 
 
 def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed: int) -> dict[str, Any]:

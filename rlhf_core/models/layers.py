@@ -23,7 +23,8 @@ class RMSNorm(nnx.Module):
     """(weight + offset) · x / sqrt(mean(x²) + eps), in float32 (Zhang and Sennrich 2019). The factor starts at 1."""
 
     def __init__(self, config: DecoderConfig, lead: tuple[int, ...], size: int) -> None:
-        start = jnp.full((*lead, size), 1.0 - config.norm_offset)
+        # A weak type would become strong with the first update, and every program compile again.
+        start = jnp.full((*lead, size), 1.0 - config.norm_offset, jnp.float32)
         self.weight = nnx.Param(start, axes=("layers", None) if lead else (None,))
         self.eps = config.norm_eps
         self.offset = config.norm_offset

@@ -17,7 +17,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
 from rlhf_core.models.config import Head
-from rlhf_core.models.definition import Definition, complete
+from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
@@ -124,9 +124,8 @@ def _define(
     """What the config.json of a directory describes, and what it holds."""
     hf_config = _read_config(directory)
     family = find_family(hf_config.get("model_type"), registry)
-    options = {} if dtype is None else {"dtype": dtype}
     try:
-        return Definition(family, family.parse(hf_config, head, **options), head), hf_config
+        return define(family, hf_config, head, dtype=dtype), hf_config
     except InputError as error:
         file = str(directory / "config.json")
         raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
@@ -151,10 +150,9 @@ def fresh_model(
     family = find_family(hf_config.get("model_type"), registry)
     hf_config = config_for(hf_config, head, tokenizer) if head == "score" else hf_config
     try:
-        config = family.parse(hf_config, head)
+        definition = define(family, hf_config, head)
     except InputError as error:
         raise InputError(*(line.replace("config.json", "model", 1) for line in error.problems)) from None
-    definition = Definition(family, config, head)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     params = complete(definition, {}, mesh, seed)
     return Model(definition, params, tokenizer, hf_config, None, mesh)

@@ -20,8 +20,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import replicated, row_multiple, row_sharding
 from rlhf_core.models import peft
 from rlhf_core.models.attention import capped
-from rlhf_core.models.config import Head
-from rlhf_core.models.definition import Definition, complete
+from rlhf_core.models.config import Head, Remat
+from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.partition import split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
@@ -49,8 +49,7 @@ class Model:
 
     tokenizer: its directory's, if any. hf_config: what config.json will say. source: the directory it came from.
     stored_dtype: "float32", "bfloat16" or "float16", of the files it is saved as.
-    compute_dtype: None for the backend's: float32 on CPU, bfloat16 on accelerators.
-    adapter: what adapter_config.json will say, of a model with adapters.
+    compute_dtype, remat: see `DecoderConfig`. adapter: what adapter_config.json will say, of a model with adapters.
     """
 
     definition: Definition
@@ -61,6 +60,7 @@ class Model:
     mesh: Mesh
     stored_dtype: str = "float32"
     compute_dtype: str | None = None
+    remat: Remat = "auto"
     adapter: Mapping[str, Any] | None = None
 
     def logits(self, input_ids: Any, attention_mask: Any) -> jax.Array:
@@ -103,12 +103,8 @@ class Model:
         """This model's trunk under `head`; a head that the model lacks is drawn from `seed`."""
         if head == self.definition.head:
             return self
-        family, lora = self.definition.family, self.definition.lora
-        options = {} if self.compute_dtype is None else {"dtype": self.compute_dtype}
-        definition = Definition(family, family.parse(self.hf_config, head, **options), head)
-        adapter = self.adapter
+        definition, lora, adapter = self._define(head), self.definition.lora, self.adapter
         if lora is not None and adapter is not None:
-            definition = definition.with_lora(lora)
             adapter = peft.config_for(lora, base=adapter["base_model_name_or_path"], head=head)
         return dataclasses.replace(
             self,
@@ -117,6 +113,22 @@ class Model:
             hf_config=config_for(self.hf_config, head, self.tokenizer),
             adapter=adapter,
         )
+
+    def computing(self, *, dtype: str | None = None, remat: Remat = "auto") -> Model:
+        """This model with another dtype or remat, see `DecoderConfig`; None and "auto" leave them as they are.
+
+        Raises InputError where the family takes no such option.
+        """
+        if dtype is None and remat == "auto":
+            return self
+        remat = self.remat if remat == "auto" else remat
+        model = dataclasses.replace(self, compute_dtype=dtype or self.compute_dtype, remat=remat)
+        return dataclasses.replace(model, definition=model._define(self.definition.head))
+
+    def _define(self, head: Head) -> Definition:
+        family, lora = self.definition.family, self.definition.lora
+        made = define(family, self.hf_config, head, dtype=self.compute_dtype, remat=self.remat)
+        return made if lora is None else made.with_lora(lora)
 
     def with_lora(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.errors import InputError, near
-from rlhf_core.models.config import DecoderConfig, Head
+from rlhf_core.models.config import DecoderConfig, Head, Remat
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
 from rlhf_core.models.fields import Fields
 from rlhf_core.models.ropes import read_ropes
@@ -23,9 +23,10 @@ def parse(
     head: Head = "lm",
     *,
     dtype: str | None = None,
+    remat: Remat = "auto",
     architectures: Mapping[str, Architecture] = ARCHITECTURES,
 ) -> DecoderConfig:
-    """The decoder that a config.json describes.
+    """The decoder that a config.json describes; dtype and remat are as in `DecoderConfig`.
 
     Raises InputError with one line a problem: an unknown `model_type`, a missing or mistyped field, or one whose
     value the decoder cannot honour.
@@ -80,6 +81,7 @@ def parse(
         normalise_experts=read.switch(rules.normalise_experts),
         weight_names=tuple(rules.weight_names.items()),
         initializer_range=read.number("initializer_range", 0.02),
+        remat=remat,
         dtype=dtype,
     )
     if config.experts_per_token > experts:

@@ -140,7 +140,7 @@ class Writer:
     def put(self, name: str, value: np.ndarray) -> None:
         file, offset = self._places[name]
         file.seek(offset)
-        file.write(np.ascontiguousarray(value, self._dtype).tobytes())
+        file.write(np.ascontiguousarray(value, self._dtype).reshape(-1).view(np.uint8))
 
     def __enter__(self) -> Writer:
         return self

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import InputError, near
 from rlhf_core.models import decoder
@@ -80,11 +82,12 @@ class _Leaf:
         self.names = [name.format(**place) for place in places]
         self.tensor_shape = inner[::-1] if self.transposed else inner
 
-    def parts(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    def parts(self, value: Any) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors, by name, of the parameter's value."""
-        apart = value.reshape(-1, *value.shape[len(self.lead) :])
-        for name, part in zip(self.names, apart, strict=True):
-            yield name, part.T if self.transposed else part
+        names, inner = iter(self.names), self.shape[len(self.lead) :]
+        for some in _on_host(value, by_layer=bool(self.lead)):
+            for part in some.reshape(-1, *inner):
+                yield next(names), part.T if self.transposed else part
 
     def read(self, view: Callable[[str], np.ndarray], sharding: Any) -> jax.Array:
         made: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
@@ -102,7 +105,8 @@ class _Leaf:
                 made[key] = out
             return made[key]
 
-        return jax.make_array_from_callback(self.shape, sharding, part)
+        # A transfer under way keeps the host's copy: the next parameter is read after it.
+        return jax.block_until_ready(jax.make_array_from_callback(self.shape, sharding, part))
 
 
 def _leaves(config: DecoderConfig) -> list[_Leaf]:
@@ -188,19 +192,19 @@ def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: 
     dtype: "float32", "float16" or "bfloat16". Weights already in the directory are replaced. Every process takes
     part; the first one writes.
     """
-    main = jax.process_index() == 0
     leaves = sorted(_leaves(config), key=lambda leaf: leaf.keys)
-    shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
-    if not main:
-        for leaf in leaves:
-            _on_host(_at(params, leaf.keys))
+    tensors = chain.from_iterable(leaf.parts(_at(params, leaf.keys)) for leaf in leaves)
+    if jax.process_index() != 0:
+        for _ in tensors:  # each takes all processes
+            pass
         return
     for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
         old.unlink(missing_ok=True)
+    shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
     with Writer(directory, shapes, dtype, SHARD_BYTES) as writer:
-        for leaf in leaves:
-            for name, tensor in leaf.parts(_on_host(_at(params, leaf.keys))):
-                writer.put(name, tensor)
+        for name, tensor in tensors:
+            writer.put(name, tensor)
+            del tensor  # or its parameter would be there while the next one is fetched
 
 
 def _at(params: dict[str, Any], keys: tuple[str, ...]) -> Any:
@@ -210,9 +214,25 @@ def _at(params: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return value
 
 
-def _on_host(value: Any) -> np.ndarray:
-    if not isinstance(value, jax.Array) or value.is_fully_addressable:
-        return np.asarray(value)
-    from jax.experimental import multihost_utils
+def _on_host(value: Any, by_layer: bool) -> Iterator[np.ndarray]:
+    """The value, whole or in parts along its first axis."""
+    if not isinstance(value, jax.Array):
+        yield np.asarray(value)
+    elif value.is_fully_addressable:
+        whole = np.empty(value.shape, value.dtype)
+        for shard in value.addressable_shards:
+            if shard.replica_id == 0:
+                # An array keeps what it was turned into: not of copies, the host would hold the whole model in the end.
+                whole[shard.index] = jax.device_put(shard.data, shard.device, may_alias=False)
+        yield whole
+    elif not by_layer:
+        yield np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    else:  # on every device for a moment, where a layer of a large model has room and all of its layers may not
+        assert isinstance(value.sharding, NamedSharding)
+        gather = jax.jit(_entry, out_shardings=NamedSharding(value.sharding.mesh, PartitionSpec()))
+        for layer in range(value.shape[0]):
+            yield np.asarray(gather(value, np.int32(layer)))
 
-    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+def _entry(x: jax.Array, at: jax.Array) -> jax.Array:
+    return x[at]

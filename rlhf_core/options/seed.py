@@ -148,11 +148,13 @@ TRL_NAMES: Mapping[str, str] = {
     "adam_beta1": "optimizer.b1",
     "adam_beta2": "optimizer.b2",
     "adam_epsilon": "optimizer.eps",
+    "bf16": "dtype",
     "chat_template_path": "chat_template",
     "data_seed": "shuffle_seed_train",
     "eval_steps": "evaluation_steps",
     "eval_strategy": "evaluation_steps",
     "generation_batch_size": "steps_per_generation",
+    "gradient_checkpointing": "remat",
     "label_smoothing_factor": "loss.label_smoothing",
     "logging_steps": "log_steps",
     "lr_scheduler_type": "scheduler",
@@ -177,20 +179,16 @@ TRL_NAMES: Mapping[str, str] = {
 }
 """{TRL's field: ours}, for the message where it is given: values and defaults differ, so it is not simply taken."""
 
-_MEMORY = "activations are recomputed in the backward pass where they would take much memory"
-_PRECISION = "parameters are float32; computation is in bfloat16 on accelerators, in float32 on CPUs"
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
 _MESH = "`mesh` of the pipeline says how states are sharded"
 _SPECIAL = "the tokenizer's files say what it is"
 
 TRL_ABSENT: Mapping[str, str] = {
-    "activation_offloading": _MEMORY,
-    "bf16": _PRECISION,
+    "activation_offloading": "activations that would take much memory are recomputed in the backward pass: `remat`",
     "deepspeed": _MESH,
     "eos_token": _SPECIAL,
-    "fp16": _PRECISION,
+    "fp16": "computation is in bfloat16 or float32: `dtype`",
     "fsdp": _MESH,
-    "gradient_checkpointing": _MEMORY,
     "hub_model_id": _UPLOAD,
     "model_init_kwargs": "config.json says how a model is built, a table `model = { model_type = …, … }` a fresh one",
     "pad_to_multiple_of": "examples are packed into rows of a few fixed lengths",

@@ -169,6 +169,16 @@ class TrainerConfig(Options):
     dataset_num_proc: int | None = Field(
         None, ge=1, description="one process tokenises, with a thread a core; another number is a warning"
     )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="of the computation; none: float32 on CPUs, bfloat16 on accelerators. Parameters, logits and "
+        "losses are float32",
+    )
+    remat: Literal["auto", "none", "dots", "full"] = Field(
+        "auto",
+        description="what the backward pass recomputes, to save memory: 'dots' all but products with weights, 'full' "
+        "whole layers, 'auto' dots where activations are large",
+    )
     seed: int | None = Field(None, ge=0, description="none: the pipeline's")
     lora: LoraOptions | None = Field(
         None, description="train adapters with these options; none: all parameters are trained"

@@ -80,7 +80,7 @@ def measured(model: Model) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     ids = draw.integers(3, 36, (8, 11)).astype(np.int32)
     mask = (np.arange(11) >= draw.integers(0, 6, (8, 1))).astype(np.int32)
-    logits = _host(model.mesh, model.logits(ids, mask)) * mask[..., None]
+    logits = _host(model.mesh, model.logits(ids, mask)) * mask[..., None].astype(np.float32)
 
     def objective(params: Any, batch: Any) -> tuple[Mean, Mapping[str, Any]]:
         logps, _ = trained_logps(model.definition, params, batch)

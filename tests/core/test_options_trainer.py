@@ -44,8 +44,9 @@ def test_defaults_are_the_contract_s() -> None:
         "eval_on_start": False,
         "load_best_model_at_end": False,
         "track_memory": False,
+        "remat": "auto",
     }
-    unset = """model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps
+    unset = """dtype model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps
         max_evaluation_steps save_interval_minutes save_total_limit save_directory training_time_limit
         frozen_parameters dataset_num_proc seed lora chat_template early_stopping_patience
         metric_for_best_model greater_is_better progress_metrics"""

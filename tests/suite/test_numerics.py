@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as grpo_objective
 from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.objective import objective as reward_objective
+from rlhf_reward.objective import pair_loss
 from rlhf_sft.objective import objective as sft_objective
 
 from rlhf_core.mesh import make_mesh, put_rows
@@ -96,7 +98,8 @@ class Reward:
         ]
         self.pairs = list(zip(*sides, rng.random(16).astype(np.float32), strict=True))
         self.head, self.model = "score", definition("score")
-        self.objective = reward_objective(self.model, BradleyTerry(), 0.1, name="bradley_terry")
+        measure = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
+        self.objective = reward_objective(self.model, measure)
 
     def trees(self, shared: bool) -> list[Tree]:
         margins = [{"margin": np.full(2, m, np.float32)} for _, _, m in self.pairs]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core import plugins
+from rlhf_core.models import fresh_model
 from rlhf_core.pipeline import plan, read
 from rlhf_core.preview import previews
 
@@ -98,7 +99,10 @@ def test_rewards_of_degenerate_texts_are_low(rewards: SimpleNamespace) -> None:
 def test_the_stories_pipeline_can_be_planned(
     repository: Path, prepared: Path, tiny: ModuleType, tmp_path: Path
 ) -> None:
-    tiny.make_model().save(tmp_path / "model")
+    words = {word for i in range(40) for word in re.findall(r"\w+|[^\w\s]+", story(i))}
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_tokens(sorted(words - set(tiny.WORDS)))
+    fresh_model(tiny.SIZES | {"max_position_embeddings": 512}, tokenizer=tokenizer).save(tmp_path / "model")
     data = {
         "base.train_data": "corpus.jsonl",
         "base.eval_data": "corpus.heldout.jsonl",

@@ -49,7 +49,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         if config.keeps_reference:
             parts["reference"] = parts["gradients"]  # a copy of what is trained
         parts["rollout cache"] = cache_bytes(definition, completions, longest + length)
-        lines.append(memory_line(parts))
+        lines.append(memory_line(parts, config.dtype))
     told = advise(
         config,
         updates=total,

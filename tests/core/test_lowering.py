@@ -1,0 +1,126 @@
+"""The train step and the sampler are lowered for GPUs and TPUs here, where there are none.
+
+It shows that no operation lacks a lowering there, and in what precision they compute. What the accelerators' compilers
+and memories make of it, it does not show.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.components import load_file
+from rlhf_core.generation import Plan, generate
+from rlhf_core.mesh import make_mesh, put_rows, replicated
+from rlhf_core.metrics import Mean
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.lora import Lora
+from rlhf_core.models.parse import parse
+from rlhf_core.objectives import trained_logps, trained_weight
+from rlhf_core.optimizers import adamw
+from rlhf_core.partition import split
+from rlhf_core.rows import pack, tree
+from rlhf_core.sampling import SamplingOptions
+from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
+from rlhf_core.step import Programs
+
+cases: Any = load_file(Path(__file__).with_name("mesh_cases.py"))
+PLATFORMS = ("cuda", "rocm", "tpu")
+NAMES = ("llama", "gemma2", "mixtral", "llama, adapters")
+ADAPTED = ("self_attn.q_proj", "mlp.down_proj")
+MESHES = {"one device": (1, 1, 1), "eight devices": (2, 2, 2)}
+
+
+def definition(name: str) -> Definition:
+    """In an accelerator's dtype."""
+    made = Definition(DECODER, parse(cases.FAMILIES[name], dtype="bfloat16"), "lm")
+    return made.with_lora(Lora(2, 4.0, 0.1, False, ADAPTED)) if "adapters" in name else made
+
+
+def programs_of(traced: Any) -> list[str]:
+    """The StableHLO for each platform, which no compiler has seen yet."""
+    return [str(traced.lower(lowering_platforms=(platform,)).as_text()) for platform in PLATFORMS]
+
+
+def assert_precisions(program: str) -> None:
+    """Products are of bfloat16 operands; logarithms and norms, and some exponentials (softmax), are float32."""
+    products = re.findall(r"stablehlo\.dot_general .*: \((tensor<\S+>), tensor<\S+>\)", program)
+    assert len(products) > 10
+    assert sum("bf16" in left for left in products) > 0.8 * len(products)
+    assert re.search(r"stablehlo\.exponential .*xf32>", program)
+    assert not re.search(r"stablehlo\.(log|log_plus_one|rsqrt|sqrt) .*bf16>", program)
+    assert "callback" not in program  # no way back to the host from inside
+
+
+def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
+    """A train state of shapes and shardings, without arrays."""
+    tx, everywhere = adamw(0.1), replicated(mesh)
+
+    def placed(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+    params = placed(made.abstract_params(), made.shardings(mesh))
+    fixed = fixed_parameters(params, None)
+    trained = split(params, fixed)[0]
+    shardings = jax.tree.map(lambda x: x.sharding, trained)
+    moments = jax.eval_shape(tx.init, trained)
+    moments = placed(moments, optimizer_shardings(moments, trained, shardings, mesh))
+    number, key = jax.ShapeDtypeStruct((), np.int32, sharding=everywhere), jax.eval_shape(jax.random.key, 0)
+    key = jax.ShapeDtypeStruct((), key.dtype, sharding=everywhere)
+    return TrainState(number, params, moments, key, number, made, tx, fixed)
+
+
+@pytest.mark.parametrize("devices", list(MESHES))
+@pytest.mark.parametrize("name", NAMES)
+def test_the_train_step(name: str, devices: str) -> None:
+    sizes = MESHES[devices]
+    mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    made = definition(name)
+
+    def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
+        logps, entropies = trained_logps(made, params, batch, entropy=True)
+        weight = trained_weight(batch)
+        return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
+
+    text = np.arange(3, 15, dtype=np.int32)
+    (batch,) = pack([tree([text], [np.ones(12, np.float32)])] * 8, cases.LAYOUT)
+    rows, state = put_rows(mesh, batch), abstract_state_of(made, mesh)
+    programs: Any = Programs(objective, state)
+    key = state.key if made.lora is not None else None
+    first = programs._accumulate.trace(state.params, rows, None, key)
+    done = first.out_info
+    second = programs._accumulate.trace(state.params, rows, done, key)
+    for program in programs_of(first) + programs_of(second):
+        assert_precisions(program)
+    for program in programs_of(programs._apply.trace(state.trained(), done)):
+        assert "bf16" not in program  # weights, gradients and moments are float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sampler(name: str) -> None:
+    """With every option that adds to the program."""
+    made = definition(name)
+    options = SamplingOptions(
+        max_completion_length=5, temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.1
+    )
+    mesh = make_mesh(devices=jax.devices()[:1])
+    key = jax.random.key(0)
+    plan = Plan(made, options, mesh, (2,), 2, str(jax.random.key_impl(key)))
+    shape = jax.ShapeDtypeStruct
+    traced = generate.trace(
+        made.abstract_params(),
+        shape((4, 8), np.int32),
+        shape((4,), np.int32),
+        shape((8,), np.uint32),
+        jax.random.key_data(key),
+        shape((3, 36), np.uint8),
+        plan=plan,
+    )
+    for program in programs_of(traced):
+        assert "stablehlo.while" in program
+        assert_precisions(program)
