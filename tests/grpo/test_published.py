@@ -159,3 +159,17 @@ def test_a_head_in_chunks_equals_the_whole(temperature, dtype, tolerance):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=tolerance, atol=tolerance
         )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "group", "expected"),
+    [
+        ([1, 2, 3, np.nan], 4, [-1 / 1.0001, 0, 1 / 1.0001, 0]),
+        ([1, np.nan, 3, 5], 2, [0, 0, -1 / 1.4143135, 1 / 1.4143135]),
+        ([np.nan, np.nan, np.nan, np.nan], 2, [0, 0, 0, 0]),
+    ],
+)
+def test_standard_deviations_leave_out_what_was_not_scored(rewards, group, expected):
+    """1.0 of three, none of one, 1.4142135 of two, none of none; 1e-4 is added."""
+    got = group_advantages(np.array(rewards, np.float32), num_generations=group)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
