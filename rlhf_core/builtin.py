@@ -6,16 +6,23 @@ from collections.abc import Callable
 from typing import Literal
 
 from rlhf_core import data, loggers, optimizers, rewards, sampling
-from rlhf_core.contracts import DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
+from rlhf_core.contracts import ATTENTION, DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
 from rlhf_core.data.files import FORMATS
 from rlhf_core.hookspecs import hookimpl
 from rlhf_core.models import DECODER
+from rlhf_core.models.attention import attend
+from rlhf_core.models.blockwise import attend_blocks
+from rlhf_core.models.fused_attention import attend_cudnn
 from rlhf_core.registry import Registry
 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     registry.add(MODEL, "decoder", DECODER)
+    registry.add(ATTENTION, "auto", attend)
+    registry.add(ATTENTION, "xla", attend)
+    registry.add(ATTENTION, "blocks", attend_blocks)
+    registry.add(ATTENTION, "cudnn", attend_cudnn)
     for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
         registry.add(OPTIMIZER, name, getattr(optimizers, name))
     for name in FORMATS:

@@ -30,11 +30,13 @@ class Kind(Generic[T]):
     name: what messages call it, such as "policy loss".
     arguments: the names a component is called with; a function's other keyword parameters with defaults are options.
     factory: True where the component is an object, so that a registered function is called to make it.
+    constant: True where jit closes over the component, so that it must hash by value: a class must be frozen.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     factory: bool = False
+    constant: bool = False
 
 
 class Rows(NamedTuple):
@@ -94,12 +96,14 @@ class PolicyInputs:
         """Each token's sequence's sum of `x` over the mask, float32 [N, T]."""
         import jax.numpy as jnp
 
+        # What is outside the mask must not poison the sum, whatever it holds.
+        x = jnp.where(self.mask != 0, x * self.mask, 0.0)
         if self.sequence is None:
-            return jnp.broadcast_to((x * self.mask).sum(-1, keepdims=True), self.mask.shape)
+            return jnp.broadcast_to(x.sum(-1, keepdims=True), self.mask.shape)
         member = (self.sequence[:, :, None] == jnp.arange(self.sequences)).astype(
             x.dtype
         )  # [N, T, sequences]
-        return jnp.einsum("nts,ns->nt", member, jnp.einsum("nts,nt->ns", member, x * self.mask))
+        return jnp.einsum("nts,ns->nt", member, jnp.einsum("nts,nt->ns", member, x))
 
     def sequence_mean(self, x: jax.Array) -> jax.Array:
         """Each token's sequence's mean of `x` over the mask, float32 [N, T]; 0 where the sequence has no token."""
@@ -269,16 +273,39 @@ class OptimizerFactory(Protocol):
     def __call__(self, learning_rate: Any, **options: Any) -> optax.GradientTransformation: ...
 
 
+class AttentionOver(Protocol):
+    """Attention of rows with themselves, as `rlhf_core.models.attention.attend` defines it, shapes and all.
+
+    window: int32 scalar, traced where layers differ in it. softcap: a Python number. What an implementation cannot do,
+    it raises InputError for, when it is traced.
+    """
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        visible_until: jax.Array,
+        *,
+        window: jax.Array | None = None,
+        softcap: float | None = None,
+    ) -> jax.Array: ...
+
+
 TRAINER: Kind[Trainer] = Kind("trainer")
-PAIRWISE_LOSS: Kind[PairwiseLoss] = Kind("pairwise loss", ("inputs",))
-POLICY_LOSS: Kind[PolicyLoss] = Kind("policy loss", ("inputs",))
-ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",))
+PAIRWISE_LOSS: Kind[PairwiseLoss] = Kind("pairwise loss", ("inputs",), constant=True)
+POLICY_LOSS: Kind[PolicyLoss] = Kind("policy loss", ("inputs",), constant=True)
+ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",), constant=True)
 SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
 REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"))
 MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)
 LOGGER: Kind[object] = Kind("logger", factory=True)
 OPTIMIZER: Kind[OptimizerFactory] = Kind("optimizer", ("learning_rate",))
+ATTENTION: Kind[AttentionOver] = Kind(
+    "attention", ("q", "k", "v", "positions", "visible_until", "window", "softcap"), constant=True
+)
 
 
 @dataclass(frozen=True)

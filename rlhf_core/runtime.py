@@ -12,7 +12,7 @@ from typing import Any
 
 MIN_COMPILE_SECONDS = 0.5
 _MALLOPT = {  # numbers from glibc's malloc.h
-    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
+    "M_TRIM_THRESHOLD": (-1, -1),  # never: any positive number ends at 2 GiB
     "M_TOP_PAD": (-2, 2**28),
     "M_MMAP_MAX": (-4, 0),
     "M_ARENA_MAX": (-8, 1),

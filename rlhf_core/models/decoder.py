@@ -23,7 +23,7 @@ from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.layers import Embedding, Layer, RMSNorm
 from rlhf_core.models.linear import Linear
 from rlhf_core.models.lora import Lora, merge
-from rlhf_core.models.rope import rotation
+from rlhf_core.models.rope import kept_rotation, rotation
 
 Params = dict[str, Any]
 REMAT_ABOVE = 2 << 30
@@ -68,16 +68,17 @@ class Decoder(nnx.Module):
         """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache)."""
         c, dtype = self.config, compute_dtype(self.config)
         _check_length(c, tokens.shape[1])
-        ropes = [rotation(rope, c.head_dim, positions) for rope in c.ropes]
+        ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
         several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
 
         def body(x: jax.Array, slice_: tuple[Any, _Kind]) -> tuple[jax.Array, Any]:
             layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
             rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
             q, k, v = layer.project(x, rope)
-            mixed = attend(q, k, v, positions, visible_until, window=kind.window, softcap=c.attention_softcap)
+            mixed = over(q, k, v, positions, visible_until, window=kind.window, softcap=c.attention_softcap)
             return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
 
+        over = c.attention or attend
         graph, stacked = self._stacked()
         x = self.embed_tokens(tokens, dtype)
         policy = _policy(c, tokens.size)

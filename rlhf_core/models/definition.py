@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rlhf_core.contracts import ModelFamily
+from rlhf_core.contracts import AttentionOver, ModelFamily
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import param_shardings
 from rlhf_core.models.config import Head, Remat
@@ -104,13 +104,14 @@ def define(
     *,
     dtype: str | None = None,
     remat: Remat = "auto",
+    attention: AttentionOver | None = None,
 ) -> Definition:
-    """What a config.json describes. dtype, remat: of the computation, see `DecoderConfig`; None and "auto" are what
-    a family does by itself.
+    """What a config.json describes. dtype, remat, attention: of the computation, see `DecoderConfig`; None and "auto"
+    are what a family does by itself.
 
     Raises InputError for a config that the family cannot honour, and where it takes no such option.
     """
-    asked = {"dtype": dtype, "remat": remat}
+    asked = {"dtype": dtype, "remat": remat, "attention": attention}
     options: dict[str, Any] = {name: value for name, value in asked.items() if value not in (None, "auto")}
     try:
         inspect.signature(family.parse).bind(hf_config, head, **options)

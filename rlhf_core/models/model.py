@@ -23,13 +23,15 @@ from rlhf_core.models.attention import capped
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
+from rlhf_core.models.stop_ids import GENERATION, save_stop_ids, stop_ids_of
 from rlhf_core.partition import split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-GENERATION = "generation_config.json"
+    from rlhf_core.contracts import AttentionOver
+
 TOKENIZER_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -49,7 +51,8 @@ class Model:
 
     tokenizer: its directory's, if any. hf_config: what config.json will say. source: the directory it came from.
     stored_dtype: "float32", "bfloat16" or "float16", of the files it is saved as.
-    compute_dtype, remat: see `DecoderConfig`. adapter: what adapter_config.json will say, of a model with adapters.
+    compute_dtype, remat, attention: see `DecoderConfig`.
+    adapter: what adapter_config.json will say, of a model with adapters.
     """
 
     definition: Definition
@@ -61,6 +64,7 @@ class Model:
     stored_dtype: str = "float32"
     compute_dtype: str | None = None
     remat: Remat = "auto"
+    attention: AttentionOver | None = None
     adapter: Mapping[str, Any] | None = None
 
     def logits(self, input_ids: Any, attention_mask: Any) -> jax.Array:
@@ -92,7 +96,7 @@ class Model:
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion: the tokenizer's, and those of the source's generation_config.json."""
         found = [] if self.tokenizer is None else list(special_ids(self.tokenizer).eos)
-        found += [] if self.source is None else _stop_ids(self.source)
+        found += [] if self.source is None else stop_ids_of(self.source)
         return tuple(dict.fromkeys(found))
 
     def with_params(self, params: dict[str, Any]) -> Model:
@@ -114,20 +118,33 @@ class Model:
             adapter=adapter,
         )
 
-    def computing(self, *, dtype: str | None = None, remat: Remat = "auto") -> Model:
-        """This model with another dtype or remat, see `DecoderConfig`; None and "auto" leave them as they are.
+    def computing(
+        self, *, dtype: str | None = None, remat: Remat = "auto", attention: AttentionOver | None = None
+    ) -> Model:
+        """This model with another dtype, remat or attention, see `DecoderConfig`; None and "auto" leave them.
 
         Raises InputError where the family takes no such option.
         """
-        if dtype is None and remat == "auto":
+        if dtype is None and remat == "auto" and attention is None:
             return self
-        remat = self.remat if remat == "auto" else remat
-        model = dataclasses.replace(self, compute_dtype=dtype or self.compute_dtype, remat=remat)
+        model = dataclasses.replace(
+            self,
+            compute_dtype=dtype or self.compute_dtype,
+            remat=self.remat if remat == "auto" else remat,
+            attention=attention or self.attention,
+        )
         return dataclasses.replace(model, definition=model._define(self.definition.head))
 
     def _define(self, head: Head) -> Definition:
         family, lora = self.definition.family, self.definition.lora
-        made = define(family, self.hf_config, head, dtype=self.compute_dtype, remat=self.remat)
+        made = define(
+            family,
+            self.hf_config,
+            head,
+            dtype=self.compute_dtype,
+            remat=self.remat,
+            attention=self.attention,
+        )
         return made if lora is None else made.with_lora(lora)
 
     def with_lora(
@@ -201,7 +218,7 @@ class Model:
                 if (self.source / name).is_file():
                     shutil.copyfile(self.source / name, directory / name)
         if tokenizer is not None:
-            _save_stop_ids(dataclasses.replace(self, tokenizer=tokenizer).stop_ids, tokenizer, directory)
+            save_stop_ids(dataclasses.replace(self, tokenizer=tokenizer).stop_ids, tokenizer, directory)
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]
@@ -218,23 +235,6 @@ def _is_of(tokenizer: Any, directory: Path) -> bool:
         return False
     original = load_tokenizer(directory)
     return all(of(original) == of(tokenizer) for of in (tokenizer_hash, template_hash))
-
-
-def _stop_ids(directory: Path) -> list[int]:
-    """Those that the directory's generation_config.json names."""
-    file = directory / GENERATION
-    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    return [named] if isinstance(named, int) else list(named or ())
-
-
-def _save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> None:
-    """Have generation_config.json name the stop ids that whoever loads the directory would not find otherwise."""
-    if set(stop_ids) <= {tokenizer.eos_token_id, *_stop_ids(directory)}:
-        return
-    file = directory / GENERATION
-    rest = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    text = json.dumps({**rest, "eos_token_id": list(stop_ids)}, indent=2)
-    file.write_text(text + "\n", encoding="utf-8")
 
 
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:

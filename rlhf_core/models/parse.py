@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError, near
 from rlhf_core.models.config import DecoderConfig, Head, Remat
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
@@ -24,9 +25,10 @@ def parse(
     *,
     dtype: str | None = None,
     remat: Remat = "auto",
+    attention: AttentionOver | None = None,
     architectures: Mapping[str, Architecture] = ARCHITECTURES,
 ) -> DecoderConfig:
-    """The decoder that a config.json describes; dtype and remat are as in `DecoderConfig`.
+    """The decoder that a config.json describes; dtype, remat and attention are as in `DecoderConfig`.
 
     Raises InputError with one line a problem: an unknown `model_type`, a missing or mistyped field, or one whose
     value the decoder cannot honour.
@@ -83,6 +85,7 @@ def parse(
         initializer_range=read.number("initializer_range", 0.02),
         remat=remat,
         dtype=dtype,
+        attention=attention,
     )
     if config.experts_per_token > experts:
         read.problem(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from rlhf_core.models.config import Rope
 
@@ -52,6 +54,20 @@ def rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array
     angle = positions[..., None].astype(jnp.float32) * frequencies(rope, head_dim)
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
     return (cosine, sine) if rope.magnitude == 1 else (cosine * rope.magnitude, sine * rope.magnitude)
+
+
+def kept_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`rotation`, computed once where many layers read it.
+
+    XLA on CPU fuses the cosines into every pass that turns queries or keys, and computes them again in each; it drops
+    barriers. A branch that it cannot decide, and that is always taken, keeps the result.
+    """
+    compute = functools.partial(rotation, rope, head_dim)
+
+    def kept(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lax.cond(positions.max() >= 0, compute, lambda x: compute(jnp.zeros_like(x)), positions)
+
+    return lax.platform_dependent(positions, cpu=kept, default=compute)
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:

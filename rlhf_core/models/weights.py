@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.errors import InputError, near
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer
+from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
 
 SHARD_BYTES = 5 * 10**9
+THREADS = 8
+"""That read tensors, at most: memory has no room for more."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -89,7 +93,8 @@ class _Leaf:
             for part in some.reshape(-1, *inner):
                 yield next(names), part.T if self.transposed else part
 
-    def read(self, view: Callable[[str], np.ndarray], sharding: Any) -> jax.Array:
+    def read(self, view: Callable[[str], np.ndarray], sharding: Any, threads: Executor) -> jax.Array:
+        """The parameter, on its way to the devices."""
         made: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
 
         def part(index: Any) -> np.ndarray:
@@ -99,14 +104,15 @@ class _Leaf:
                 out = np.empty([stop - start for start, stop in key], np.float32)
                 leading, inner = spans[: len(self.lead)], spans[len(self.lead) :]
                 names = np.array(self.names, object).reshape(self.lead)[(*leading, None)].reshape(-1)
-                for slot, name in zip(out.reshape(-1, *out.shape[len(leading) :]), names, strict=True):
-                    tensor = view(name)
-                    slot[...] = (tensor.T if self.transposed else tensor)[inner]
+
+                def fill(slot: np.ndarray, name: str) -> None:
+                    copy(view(name).T[inner] if self.transposed else view(name)[inner], slot)
+
+                list(threads.map(fill, out.reshape(-1, *out.shape[len(leading) :]), names))
                 made[key] = out
             return made[key]
 
-        # A transfer under way keeps the host's copy: the next parameter is read after it.
-        return jax.block_until_ready(jax.make_array_from_callback(self.shape, sharding, part))
+        return jax.make_array_from_callback(self.shape, sharding, part)
 
 
 def _leaves(config: DecoderConfig) -> list[_Leaf]:
@@ -124,14 +130,21 @@ def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, An
     readers, leaves = check(config, directory)
     flat = {leaf.keys: leaf for leaf in leaves}
     params: dict[str, Any] = {}
-    for path, sharding in jax.tree.leaves_with_path(shardings):
-        keys = tuple(str(entry.key) for entry in path)
-        if keys in flat:
-            inner = params
-            for key in keys[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[keys[-1]] = flat[keys].read(lambda name: readers[name].view(name), sharding)
-    return params
+    before: Any = None
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        for path, sharding in jax.tree.leaves_with_path(shardings):
+            keys = tuple(str(entry.key) for entry in path)
+            if keys in flat:
+                inner = params
+                for key in keys[:-1]:
+                    inner = inner.setdefault(key, {})
+                made = flat[keys].read(lambda name: readers[name].view(name), sharding, threads)
+                inner[keys[-1]] = made
+                jax.block_until_ready(
+                    before
+                )  # the host holds a parameter until its transfer ends: two at most
+                before = made
+    return jax.block_until_ready(params)
 
 
 def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], list[_Leaf]]:

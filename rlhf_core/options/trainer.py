@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_core.contracts import LOGGER, OPTIMIZER
+from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 from rlhf_core.options.adapters import LoraOptions
 from rlhf_core.options.base import Component, Options
 from rlhf_core.options.expansion import PART_NAMES, expand, inherited
@@ -83,9 +83,9 @@ class TrainerConfig(Options):
         None, description="a file, a dataset name, a table { name, path, weight, split }, or a list of these"
     )
     eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(_text)] = Field(
-        None, description="as train_data, held out"
+        None, description="as train_data, held out; none: nothing is evaluated"
     )
-    learning_rate: float = Field(5e-5, ge=0, description="peak, per update")
+    learning_rate: float = Field(5e-5, ge=0, description="at its peak")
     learning_rate_end: float | None = Field(
         None, ge=0, description="at the last update, for schedules that fall; none: 0"
     )
@@ -106,7 +106,7 @@ class TrainerConfig(Options):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="parts an update is computed in; changes memory, not the result"
     )
-    max_sequence_length: int = Field(1024, ge=2, description="tokens of an example")
+    max_sequence_length: int = Field(1024, ge=2, description="tokens of an example, prompt included")
     overlong: Literal["filter", "truncate"] = Field("filter", description="what happens to longer examples")
     truncation_mode: Literal["keep_end", "keep_start"] = Field(
         "keep_end", description="which end of a longer example is kept, where it is truncated"
@@ -134,8 +134,10 @@ class TrainerConfig(Options):
     greater_is_better: bool | None = Field(
         None, description="which way; none: lower for a loss, error, perplexity or kl, greater for the rest"
     )
-    save_steps: int | None = Field(None, ge=1, description="updates between checkpoints")
-    save_interval_minutes: float | None = Field(None, gt=0, description="minutes between checkpoints")
+    save_steps: int | None = Field(None, ge=1, description="updates between checkpoints; none: by time")
+    save_interval_minutes: float | None = Field(
+        None, gt=0, description="minutes between checkpoints; none: 10, or with save_steps by updates alone"
+    )
     save_total_limit: int | None = Field(
         None, ge=1, description="newest checkpoints kept, and the best; none: all"
     )
@@ -174,17 +176,28 @@ class TrainerConfig(Options):
         description="of the computation; none: float32 on CPUs, bfloat16 on accelerators. Parameters, logits and "
         "losses are float32",
     )
+    attention: Annotated[Component, ATTENTION] = Field(
+        Component(name="auto"),
+        description="of rows, by name: xla, blocks (skips what no token sees), cudnn; auto: on CPUs blocks where it "
+        "pays, else xla",
+    )
     remat: Literal["auto", "none", "dots", "full"] = Field(
         "auto",
         description="what the backward pass recomputes, to save memory: 'dots' all but products with weights, 'full' "
         "whole layers, 'auto' dots where activations are large",
     )
-    seed: int | None = Field(None, ge=0, description="none: the pipeline's")
+    seed: int | None = Field(
+        None,
+        ge=0,
+        description="of fresh weights, the order of rows, dropout and samples; none: the pipeline's",
+    )
     lora: LoraOptions | None = Field(
         None, description="train adapters with these options; none: all parameters are trained"
     )
     chat_template: PathText | None = Field(
-        None, description="none: the tokenizer's own; 'plain': role-labelled text; or a Jinja file"
+        None,
+        description="how conversations become text; none: the tokenizer's own; 'plain': each turn under its role's "
+        "name; or a Jinja file",
     )
 
     @model_validator(mode="after")

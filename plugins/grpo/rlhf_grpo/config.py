@@ -103,7 +103,7 @@ class GRPOConfig(TrainerConfig):
         "max_sequence_length": "max_prompt_length limits prompts, max_completion_length completions"
     }
 
-    learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
     num_train_epochs: int = Field(default=1, ge=1, description="passes over the prompts")
     num_generations: int = Field(default=8, ge=2, description="completions a prompt; a group")
     max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
@@ -132,7 +132,9 @@ class GRPOConfig(TrainerConfig):
         default=0.0, description="weight of the mean entropy, subtracted from the loss"
     )
     num_iterations: int = Field(default=1, ge=1, description="times each completion is trained on")
-    steps_per_generation: int = Field(default=1, ge=1, description="updates a rollout and iteration")
+    steps_per_generation: int = Field(
+        default=1, ge=1, description="updates that an iteration over a rollout is cut into"
+    )
     dynamic_sampling: DynamicSampling | None = Field(
         default=None, description="replace groups whose rewards are all equal; none: keep them"
     )

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.feeds import MICRO_BATCH_TOKENS
 from rlhf_core.layout import row_cost
-from rlhf_core.rows import Layout, choose_layout
+from rlhf_core.rows import Layout, Tree, choose_layout
 
 if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
@@ -39,6 +39,14 @@ def group_layout(
         row_multiple=row_multiple,
         longest=int(sizes.max()),
     )
+
+
+def longest_groups(config: GRPOConfig, prompt_sizes: NDArray[np.integer]) -> list[Tree]:
+    """The groups of one update, as large as they get: what rows will look like."""
+    group, length = config.num_generations, config.sampling.max_completion_length
+    completion = np.zeros(length, np.int32)
+    prompts = prompt_sizes[: max(1, config.total_batch_size // group)]
+    return [Tree(np.zeros(size, np.int32), (completion,) * group) for size in prompts]
 
 
 def _group_cost(prompt: float, length: int, group: int, together: int, crossover: int) -> float:

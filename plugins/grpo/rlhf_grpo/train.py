@@ -13,6 +13,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.fit import fit
 from rlhf_core.mesh import row_multiple
 from rlhf_core.state import create_state, fixed_parameters
+from rlhf_core.suited import with_attention
 from rlhf_grpo.advice import advise
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.evaluation import evaluator
@@ -22,7 +23,7 @@ from rlhf_grpo.limits import watch
 from rlhf_grpo.objective import Terms, objective, reader
 from rlhf_grpo.reference import Reference
 from rlhf_grpo.rewards import check_columns, set_up
-from rlhf_grpo.shapes import group_layout
+from rlhf_grpo.shapes import group_layout, longest_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     )
     sizes = np.array([len(ids) for ids in prompts.ids])
     _warm_up(sampler, model, prompts.ids)
+    layout = group_layout(config, sizes, model.definition.hidden_size, row_multiple(stage.devices()))
+    model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
     feed = RolloutFeed(
         stage,
         config,
@@ -67,7 +70,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         rewards,
         registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
         reader(model.definition, temperature=temperature),
-        group_layout(config, sizes, model.definition.hidden_size, row_multiple(stage.devices())),
+        layout,
         reference,
         getattr(loss, "aggregation", "token_mean"),
     )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 BINS = 10
 """Of the calibration error, equally wide over probabilities from 0.5 to 1."""
+HISTOGRAM_BINS = 40
 
 
 def measures(
@@ -74,10 +75,33 @@ def calibration_error(difference: NDArray[Any]) -> float:
     that reply is the chosen one, a tie counting one half. The error is the sum over bins of
     (pairs in the bin / all pairs) · |share that is right − mean p|.
     """
+    p, right, at = _binned(difference)
+    return float(np.abs(np.bincount(at, right - p)).sum() / len(p))
+
+
+def calibration_bins(difference: NDArray[Any]) -> list[dict[str, float]]:
+    """What `calibration_error` sums over, of each bin that has pairs: `pairs`, mean `confidence`, share `right`."""
+    p, right, at = _binned(difference)
+    pairs, confidence, share = (np.bincount(at, weights, BINS) for weights in (None, p, right))
+    return [
+        {"pairs": int(n), "confidence": float(c / n), "right": float(r / n)}
+        for n, c, r in zip(pairs, confidence, share, strict=True)
+        if n
+    ]
+
+
+def _binned(difference: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.intp]]:
+    """Of each pair: the confidence, whether it is right (a tie one half), and its bin."""
     p = 1.0 / (1.0 + np.exp(-np.abs(difference)))
     right = np.where(difference == 0, 0.5, difference > 0)
-    at = np.minimum(((p - 0.5) * 2 * BINS).astype(np.intp), BINS - 1)
-    return float(np.abs(np.bincount(at, right - p)).sum() / len(p))
+    return p, right, np.minimum(((p - 0.5) * 2 * BINS).astype(np.intp), BINS - 1)
+
+
+def histograms(chosen: NDArray[Any], rejected: NDArray[Any]) -> dict[str, list[float]]:
+    """`edges`, reward units, and how many of the `chosen` and `rejected` scores lie between them."""
+    edges = np.histogram_bin_edges(np.concatenate([chosen, rejected]), HISTOGRAM_BINS)
+    counts = {"chosen": np.histogram(chosen, edges)[0], "rejected": np.histogram(rejected, edges)[0]}
+    return {"edges": edges.tolist(), **{side: found.tolist() for side, found in counts.items()}}
 
 
 def rank_correlation(x: NDArray[Any], y: NDArray[Any]) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
+from rlhf_reward.measures import calibration_bins, histograms
 
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
@@ -24,6 +25,8 @@ class Preview:
     DIR/samples/evaluation-NNNNNN.jsonl, after update NNNNNN: `prompt`, what both texts begin with, `chosen` and
     `rejected`, as the model reads them, special tokens included; `chosen_score`, `rejected_score`, `margin`, reward
     units; `row`, where the pair comes from.
+
+    DIR/evaluations/NNNNNN.json, of all pairs: `step`; `scores`, their histograms; `calibration`, its bins.
     """
 
     def __init__(self, evaluate: Evaluation, tokenizer: Any, stage: Stage, count: int) -> None:
@@ -34,8 +37,11 @@ class Preview:
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         metrics = self.evaluate(state)
-        if self.shown and self.stage.is_main:
-            self._show(int(state.step), self.evaluate.scores(state))
+        if self.stage.is_main:
+            step, scores = int(state.step), self.evaluate.scores(state)
+            self._keep(step, scores)
+            if self.shown:
+                self._show(step, scores)
         return metrics
 
     def _texts(self, i: int, tokenizer: Any) -> dict[str, str]:
@@ -44,6 +50,18 @@ class Preview:
         alike = (a == b for a, b in zip(chosen, rejected, strict=False))
         shared = sum(1 for _ in takewhile(bool, alike))
         return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+    def _keep(self, step: int, scores: np.ndarray) -> None:
+        """Nothing of scores that are not finite: there is no histogram of them, and the run is about to say so."""
+        if not np.isfinite(scores).all():
+            return
+        chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1].astype(np.float64)
+        found = {
+            "step": step,
+            "scores": histograms(chosen, rejected),
+            "calibration": calibration_bins(chosen - rejected),
+        }
+        write_atomic(self.stage.dir / "evaluations" / f"{step:06d}.json", json.dumps(found) + "\n")
 
     def _show(self, step: int, scores: np.ndarray) -> None:
         lines = []

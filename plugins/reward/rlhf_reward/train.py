@@ -22,6 +22,7 @@ from rlhf_core.fit import fit
 from rlhf_core.forecast import plan_lines
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.state import create_state
+from rlhf_core.suited import with_attention
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, finite, subsets_of
 from rlhf_reward.objective import objective, pair_loss
@@ -42,6 +43,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     data.require_vocabulary(train.trees(), train.where, model.definition.vocab_size)
     mesh, width = stage.devices(), model.definition.hidden_size
     layout = layout_for(train.trees(), config, mesh, width, reads_tokens=False)
+    model = with_attention(model, config, stage, train.trees(), layout, group=2)
     feed = TreeFeed(
         train.trees(),
         config,

@@ -11,6 +11,7 @@ from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
 from rlhf_core.fit import evaluator, fit
 from rlhf_core.forecast import plan_lines
 from rlhf_core.state import create_state
+from rlhf_core.suited import with_attention
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
@@ -26,6 +27,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
     layout = layout_for(
         train.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
     )
+    model = with_attention(model, config, stage, train.trees(), layout)
     feed = TreeFeed(
         train.trees(), config, layout, seed=stage.seed, fingerprint=train.fingerprint, where=train.where
     )

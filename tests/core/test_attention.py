@@ -1,0 +1,151 @@
+"""Every attention equals the definition: softmax over the keys that a query sees, value and gradient, in float64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.contracts import ATTENTION
+from rlhf_core.errors import InputError
+from rlhf_core.layout import Layout
+from rlhf_core.models.attention import attend
+from rlhf_core.models.blockwise import attend_blocks, block_size
+from rlhf_core.models.fused_attention import attend_cudnn
+from rlhf_core.rows import pack, tree
+from rlhf_core.suited import visited_share
+
+ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4
+WAYS = {
+    "xla": attend,
+    "blocks": attend_blocks,
+    "cudnn": functools.partial(attend_cudnn, implementation="xla"),
+}
+
+
+def trees(time: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and visible_until of two rows: a prompt with three branches, then unused; three sequences."""
+    first = np.zeros((2, time), np.int32)
+    prompt, end = time // 5, time - 3
+    cuts = np.linspace(prompt, end, 4).astype(int)
+    first[0, :prompt], first[1, :prompt] = np.arange(prompt), end
+    for start, stop in itertools.pairwise(cuts):
+        first[0, start:stop], first[1, start:stop] = np.arange(stop - start) + prompt, stop
+    second = np.zeros((2, time), np.int32)
+    cuts = np.linspace(0, time, 4).astype(int)
+    for start, stop in itertools.pairwise(cuts):
+        second[0, start:stop], second[1, start:stop] = np.arange(stop - start), stop
+    positions, until = np.stack([first, second], 1)
+    return positions, until
+
+
+def inputs(time: int, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
+    """Queries, keys and values, large enough to make sharp softmaxes; and a cotangent."""
+    draw = np.random.default_rng(seed)
+    shapes = [(ROWS, KV_HEADS, GROUPS, time, SIZE), *[(ROWS, KV_HEADS, time, SIZE)] * 2]
+    arrays = [2 * draw.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return arrays, draw.standard_normal((ROWS, time, KV_HEADS * GROUPS * SIZE)).astype(np.float32)
+
+
+def expected(
+    arrays: list[np.ndarray],
+    cotangent: np.ndarray,
+    positions: np.ndarray,
+    until: np.ndarray,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The mixed values and the gradients of all three, written out."""
+    q, k, v = (x.astype(np.float64) for x in arrays)
+    time = q.shape[3]
+    index = np.arange(time)
+    seen = (index <= index[:, None]) & (index[:, None] < until[:, None, :])
+    if window is not None:
+        seen &= positions[:, :, None] - positions[:, None, :] < window
+    raw = np.einsum("bkgth,bksh->bkgts", q, k)
+    logits = raw if softcap is None else softcap * np.tanh(raw / softcap)
+    weights = np.exp(logits - logits.max(-1, keepdims=True)) * seen[:, None, None]
+    p = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    mixed = np.einsum("bkgts,bksh->bkgth", p, v)
+    d = cotangent.astype(np.float64).reshape(ROWS, time, KV_HEADS, GROUPS, SIZE).transpose(0, 2, 3, 1, 4)
+    d_p = np.einsum("bkgth,bksh->bkgts", d, v)
+    d_logits = p * (d_p - (p * d_p).sum(-1, keepdims=True))
+    if softcap is not None:
+        d_logits *= 1 - np.tanh(raw / softcap) ** 2
+    gradients = (
+        np.einsum("bkgts,bksh->bkgth", d_logits, k),
+        np.einsum("bkgts,bkgth->bksh", d_logits, q),
+        np.einsum("bkgts,bkgth->bksh", p, d),
+    )
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(ROWS, time, -1), gradients
+
+
+CASES = [(96, None, None), (200, 17, None), (256, None, 3.0), (150, 30, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("way", "time", "window", "softcap"),
+    [(way, *case) for way in WAYS for case in CASES if way != "cudnn" or case[2] is None],
+)
+def test_value_and_gradient(way: str, time: int, window: int | None, softcap: float | None) -> None:
+    positions, until = trees(time)
+    arrays, cotangent = inputs(time)
+    cotangent[until == 0] = 0  # what an unused slot holds is nobody's business
+    value, gradients = expected(arrays, cotangent, positions, until, window, softcap)
+
+    @jax.jit
+    def run(*given: Any) -> Any:
+        wide = None if window is None else jnp.int32(window)
+        call = functools.partial(WAYS[way], window=wide, softcap=softcap)
+        mixed, back = jax.vjp(lambda *x: call(*x, jnp.asarray(positions), jnp.asarray(until)), *given)
+        return mixed, back(jnp.asarray(cotangent))
+
+    found, found_gradients = run(*arrays)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[until > 0], value[until > 0], rtol=1e-4, atol=2e-5)
+    for one, other in zip(found_gradients, gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-4)
+
+
+def test_blocks_give_an_unused_slot_nothing() -> None:
+    positions, until = trees(200)
+    (q, k, v), _ = inputs(200)
+    assert (until == 0).any()
+    mixed = attend_blocks(*map(jnp.asarray, (q, k, v, positions, until)))
+    assert not np.asarray(mixed)[until == 0].any()
+
+
+def test_blocks_are_few() -> None:
+    assert [block_size(t) for t in (64, 1024, 1025, 4096)] == [64, 64, 128, 256]
+
+
+def test_cudnn_says_what_it_cannot_do() -> None:
+    positions, until = map(jnp.asarray, trees(96))
+    (q, k, v), _ = inputs(96)
+    with pytest.raises(InputError, match="bfloat16") as caught:
+        attend_cudnn(*map(jnp.asarray, (q, k, v)), positions, until, softcap=30.0)
+    assert "no soft cap" in str(caught.value)
+    assert "8 divides" in str(caught.value)
+
+
+def test_what_rows_visit() -> None:
+    """Two sequences of 256: each sees itself, 10 of 16 blocks' pairs of its own; 20 of the row's 36. Long ones: all."""
+    tokens = np.arange(256, dtype=np.int32)
+    pair = tree([tokens + 1, tokens + 2])
+    layout = Layout((512,), (1,), (32,), (0,))
+    assert visited_share(pack([pair], layout, group=2)) == 20 / 36
+    whole = tree([np.arange(512, dtype=np.int32)])
+    assert visited_share(pack([whole], layout)) == 1.0
+
+
+def test_they_are_registered() -> None:
+    from rlhf_core import plugins
+
+    registry = plugins.load().registry
+    assert set(registry.names(ATTENTION)) >= {"auto", "xla", "blocks", "cudnn"}
+    assert registry.get(ATTENTION, "blocks") is attend_blocks
