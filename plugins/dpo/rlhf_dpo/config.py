@@ -1,0 +1,31 @@
+"""What a DPO stage can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from rlhf_core import TrainerConfig
+from rlhf_core.options import Component
+from rlhf_dpo.contracts import DPO_LOSS
+
+
+class DPOConfig(TrainerConfig):
+    """Direct preference optimization (Rafailov et al. 2023): a policy from preference pairs, without a reward model."""
+
+    FLAT: ClassVar = {
+        "loss_type": ("loss", "name"),
+        "label_smoothing": ("loss", "label_smoothing", 0.0),
+    }
+
+    learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
+    num_train_epochs: int | float = Field(default=1, gt=0, description="passes over the pairs")
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="how strongly the policy is held to the model it started from; for ipo, τ of the paper",
+    )
+    loss: Annotated[Component, DPO_LOSS] = Field(
+        default=Component(name="sigmoid"), description="the loss and its options"
+    )

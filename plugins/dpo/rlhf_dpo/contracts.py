@@ -1,0 +1,50 @@
+"""What a DPO loss is given, and the kind it is registered under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rlhf_core import Kind, LossOutput
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True)
+class DPOInputs:
+    """One element a preference pair, float32 [pairs]. Log-probabilities are sums over a completion's tokens, nats."""
+
+    logps_chosen: jax.Array
+    """Under the policy; differentiable."""
+    logps_rejected: jax.Array
+    """The same of the rejected completion."""
+    ref_logps_chosen: jax.Array
+    """Under the reference; no gradient."""
+    ref_logps_rejected: jax.Array
+    """The same of the rejected completion."""
+    tokens_chosen: jax.Array
+    """How many tokens the completion has, 1 at least."""
+    tokens_rejected: jax.Array
+    """The same of the rejected completion."""
+    beta: float
+    """β, above 0: how strongly the policy is held to the reference."""
+
+    @property
+    def ratio_chosen(self) -> jax.Array:
+        """log π(chosen) − log π_ref(chosen), nats; β times it is the implicit reward."""
+        return self.logps_chosen - self.ref_logps_chosen
+
+    @property
+    def ratio_rejected(self) -> jax.Array:
+        """The same of the rejected completion."""
+        return self.logps_rejected - self.ref_logps_rejected
+
+
+class DPOLoss(Protocol):
+    """A value a pair, and metrics a pair, which are averaged and logged under the loss's name."""
+
+    def __call__(self, inputs: DPOInputs, /) -> LossOutput: ...
+
+
+DPO_LOSS: Kind[DPOLoss] = Kind("dpo loss", ("inputs",), constant=True)

@@ -1,0 +1,42 @@
+"""Held-out pairs: the loss and metrics of training, each pair once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.metrics import Mean, Metric, read
+from rlhf_dpo.objective import inputs_of
+
+if TYPE_CHECKING:
+    from rlhf_core import TrainState
+    from rlhf_dpo.objective import Measure
+    from rlhf_dpo.reference import Reader, Reference
+
+
+class Evaluation:
+    """A function of the state: metrics of held-out pairs.
+
+    Their log-probabilities are gathered and measured all at once, so that packing, batch size and mesh change nothing
+    but rounding.
+    """
+
+    def __init__(self, reader: Reader, reference: Reference, measure: Measure, *, beta: float) -> None:
+        self.reader, self.reference = reader, reference
+        self._measure = jax.jit(partial(_measured, measure, beta))
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        self.reference.ensure(state)
+        pairs, which = self.reader.pairs, self.reader.which
+        loss, metrics = self._measure(self.reader(state.params), pairs.reference[which], pairs.tokens[which])
+        return read({**metrics, "loss": loss})
+
+
+def _measured(
+    measure: Measure, beta: float, logps: jax.Array, reference: jax.Array, tokens: jax.Array
+) -> tuple[Mean, Mapping[str, Metric]]:
+    return measure(inputs_of(logps, reference, tokens, beta), jnp.ones(len(logps), bool))

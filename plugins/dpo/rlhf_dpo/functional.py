@@ -1,0 +1,201 @@
+"""DPO's mathematics as plain functions over padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import plugins
+from rlhf_core.logprobs import token_logps
+from rlhf_core.metrics import Mean, Metric, results
+from rlhf_core.models import Model, padded_rows
+from rlhf_core.options import Component
+from rlhf_core.step import split_step
+from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
+from rlhf_dpo.losses import LOSSES
+from rlhf_dpo.objective import pair_loss
+
+if TYPE_CHECKING:
+    from rlhf_core import TrainState
+    from rlhf_core.models import Definition
+    from rlhf_core.step import Objective
+    from rlhf_dpo.contracts import DPOLoss
+
+    Loss: TypeAlias = str | Mapping[str, Any] | DPOLoss
+
+SIDES = ("chosen", "rejected")
+
+
+def dpo_loss(
+    logps_chosen: jax.Array,
+    logps_rejected: jax.Array,
+    ref_logps_chosen: jax.Array,
+    ref_logps_rejected: jax.Array,
+    *,
+    tokens_chosen: jax.Array | None = None,
+    tokens_rejected: jax.Array | None = None,
+    beta: float = 0.1,
+    loss_type: Loss = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A DPO loss over log-probabilities, differentiable in the policy's.
+
+    logps_…, ref_logps_…: float32 [pairs], nats, sums over a completion's tokens. tokens_…: how many those are, [pairs];
+    None: 1, so that losses which divide by them see the sums. loss_type: a registered name, a table of the name and its
+    options as in a file, {"name": "ipo", "mean": False}, or a component. label_smoothing: for losses that have it,
+    named without a table.
+    Returns the mean loss, float32 [], and the metrics rewards/chosen, rewards/rejected, rewards/accuracies (strict),
+    rewards/margins, logps/chosen and logps/rejected, float32 [] each.
+    """
+    one = jnp.ones(jnp.shape(logps_chosen), jnp.float32)
+    inputs = _inputs(
+        (logps_chosen, logps_rejected),
+        (ref_logps_chosen, ref_logps_rejected),
+        (
+            one if tokens_chosen is None else tokens_chosen,
+            one if tokens_rejected is None else tokens_rejected,
+        ),
+        beta,
+    )
+    name, component = _component(loss_type, label_smoothing)
+    value, metrics = pair_loss(component, inputs, jnp.ones(one.shape, bool), name=name)
+    return value.result(), results(metrics)
+
+
+def completion_logps(model: Model, input_ids: Any, attention_mask: Any, completion_mask: Any) -> jax.Array:
+    """Log-probability of each row's completion, float32 [B], nats: what `ref_logps_chosen` and `…_rejected` hold.
+
+    input_ids, attention_mask, completion_mask: int [B, T]; padding on either side.
+    """
+    arrays = (jnp.asarray(x, jnp.int32) for x in (input_ids, attention_mask, completion_mask))
+    return _completion_logps(model.definition, model.params, *arrays)
+
+
+def training_step(
+    state: TrainState,
+    batch: Mapping[str, Any],
+    *,
+    beta: float = 0.1,
+    loss_type: Loss = "sigmoid",
+    gradient_accumulation_steps: int = 1,
+    label_smoothing: float = 0.0,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update on a padded batch; nothing is donated.
+
+    batch: input_ids_chosen, attention_mask_chosen, completion_mask_chosen and the same of rejected, int [pairs, T]
+    (chosen and rejected may differ in T; padding on either side), ref_logps_chosen and ref_logps_rejected, float
+    [pairs], nats. A completion's log-probability is the sum over the tokens of its mask, each predicted from all before
+    it; losses that divide by its length count the tokens of its mask.
+    The batch is processed in `gradient_accumulation_steps` equal parts; the result does not depend on them.
+    loss_type, label_smoothing: as for `dpo_loss`.
+    Returns the next state and the metrics of `dpo_loss`, with `loss` and `grad_norm` (before the optimizer).
+    Raises ValueError where the parts do not divide the batch, or an array is missing.
+    """
+    return _training_step(
+        state,
+        _arrays(batch),
+        beta=float(beta),
+        splits=gradient_accumulation_steps,
+        loss=_component(loss_type, label_smoothing),
+    )
+
+
+def evaluation_step(
+    state: TrainState,
+    batch: Mapping[str, Any],
+    *,
+    beta: float = 0.1,
+    loss_type: Loss = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> dict[str, jax.Array]:
+    """The loss and metrics of `training_step` without an update."""
+    return _evaluation_step(
+        state, _arrays(batch), beta=float(beta), loss=_component(loss_type, label_smoothing)
+    )
+
+
+def _component(loss: Loss, label_smoothing: float) -> tuple[str, DPOLoss]:
+    """The name that a loss's own metrics are logged under, and the loss."""
+    if isinstance(loss, str) and loss in LOSSES:
+        made: Any = LOSSES[loss]
+        takes = any(field.name == "label_smoothing" for field in fields(made))
+        return loss, made(label_smoothing=label_smoothing) if takes else made()
+    if isinstance(loss, str | Mapping):
+        table = Component(**({"name": loss} if isinstance(loss, str) else loss))
+        return table.name, plugins.load().registry.get(DPO_LOSS, table.name, **table.options)
+    return type(loss).__name__, loss
+
+
+def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    masks = [
+        f"{part}_{side}" for side in SIDES for part in ("input_ids", "attention_mask", "completion_mask")
+    ]
+    references = [f"ref_logps_{side}" for side in SIDES]
+    missing = [name for name in (*masks, *references) if batch.get(name) is None]
+    if missing:
+        raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
+    arrays = {name: jnp.asarray(batch[name], jnp.int32) for name in masks}
+    return arrays | {name: jnp.asarray(batch[name], jnp.float32).reshape(-1) for name in references}
+
+
+def _logps(
+    model: Definition, params: Any, ids: jax.Array, attended: jax.Array, completion: jax.Array
+) -> jax.Array:
+    hidden = model.hidden(params, *padded_rows(ids, attended))
+    kernel, softcap = model.unembedding(params)
+    # A first token has no prediction; of padding on the left it would be one from padding.
+    predicted = (completion[:, 1:] != 0) & (attended[:, 1:] != 0) & (attended[:, :-1] != 0)
+    targets = jnp.where(predicted, ids[:, 1:], -1)
+    return token_logps(hidden[:, :-1], kernel, targets, softcap=softcap)[0].sum(1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _completion_logps(model: Definition, params: Any, *arrays: jax.Array) -> jax.Array:
+    return _logps(model, params, *arrays)
+
+
+def _objective(state: TrainState, beta: float, loss: tuple[str, DPOLoss]) -> Objective:
+    name, component = loss
+
+    def compute(params: Any, batch: Mapping[str, jax.Array]) -> tuple[Mean, Mapping[str, Metric]]:
+        masks = [batch[f"completion_mask_{side}"] for side in SIDES]
+        logps = [
+            _logps(state.model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"], mask)
+            for side, mask in zip(SIDES, masks, strict=True)
+        ]
+        reference = [batch[f"ref_logps_{side}"] for side in SIDES]
+        inputs = _inputs(logps, reference, [(mask != 0).sum(1) for mask in masks], beta)
+        return pair_loss(component, inputs, jnp.ones(logps[0].shape, bool), name=name)
+
+    return compute
+
+
+def _inputs(
+    logps: Sequence[jax.Array], reference: Sequence[jax.Array], tokens: Sequence[jax.Array], beta: float
+) -> DPOInputs:
+    """Of what is given of chosen and rejected."""
+    (a, b), (ref_a, ref_b), (n, m) = (
+        [jnp.asarray(x, jnp.float32) for x in sides] for sides in (logps, reference, tokens)
+    )
+    return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), float(beta))
+
+
+@partial(jax.jit, static_argnames=("beta", "splits", "loss"))
+def _training_step(
+    state: TrainState, batch: Any, *, beta: float, splits: int, loss: tuple[str, DPOLoss]
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    state, metrics = split_step(_objective(state, beta, loss), state, batch, splits)
+    return state, results(metrics)
+
+
+@partial(jax.jit, static_argnames=("beta", "loss"))
+def _evaluation_step(
+    state: TrainState, batch: Any, *, beta: float, loss: tuple[str, DPOLoss]
+) -> dict[str, jax.Array]:
+    value, metrics = _objective(state, beta, loss)(state.params, batch)
+    return {**results(metrics), "loss": value.result()}

@@ -1,0 +1,105 @@
+"""DPO losses: a value a pair.
+
+With h = β [(log π − log π_ref)(chosen) − (log π − log π_ref)(rejected)], log-probabilities summed over a completion.
+Each is finite, and so is its gradient, for every finite h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from rlhf_core import LossOutput
+from rlhf_dpo.contracts import DPOInputs
+
+
+def difference(inputs: DPOInputs) -> jax.Array:
+    """h, float32 [pairs]: the difference of the implicit rewards."""
+    return inputs.beta * (inputs.ratio_chosen - inputs.ratio_rejected)
+
+
+def mean_difference(inputs: DPOInputs) -> jax.Array:
+    """The difference of the two log-ratios, each a mean over its completion's tokens, float32 [pairs], nats."""
+    return inputs.ratio_chosen / inputs.tokens_chosen - inputs.ratio_rejected / inputs.tokens_rejected
+
+
+def smoothed(h: jax.Array, share: float) -> jax.Array:
+    """−(1 − ε) log σ(h) − ε log σ(−h), ε the share."""
+    value = -(1 - share) * jax.nn.log_sigmoid(h)
+    return value - share * jax.nn.log_sigmoid(-h) if share else value
+
+
+@dataclass(frozen=True)
+class Sigmoid:
+    """−log σ(h) (DPO, Rafailov et al. 2023, eq. 7); with label smoothing −(1 − ε) log σ(h) − ε log σ(−h) (conservative
+    DPO, Mitchell 2023), lowest at h = log((1 − ε) / ε).
+
+    label_smoothing: ε, the share of labels taken to be wrong.
+    """
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        return LossOutput(smoothed(difference(inputs), self.label_smoothing))
+
+
+@dataclass(frozen=True)
+class SigmoidNorm:
+    """−log σ(h) with each log-ratio divided by its completion's tokens (length-normalised DPO, Lambert et al. 2024), so
+    that long completions do not count for more. β is then larger, by about a completion's length.
+
+    label_smoothing: as in `sigmoid`.
+    """
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        return LossOutput(smoothed(inputs.beta * mean_difference(inputs), self.label_smoothing))
+
+
+@dataclass(frozen=True)
+class Ipo:
+    """(d − 1 / (2 β))², d the difference of the two log-ratios (IPO, Azar et al. 2024, eq. 17, where β is called τ):
+    they are drawn to a finite distance, so that pairs which never contradict each other do not pull without end.
+
+    mean: take log-ratios as means over tokens, so that β means the same at every length; false: sums, as in the paper.
+    """
+
+    mean: bool = True
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        d = mean_difference(inputs) if self.mean else inputs.ratio_chosen - inputs.ratio_rejected
+        return LossOutput(jnp.square(d - 1.0 / (2.0 * inputs.beta)))
+
+
+@dataclass(frozen=True)
+class Hinge:
+    """max(0, 1 − h) (SLiC, Zhao et al. 2023, on the implicit rewards, Liu et al. 2024): pairs that are settled stop
+    pulling.
+    """
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        return LossOutput(jnp.maximum(0.0, 1.0 - difference(inputs)))
+
+
+@dataclass(frozen=True)
+class Robust:
+    """[−(1 − ε) log σ(h) + ε log σ(−h)] / (1 − 2 ε) (robust DPO, Ray Chowdhury et al. 2024): where a share ε of the
+    labels is flipped at random, its mean is that of −log σ(h) on the true ones.
+
+    label_smoothing: ε; 0 is `sigmoid`.
+    """
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+
+    def __call__(self, inputs: DPOInputs) -> LossOutput:
+        h, e = difference(inputs), self.label_smoothing
+        kept = -(1 - e) * jax.nn.log_sigmoid(h) + e * jax.nn.log_sigmoid(-h)
+        return LossOutput(kept / (1 - 2 * e))
+
+
+LOSSES = {"sigmoid": Sigmoid, "sigmoid_norm": SigmoidNorm, "ipo": Ipo, "hinge": Hinge, "robust": Robust}

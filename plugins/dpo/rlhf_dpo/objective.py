@@ -1,0 +1,74 @@
+"""The DPO objective: a loss and the metrics of implicit rewards, over the pairs of packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.objectives import trained_logps, trained_sequence, trained_weight
+from rlhf_dpo.contracts import DPOInputs
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Definition
+    from rlhf_core.rows import Packed
+    from rlhf_core.step import Objective
+    from rlhf_dpo.contracts import DPOLoss
+
+Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
+"""(pairs, bool [pairs]: which of them are there) → the loss and the metrics: `pair_loss`, all else given."""
+
+
+def pair_loss(
+    loss: DPOLoss, inputs: DPOInputs, present: jax.Array, *, name: str
+) -> tuple[Mean, dict[str, Metric]]:
+    """mean over pairs of loss(pair), and the metrics of the implicit rewards β (log π − log π_ref).
+
+    present: bool [pairs], False where there is no pair. name: the loss's, in front of the metrics it reports itself.
+    """
+    out = loss(inputs)
+    chosen, rejected = inputs.beta * inputs.ratio_chosen, inputs.beta * inputs.ratio_rejected
+    metrics: dict[str, Metric] = {
+        "rewards/chosen": Mean.of(chosen, present),
+        "rewards/rejected": Mean.of(rejected, present),
+        "rewards/accuracies": Mean.of(chosen > rejected, present),
+        "rewards/margins": Mean.of(chosen - rejected, present),
+        "logps/chosen": Mean.of(inputs.logps_chosen, present),
+        "logps/rejected": Mean.of(inputs.logps_rejected, present),
+    }
+    return Mean.of(out.loss, present), metrics | {
+        f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()
+    }
+
+
+def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
+    """Log-probability of every sequence's trained tokens, float32 [rows, sequences], nats; 0 where there is none."""
+    logps, _ = trained_logps(model, params, batch)
+    weighted = logps * trained_weight(batch)
+    member = trained_sequence(batch)[:, :, None] == jnp.arange(batch.last.shape[1])
+    # A sum, not a product with `member`: accelerators round the factors of products.
+    return jnp.sum(jnp.where(member, weighted[:, :, None], 0.0), axis=1)
+
+
+def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs:
+    """The pairs whose sides stand side by side in arrays float32 [..., 2 pairs], chosen first."""
+    arrays = (jnp.asarray(x) for x in (logps, reference, tokens))
+    (a, b), (ref_a, ref_b), (n, m) = ((x[..., 0::2].reshape(-1), x[..., 1::2].reshape(-1)) for x in arrays)
+    return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), beta)
+
+
+def objective(model: Definition, measure: Measure, *, beta: float) -> Objective:
+    """Over rows whose sequences 2i and 2i + 1 are the chosen and the rejected completion of one pair, and which carry
+    `reference`, the completion's log-probability under the reference, and `tokens`, how many it has.
+    """
+
+    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+        values = batch.sequence_values
+        logps = sequence_logps(model, params, batch)
+        pairs = inputs_of(logps, values["reference"], values["tokens"], beta)
+        return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
+
+    return compute

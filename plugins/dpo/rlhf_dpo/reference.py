@@ -1,0 +1,150 @@
+"""Log-probabilities of completions under the model that training starts from: read once, two numbers a pair.
+
+No second model is kept, with adapters or without, and an update costs no forward pass for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core import data
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import put_rows, replicated
+from rlhf_core.rows import Layout, pack
+from rlhf_dpo.objective import sequence_logps
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core import Stage, TrainState
+    from rlhf_core.data import Pairs
+    from rlhf_core.feeds import TreeFeed
+    from rlhf_core.models import Definition
+    from rlhf_core.rows import Packed, Tree
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Encoded pairs as trees, with what is known of both sides of each."""
+
+    trees: list[Tree]
+    """With the values `tokens` and `reference` a sequence, which are rows of the arrays below."""
+    fingerprint: str
+    reference: NDArray[np.float32]
+    """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where it has not been read."""
+    tokens: NDArray[np.float32]
+    """float32 [pairs, 2]: of each completion."""
+
+    @classmethod
+    def of(cls, pairs: Pairs) -> PairSet:
+        """pairs: encoded with their completions."""
+        trees = pairs.trees()
+        tokens = np.array(
+            [[np.count_nonzero(weights) for weights in tree.weights or ()] for tree in trees], np.float32
+        )
+        reference = np.full((len(trees), 2), np.nan, np.float32)
+        named = [
+            # Views: what is read later is there when rows are packed.
+            tree._replace(sequence_values={"reference": own, "tokens": count})
+            for tree, own, count in zip(trees, reference, tokens, strict=True)
+        ]
+        return cls(named, pairs.fingerprint, reference, tokens)
+
+
+class Reader:
+    """Log-probabilities of some pairs' completions under any parameters of a model."""
+
+    def __init__(
+        self,
+        model: Definition,
+        mesh: Mesh,
+        pairs: PairSet,
+        layout: Layout,
+        which: NDArray[np.integer],
+        at_once: int,
+    ) -> None:
+        """which: int [n], the pairs to read; at_once: how many are packed together."""
+        self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
+        self._mesh = mesh
+        self._read = jax.jit(partial(sequence_logps, model), out_shardings=replicated(mesh))
+
+    def __call__(self, params: Any) -> NDArray[np.float32]:
+        """float32 [n, 2], nats: of the chosen and of the rejected completion."""
+        found = np.empty((len(self.which), 2), np.float32)
+        reading: list[tuple[NDArray[np.intp], Packed, jax.Array]] = []
+        for start in range(0, len(self.which), self.at_once):
+            at = np.arange(start, min(start + self.at_once, len(self.which)))
+            trees = [self.pairs.trees[i] for i in self.which[at]]
+            for batch in pack(trees, self.layout, group=2):
+                reading.append((at, batch, self._read(params, put_rows(self._mesh, batch))))
+                if len(reading) > 1:  # the device is never waited for, and two batches are all that is held
+                    _place(found, *reading.pop(0))
+        for each in reading:
+            _place(found, *each)
+        return found
+
+
+def _place(found: NDArray[np.float32], at: NDArray[np.intp], batch: Packed, logps: jax.Array) -> None:
+    there = batch.example[:, 0::2] >= 0
+    read = np.asarray(jax.device_get(logps))
+    found[at[batch.example[:, 0::2][there]]] = np.stack([read[:, side::2][there] for side in (0, 1)], 1)
+
+
+@dataclass
+class Reference:
+    """Fills the references of pairs from the state at update 0, and is part of every checkpoint from then on."""
+
+    stage: Stage
+    readers: Mapping[str, Reader]
+    """By the field that the pairs come from: `train_data`, `eval_data`."""
+    known: bool = field(default=False, init=False)
+
+    def ensure(self, state: TrainState) -> None:
+        """Read, the first time; `state` is then the one that training starts from."""
+        if self.known:
+            return
+        count = sum(len(reader.which) for reader in self.readers.values())
+        self.stage.say(f"reading the log-probabilities of {count:,} pairs under the starting model, once")
+        for reader in self.readers.values():
+            reader.pairs.reference[reader.which] = reader(state.params)
+        self.known = True
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """For a checkpoint: the fingerprints of the pairs, and their references."""
+        return (
+            {name: reader.pairs.fingerprint for name, reader in self.readers.items()},
+            {f"reference/{name}": reader.pairs.reference for name, reader in self.readers.items()},
+        )
+
+    def restore(self, kept: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """The inverse of `snapshot`. Raises InputError for pairs that it does not hold: the starting model is gone."""
+        for name, reader in self.readers.items():
+            own = reader.pairs.reference
+            same = kept.get(name) == reader.pairs.fingerprint
+            if same:
+                own[:] = arrays[f"reference/{name}"]
+            if not same or np.isnan(own[reader.which]).any():
+                raise InputError(
+                    f"stage '{self.stage.name}'.{name}: the checkpoint does not have the reference log-probabilities "
+                    f"of all of its pairs; give back the data and the number of updates that the run began with, or "
+                    f"delete {self.stage.dir}"
+                )
+        self.known = True
+
+
+def reached(feed: TreeFeed) -> NDArray[np.integer]:
+    """The pairs that the feed's updates will take, ascending; not all of them where updates end before the epoch."""
+    config, count = feed.config, len(feed.trees)
+    if feed.total * config.total_batch_size >= count:
+        return np.arange(count)
+    order = data.schedule(
+        count, config.total_batch_size, seed=feed.seed, shuffle=config.shuffle_train_dataset
+    )
+    return np.unique(np.concatenate([next(order) for _ in range(feed.total)]))

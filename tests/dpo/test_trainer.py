@@ -1,0 +1,194 @@
+"""The DPO trainer from Python: metrics, the reference read once, continuing, what it learns, what it refuses."""
+
+import numpy as np
+import pytest
+from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
+
+from rlhf_core import create_state, hookimpl, load_model, optimizers
+from rlhf_core.errors import InputError
+
+REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
+NAMES = REWARDS | {"logps/chosen", "logps/rejected", "loss"}
+SHORT = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 6, "log_steps": 1, "beta": 0.5}
+SIDES = ("chosen", "rejected")
+
+
+class Watch:
+    def __init__(self, stop_at=None):
+        self.rows, self.stop_at = [], stop_at
+
+    @hookimpl
+    def rlhf_step_end(self, step, metrics):
+        self.rows.append({"step": step, **metrics})
+        if step == self.stop_at:
+            raise InterruptedError
+
+
+def padded(tokenizer, rows):
+    """The rows as a batch of `training_step`, without its reference."""
+    batch = {}
+    for side in SIDES:
+        prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+        ids = [[*tokenizer(row["prompt"] + row[side])["input_ids"], tokenizer.eos_token_id] for row in rows]
+        width = max(map(len, ids))
+        fill = [width - len(i) for i in ids]
+        batch |= {
+            f"input_ids_{side}": np.array([i + [0] * n for i, n in zip(ids, fill, strict=True)]),
+            f"attention_mask_{side}": np.array([[1] * (width - n) + [0] * n for n in fill]),
+            f"completion_mask_{side}": np.array(
+                [
+                    [0] * len(p) + [1] * (width - n - len(p)) + [0] * n
+                    for p, n in zip(prompts, fill, strict=True)
+                ]
+            ),
+        }
+    return batch
+
+
+def referenced(model, batch):
+    parts = ("input_ids", "attention_mask", "completion_mask")
+    own = {f"ref_logps_{s}": completion_logps(model, *(batch[f"{p}_{s}"] for p in parts)) for s in SIDES}
+    return batch | own
+
+
+def numbers(metrics):
+    return {name: float(x) for name, x in metrics.items()}
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_the_trainer_reports_what_the_functions_compute(tiny, tmp_path, loss):
+    """Held-out metrics before and after, against `evaluation_step` with the starting model as reference."""
+    model, held_out = tiny.make_model(scale=4.0), tiny.pairs(7, seed=5)
+    config = DPOConfig(
+        **SHORT, loss=loss, save_directory=tmp_path, eval_on_start=True, evaluation_steps=3, eval_batch_size=3
+    )
+    result = DPOTrainer(config, model=model, train_dataset=tiny.pairs(11), eval_dataset=held_out).train()
+    assert (result.artifact.name, result.artifact.kind) == ("model", "language_model")
+    rows = tiny.read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval_loss" in row] == [0, 3, 6]
+    assert set(result.metrics) >= NAMES | {f"eval_{name}" for name in NAMES} | {"grad_norm", "num_tokens"}
+    assert all(rows[0][f"eval_{name}"] == 0 for name in REWARDS)  # the policy is its own reference
+    batch = referenced(model, padded(model.tokenizer, held_out))
+    trained = load_model(result.artifact.path, mesh=tiny.one_device())
+    state = create_state(trained, optimizers.optax.identity())
+    expected = numbers(evaluation_step(state, batch, beta=0.5, loss_type=loss))
+    found = {name: result.metrics[f"eval_{name}"] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def run(tiny, directory, *, watch=None, model=None, **changes):
+    artifact = tiny.run(
+        "dpo",
+        DPOConfig(**{**SHORT, **changes}),
+        directory,
+        listeners=[watch] if watch else [],
+        model=model or tiny.make_model(scale=4.0),
+        train_dataset=tiny.pairs(11),
+        eval_dataset=tiny.pairs(5, seed=2),
+    )
+    return tiny.leaves(load_model(artifact.path, mesh=tiny.one_device()).params)
+
+
+def test_a_run_that_goes_on_ends_with_the_same_bits_and_keeps_its_reference(tiny, tmp_path):
+    """The model it continues with is another: only the checkpoint can say what the reference was."""
+    first = Watch()
+    whole = run(tiny, tmp_path / "whole", watch=first, save_steps=1, evaluation_steps=2)
+    with pytest.raises(InterruptedError):
+        run(tiny, tmp_path / "parts", watch=Watch(3), save_steps=1, evaluation_steps=2)
+    later = Watch()
+    other = tiny.make_model(scale=4.0, seed=9)
+    parts = run(tiny, tmp_path / "parts", watch=later, model=other, save_steps=1, evaluation_steps=2)
+    assert later.rows[0]["step"] > 1
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(parts[name], leaf, err_msg=name)
+    values = [
+        {k: v for k, v in watch.rows[-1].items() if k not in ("step_time", "tokens_per_second")}
+        for watch in (first, later)
+    ]
+    assert values[0] == values[1]
+
+
+def test_accumulation_and_batches_change_nothing(tiny, tmp_path):
+    whole = run(tiny, tmp_path / "whole", max_training_steps=3)
+    parts = run(tiny, tmp_path / "parts", max_training_steps=3, gradient_accumulation_steps=4)
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(parts[name], leaf, atol=2e-5, err_msg=name)
+
+
+def test_only_pairs_that_updates_reach_are_read(tiny, tmp_path, capsys):
+    config = DPOConfig(**{**SHORT, "max_training_steps": 2})
+    tiny.run("dpo", config, tmp_path, model=tiny.make_model(), train_dataset=tiny.pairs(50))
+    assert "log-probabilities of 8 pairs" in capsys.readouterr().err
+
+
+def test_it_learns(tiny, tmp_path):
+    """The chosen completion is a letter before the rejected one."""
+    draw, letters, rows = np.random.default_rng(0), "abcdefghijklmnopqrstuvwxyz", []
+    for _ in range(64):
+        low, high = sorted(draw.choice(26, 2, replace=False))
+        rows.append({"prompt": "A B", "chosen": f" {letters[low]}", "rejected": f" {letters[high]}"})
+    config = DPOConfig(
+        learning_rate=1e-2, total_batch_size=32, max_training_steps=30, save_directory=tmp_path
+    )
+    result = DPOTrainer(config, model=tiny.make_model(), train_dataset=rows, eval_dataset=rows).train()
+    assert result.metrics["eval_rewards/accuracies"] > 0.9
+    assert result.metrics["eval_rewards/margins"] > 0
+    assert result.metrics["eval_loss"] < np.log(2)
+
+
+def test_with_adapters_the_reference_is_what_the_stage_began_with(tiny, tmp_path):
+    tiny.make_model(scale=4.0).save(tmp_path / "base")
+    lora, start = {"rank": 2, "alpha": 8.0, "dropout": 0.2}, str(tmp_path / "base")
+    for at in ("first", "second"):  # the second goes on with adapters that have an effect already
+        config = DPOConfig(
+            **SHORT, lora=lora, save_directory=tmp_path / at, eval_on_start=True, evaluation_steps=3
+        )
+        result = DPOTrainer(
+            config, model=start, train_dataset=tiny.pairs(11), eval_dataset=tiny.pairs(5)
+        ).train()
+        first, *_, last = tiny.read_rows(tmp_path / at / "metrics.jsonl")
+        assert first["eval_rewards/margins"] == 0
+        assert last["eval_rewards/margins"] != 0
+        start = str(result.artifact.path)
+    assert (result.artifact.path / "adapter_config.json").is_file()
+
+
+def test_what_is_wrong_is_told(tiny, tmp_path):
+    model = tiny.make_model()
+    with pytest.raises(InputError, match=r"stage 'dpo'.train_data: missing"):
+        DPOTrainer(model=model).train()
+    with pytest.raises(InputError, match=r"beta: expected a number above 0"):
+        DPOConfig(beta=0.0)
+    with pytest.raises(InputError, match="reference_model: unknown argument"):
+        DPOTrainer(model=model, reference_model=model)
+    same = [{"prompt": "a", "chosen": " b", "rejected": " b"}]
+    with pytest.raises(InputError, match=r"chosen and rejected are the same tokens in all 1 pairs"):
+        DPOTrainer(model=model, train_dataset=same).train()
+    rows = [*tiny.pairs(3), {"prompt": "a", "chosen": None, "rejected": " b"}]
+    with pytest.raises(InputError, match=r"stage 'dpo'.train_data: dataset row 4: 'chosen' is null"):
+        DPOTrainer(model=model, train_dataset=rows).train()
+
+
+def test_a_run_is_not_continued_on_other_held_out_pairs(tiny, tmp_path):
+    given = {"model": tiny.make_model(scale=4.0), "train_dataset": tiny.pairs(11)}
+    config = DPOConfig(**{**SHORT, "save_steps": 1})
+    with pytest.raises(InterruptedError):
+        tiny.run("dpo", config, tmp_path, listeners=[Watch(3)], eval_dataset=tiny.pairs(5), **given)
+    with pytest.raises(
+        InputError, match=r"stage 'dpo'.eval_data: the checkpoint does not have the reference"
+    ):
+        tiny.run("dpo", config, tmp_path, eval_dataset=tiny.pairs(5, seed=8), **given)
+
+
+def test_config_names():
+    config = DPOConfig(loss_type="robust", label_smoothing=0.1, beta=0.2)
+    assert config.loss.to_dict() == {"name": "robust", "label_smoothing": 0.1}
+    assert (config.loss_type, config.label_smoothing, config.beta) == ("robust", 0.1, 0.2)
+    assert DPOConfig.from_dict(config.to_dict()) == config
+    assert (DPOConfig().loss_type, DPOConfig().label_smoothing, DPOConfig().learning_rate) == (
+        "sigmoid",
+        0,
+        1e-6,
+    )
+    with pytest.raises(InputError, match="Did you mean 'beta'"):
+        DPOConfig(betta=0.1)

@@ -1,0 +1,181 @@
+"""training_step and evaluation_step: the whole model in float64, padding, splits, bad batches."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from rlhf_dpo import completion_logps, evaluation_step, training_step
+
+from rlhf_core import create_state
+
+METRICS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
+METRICS |= {"logps/chosen", "logps/rejected", "loss"}
+SIDES = ("chosen", "rejected")
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model(scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    """{side: [(ids, index of the first completion token)]}, prompts in common."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 48, n) for n in rng.integers(1, 6, 8)]
+    return {
+        side: [
+            (np.concatenate([p, rng.integers(3, 48, n)]), len(p))
+            for p, n in zip(prompts, counts, strict=True)
+        ]
+        for side, counts in (("chosen", rng.integers(1, 6, 8)), ("rejected", rng.integers(1, 9, 8)))
+    }
+
+
+def make_batch(sequences, *, side="right", extra=0):
+    rng = np.random.default_rng(5)
+    batch = {}
+    for name, rows in sequences.items():
+        width = max(len(ids) for ids, _ in rows) + extra
+        shape = len(rows), width
+        ids, seen, own = np.full(shape, 7, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        for i, (tokens, start) in enumerate(rows):
+            first = 0 if side == "right" else width - len(tokens)
+            ids[i, first : first + len(tokens)] = tokens
+            seen[i, first : first + len(tokens)] = 1
+            own[i, first + start : first + len(tokens)] = 1
+        batch |= {f"input_ids_{name}": ids, f"attention_mask_{name}": seen, f"completion_mask_{name}": own}
+        batch[f"ref_logps_{name}"] = -18.0 + rng.normal(size=len(rows)).astype(np.float32)
+    return batch
+
+
+def expected_logps(model, params, rows):
+    """float64 log-softmax of the model's logits, one sequence at a time, without padding."""
+    out = []
+    for tokens, start in rows:
+        logits = np.asarray(
+            model.with_params(params).logits(tokens[None], np.ones((1, len(tokens)))), np.float64
+        )[0]
+        logits -= logits.max(-1, keepdims=True)
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        out.append(sum(logps[t - 1, tokens[t]] for t in range(start, len(tokens))))
+    return np.array(out)
+
+
+def expected_loss(model, params, sequences, batch, kind, beta):
+    ratio = {
+        side: expected_logps(model, params, sequences[side]) - batch[f"ref_logps_{side}"].astype(np.float64)
+        for side in SIDES
+    }
+    if kind in ("ipo", "sigmoid_norm"):
+        ratio = {side: ratio[side] / [len(ids) - start for ids, start in sequences[side]] for side in SIDES}
+    d = ratio["chosen"] - ratio["rejected"]
+    return {
+        "sigmoid": np.logaddexp(0, -beta * d),
+        "sigmoid_norm": np.logaddexp(0, -beta * d),
+        "ipo": (d - 1 / (2 * beta)) ** 2,
+        "hinge": np.maximum(0, 1 - beta * d),
+        "robust": np.logaddexp(0, -beta * d),
+    }[kind].mean()
+
+
+def make_state(model, tx=None):
+    return create_state(model, tx or optax.sgd(1.0))
+
+
+def numbers(metrics):
+    return {name: float(x) for name, x in metrics.items()}
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"])
+def test_loss_and_gradient_equal_the_definition(model, sequences, kind):
+    """With plain descent at rate 1 the parameters move by the gradient; along it the float64 loss has that slope."""
+    batch, state = make_batch(sequences), make_state(model)
+    following, metrics = training_step(state, batch, beta=0.2, loss_type=kind)
+    assert set(metrics) == METRICS | {"grad_norm"}
+    expected = expected_loss(model, state.params, sequences, batch, kind, 0.2)
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+    moved = jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, following.params)
+    size = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
+    assert size > 1e-3
+    assert float(metrics["grad_norm"]) == pytest.approx(size, rel=1e-3)
+
+    def loss(step):
+        params = jax.tree.map(lambda p, m: (p + step * m / size).astype(np.float32), state.params, moved)
+        return expected_loss(model, params, sequences, batch, kind, 0.2)
+
+    assert (loss(1e-3) - loss(-1e-3)) / 2e-3 == pytest.approx(size, rel=5e-3)
+
+
+def test_evaluation_is_the_step_without_the_update(model, sequences):
+    batch, state = make_batch(sequences), make_state(model)
+    evaluated, (_, stepped) = evaluation_step(state, batch), training_step(state, batch)
+    assert set(evaluated) == METRICS
+    assert numbers(evaluated) == pytest.approx({k: float(stepped[k]) for k in METRICS}, rel=1e-5, abs=1e-6)
+
+
+def test_the_reference_is_read_by_the_same_rule(model, sequences):
+    """With the policy's own log-probabilities as reference every implicit reward is 0."""
+    batch = make_batch(sequences)
+    own = {
+        f"ref_logps_{s}": completion_logps(
+            model, *(batch[f"{part}_{s}"] for part in ("input_ids", "attention_mask", "completion_mask"))
+        )
+        for s in SIDES
+    }
+    for side in SIDES:
+        np.testing.assert_allclose(
+            own[f"ref_logps_{side}"], expected_logps(model, model.params, sequences[side]), rtol=1e-5
+        )
+    metrics = numbers(evaluation_step(make_state(model), batch | own))
+    assert metrics["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert metrics["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 3}],
+    ids=["left", "left and wider", "right and wider"],
+)
+def test_padding_changes_nothing(tiny, model, sequences, options):
+    state = make_state(model)
+    results = [training_step(state, make_batch(sequences, **o), loss_type="ipo") for o in ({}, options)]
+    assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
+    assert_close(tiny, *(s.params for s, _ in results))
+
+
+def assert_close(tiny, params, others):
+    ours, theirs = tiny.leaves(params), tiny.leaves(others)
+    for name, leaf in ours.items():
+        np.testing.assert_allclose(leaf, theirs[name], rtol=5e-6, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_splits_and_order_change_nothing(tiny, model, sequences, splits):
+    batch, state = make_batch(sequences), make_state(model)
+    whole, metrics = training_step(state, batch)
+    turned = {name: np.asarray(x)[::-1] for name, x in batch.items()}
+    parted, others = training_step(state, turned, gradient_accumulation_steps=splits)
+    assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
+    assert_close(tiny, whole.params, parted.params)
+    assert int(parted.step) == 1
+
+
+def test_nothing_is_donated_and_the_loss_falls(tiny, model, sequences):
+    before = tiny.leaves(jax.tree.map(np.array, model.params))
+    batch, state, losses = make_batch(sequences), make_state(model, optax.adamw(1e-2)), []
+    for _ in range(20):
+        state, metrics = training_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+    for name, leaf in tiny.leaves(model.params).items():
+        np.testing.assert_array_equal(leaf, before[name])
+
+
+def test_what_cannot_be_done_says_why(model, sequences):
+    state, batch = make_state(model), make_batch(sequences)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3 does not divide .* 8 rows"):
+        training_step(state, batch, gradient_accumulation_steps=3)
+    del batch["completion_mask_rejected"], batch["ref_logps_chosen"]
+    with pytest.raises(ValueError, match="batch lacks completion_mask_rejected, ref_logps_chosen"):
+        evaluation_step(state, batch)
