@@ -7,39 +7,27 @@ ends with the end-of-sequence token. So a completion that is scored has exactly 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.templates import PLAIN as PLAIN
+from rlhf_core.templates import ROLES as ROLES
+from rlhf_core.templates import ChatTemplate, Written
+from rlhf_core.templates import Message as Message
+from rlhf_core.templates import template_text as template_text
 
 Ints: TypeAlias = NDArray[np.int32]
-Message: TypeAlias = Mapping[str, Any]
 Turns: TypeAlias = str | Sequence[Message]
 """A text, or a conversation as messages with `role` and `content`."""
 
-PLAIN = """\
-{%- for message in messages -%}
-{{- '\\n\\n' if not loop.first -}}
-{{- message['role'] + ':\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}
-{%- else -%}
-{{- message['content'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '\\n\\nassistant:\\n' }}{%- endif -%}
-"""
-"""The template "plain": each turn under its role's name, assistant turns closed by the EOS token."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Of messages, whatever the template; others have to be named by it."""
 CONTEXT = 16  # tokens of a prompt that say how the first token after it is written
 CHUNK = 4096  # texts handed to the tokenizer at once: enough to be fast, few enough to bound memory
+LOCATED = 256  # the same where the place of every token is asked for, as Python objects
 
 
 class Special(NamedTuple):
@@ -51,8 +39,10 @@ class Special(NamedTuple):
     pad: int | None
 
 
-def special_ids(tokenizer: Any) -> Special:
-    """Special ids; the end-of-sequence ids include those of a generation_config.json beside the tokenizer."""
+def special_ids(tokenizer: Any, chat_template: str | None = None) -> Special:
+    """Special ids. What ends a sequence is the tokenizer's EOS, what a generation_config.json beside the tokenizer
+    names, and the token that the chat template ends a reply with (chat_template: as in `template_text`).
+    """
     eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     place = getattr(tokenizer, "name_or_path", None)
     beside = Path(str(place)) / "generation_config.json" if place else None
@@ -61,36 +51,10 @@ def special_ids(tokenizer: Any) -> Special:
         for i in listed if isinstance(listed, list) else [] if listed is None else [listed]:
             if i not in eos and 0 <= i < len(tokenizer):
                 eos.append(int(i))
+    turn = ChatTemplate(tokenizer, chat_template).end_of_turn()
+    if turn is not None and turn not in eos:
+        eos.append(turn)
     return Special(tokenizer.bos_token_id, tuple(eos), tokenizer.pad_token_id)
-
-
-def template_text(tokenizer: Any, chat_template: str | None = None) -> str | None:
-    """The Jinja text of a template: None is the tokenizer's own (None where it has none), "plain" is ours,
-    anything else a file, or the Jinja text itself.
-
-    Raises InputError for a file that does not exist.
-    """
-    if chat_template is None:
-        own = getattr(tokenizer, "chat_template", None)
-        return own.get("default") if isinstance(own, dict) else own
-    if chat_template == "plain":
-        return PLAIN
-    if "{%" in chat_template or "{{" in chat_template:
-        return chat_template
-    path = Path(chat_template).expanduser()
-    if path.is_dir():
-        raise InputError(f"chat_template '{chat_template}' is a directory: give the template file in it")
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = near(chat_template, ["plain"]) or near(path.name, siblings)
-        raise InputError(f"chat_template '{chat_template}' is neither \"plain\" nor a file.{hint}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"chat_template '{chat_template}' line {line} is not UTF-8: save it as UTF-8"
-        ) from None
 
 
 class Encoder:
@@ -99,11 +63,10 @@ class Encoder:
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         """chat_template: as in `template_text`."""
         self.tokenizer = tokenizer
-        self.template = template_text(tokenizer, chat_template)
-        self._template_name = (
-            f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
-        )
-        self.special = special_ids(tokenizer)
+        self.chat = ChatTemplate(tokenizer, chat_template)
+        self.template = self.chat.text
+        self.special = special_ids(tokenizer, chat_template)
+        self._blank: dict[int, bool] = {}
         self._closed = any(int(i) in self.special.eos for i in self.tokenize([("a", True)])[0][-1:])
 
     def prompts(self, prompts: Sequence[Turns], tools: Sequence[Any] | None = None) -> list[Ints]:
@@ -120,101 +83,96 @@ class Encoder:
     ) -> list[Ints]:
         """Ids, int32 [n] each, of a prompt (or None) and its completion, EOS last."""
         tools = tools or [None] * len(prompts)
-        texts = [self.text(join(p, c), tools=t) for p, c, t in zip(prompts, completions, tools, strict=True)]
+        turns = [replied(join(p, c)) for p, c in zip(prompts, completions, strict=True)]
+        texts = [self.text(each, tools=t) for each, t in zip(turns, tools, strict=True)]
         return [self.ended(ids) for ids in self.tokenize(texts)]
 
     def text(self, turns: Turns, *, open_turn: bool = False, tools: Any = None) -> tuple[str, bool]:
         """The text to tokenise, and whether the tokenizer adds special tokens (a template writes its own)."""
         if isinstance(turns, str):
             return turns, True
-        rendered, _ = self._render(turns, open_turn, tools)
-        return rendered, self.template == PLAIN
+        return self.chat.write(turns, open_turn=open_turn, tools=tools), self.template == PLAIN
+
+    def opening(self, prompt: Turns | None, completion: Turns, *, tools: Any = None) -> tuple[str, bool]:
+        """As `text`, of a prompt as it stands before its completion: turn open; empty where there is no prompt."""
+        chat = not (isinstance(prompt, str | None) and isinstance(completion, str))
+        if not prompt:
+            return "", not chat or self.template == PLAIN
+        opened = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        return self.text(opened, open_turn=True, tools=tools)
 
     def marked(self, turns: Sequence[Message], tools: Any = None) -> tuple[Ints, NDArray[np.bool_]]:
-        """Ids of a conversation, EOS last, and which of them the template marks as {% generation %}."""
-        rendered, spans = self._render(turns, False, tools, marks=True)
-        out = self.tokenizer(
-            rendered, add_special_tokens=self.template == PLAIN, return_offsets_mapping=True, verbose=False
-        )
-        written = np.zeros(len(rendered) + 1, bool)
-        for start, end in spans:
-            written[start:end] = True
-        starts = np.array([[start, end] for start, end in out["offset_mapping"]], np.intp).reshape(-1, 2)
-        inside = (starts[:, 1] > starts[:, 0]) & written[starts[:, 0]]
-        ids = np.array(out["input_ids"], np.int32)
-        ended = self.ended(ids)
-        mask = np.full(len(ended), turns[-1]["role"] == "assistant")  # for an EOS that the template left out
-        mask[: len(ids)] = inside[: len(ended)]
-        return ended, mask
+        """Ids of a conversation that ends with a reply, EOS last, and which of them are replies."""
+        return self.learned([self.replies(turns, tools=tools)])[0]
+
+    def replies(self, turns: Sequence[Message], *, tools: Any = None, first: int = 0) -> Written:
+        """As `ChatTemplate.replies`."""
+        return self.chat.replies(turns, self._stops, tools=tools, first=first)
+
+    def learned(self, conversations: Sequence[Written]) -> list[tuple[Ints, NDArray[np.bool_]]]:
+        """Ids of conversations, int32 [n], EOS last, and which are of their replies: every token with a character of
+        one, and the last EOS.
+        """
+        found = []
+        for start in range(0, len(conversations), LOCATED):
+            chunk = conversations[start : start + LOCATED]
+            for (ids, learned), written in zip(self._with_spans(chunk), chunk, strict=True):
+                ended = self.ended(ids)
+                mask = np.full(len(ended), bool(written.replies))  # for an EOS that the template left out
+                mask[: len(ids)] = learned[: len(ended)]
+                found.append((ended, mask))
+        return found
+
+    def _with_spans(self, chunk: Sequence[Written]) -> list[tuple[Ints, NDArray[np.bool_]]]:
+        texts = [written.text for written in chunk]
+        special = self.template == PLAIN
+        if not getattr(self.tokenizer, "is_fast", False):  # it cannot say where its tokens lie
+            whole = self.tokenize([(text, special) for text in texts])
+            return [
+                (ids, self._by_prefix(ids, each, special)) for ids, each in zip(whole, chunk, strict=True)
+            ]
+        out = self.tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        return [
+            (np.array(ids, np.int32), _inside(np.array(offsets, np.intp).reshape(-1, 2), written))
+            for ids, offsets, written in zip(out["input_ids"], out["offset_mapping"], chunk, strict=True)
+        ]
+
+    def _by_prefix(self, ids: Ints, written: Written, special: bool) -> NDArray[np.bool_]:
+        """Which ids are of replies, bool [n], by tokenising the text up to each start and end."""
+        mask = np.zeros(len(ids), bool)
+        for span in written.replies:
+            before = self.opened([(written.text[:at], special) for at in span])
+            first, last = (first_after(each, ids) for each in before)
+            mask[first : len(ids) if span[1] >= len(written.text) else last] = True
+        return mask
 
     @property
     def marks_turns(self) -> bool:
         """Whether the template marks what an assistant wrote."""
-        return self.template is not None and "{% generation" in self.template.replace("{%-", "{%")
+        return self.chat.marks()
+
+    @cached_property
+    def _stops(self) -> list[str]:
+        """The texts of the stop tokens."""
+        return [text for i in self.special.eos if (text := self.tokenizer.decode([i]).strip())]
 
     def ended(self, ids: Ints) -> Ints:
-        """`ids` with EOS last: white space that follows the last EOS is cut, a missing EOS is added."""
-        eos = self.special.eos
-        if not eos or (len(ids) and int(ids[-1]) in eos):
+        """`ids` up to the first of the stop tokens that end them, white space among these; EOS where none does."""
+        eos, end = self.special.eos, 0
+        if not eos:
             return ids
-        for i in range(len(ids) - 1, max(len(ids) - 4, 0), -1):
-            if int(ids[i]) in eos and not self.tokenizer.decode(ids[i + 1 :].tolist()).strip():
-                return ids[: i + 1]
-        return np.append(ids, np.int32(eos[0]))
+        for i in range(len(ids) - 1, -1, -1):
+            token = int(ids[i])
+            if token in eos:
+                end = i + 1
+            elif not self._is_blank(token):
+                break
+        return ids[:end] if end else np.append(ids, np.int32(eos[0]))
 
-    def _render(
-        self, turns: Sequence[Message], open_turn: bool, tools: Any, *, marks: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        if self.template is None:
-            raise InputError(
-                'the tokenizer has no chat template: set chat_template = "plain", or give a template file'
-            )
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        messages = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
-        template = self.template
-        self._require_roles(turns)
-        if tools and isinstance(getattr(self.tokenizer, "chat_template", None), dict):
-            template = self.tokenizer.chat_template.get("tool_use", template)
-        values: dict[str, Any] = {"eos_token": None, "bos_token": None, **self.tokenizer.special_tokens_map}
-        try:
-            texts, spans = render_jinja_template(
-                [messages],
-                tools=tools or None,
-                chat_template=template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=open_turn,
-                **values,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            raise InputError(f"the chat template fails on this conversation: {error}") from error
-        return texts[0], spans[0] if marks else []
-
-    def _require_roles(self, turns: Sequence[Message]) -> None:
-        """Raise InputError for a role that nobody knows, which a template would write or leave out without a word."""
-        for number, turn in enumerate(turns, 1):
-            role = str(turn["role"])
-            if role not in ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", self.template or ""):
-                raise InputError(
-                    f"message {number} has the role '{role}', which the chat template does not name."
-                    f"{near(role, ROLES)} Known: {', '.join(ROLES)}"
-                )
-
-    def template_problem(self) -> str | None:
-        """What is wrong with the template whatever the conversation, or None."""
-        from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            render_jinja_template([[]], chat_template=self.template)
-        except TemplateSyntaxError as error:
-            return f"{self._template_name} line {error.lineno} is not valid Jinja: {error.message}"
-        except Exception:
-            return (
-                None  # it wants messages, or more of them; what fails on those of a row is told with the row
-            )
-        return None
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            self._blank[token] = not self.tokenizer.decode([token]).strip()
+        return self._blank[token]
 
     def opened(self, texts: Sequence[tuple[str, bool]]) -> list[Ints]:
         """As `tokenize`, without the EOS that some tokenizers close every text with."""
@@ -235,8 +193,29 @@ class Encoder:
                     verbose=False,
                 )["input_ids"]
                 for i, row in zip(chunk, ids, strict=True):
-                    out[i] = np.array(row, np.int32)
+                    out[i] = self._begun_once(np.array(row, np.int32))
         return [ids for ids in out if ids is not None]
+
+    def _begun_once(self, ids: Ints) -> Ints:
+        """`ids` without the BOS that the tokenizer put before a text which has it, as one that a template wrote."""
+        bos = self.special.bos
+        return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
+
+
+def _inside(offsets: NDArray[np.intp], written: Written) -> NDArray[np.bool_]:
+    """Which tokens, bool [n], have a character of a reply. offsets: [n, 2], the characters of each token.
+
+    Byte-level tokenizers may leave white space out of a token's offsets: a token of nothing else, whose offsets are
+    then empty, has the characters since the token before.
+    """
+    count = np.zeros(len(written.text) + 1, np.intp)
+    for start, end in written.replies:
+        count[start + 1 : end + 1] = 1
+    count = count.cumsum()
+    starts, ends = offsets.T
+    before = np.concatenate([[0], np.maximum.accumulate(ends)])[:-1]
+    starts = np.where(starts < ends, starts, np.minimum(starts, before))
+    return np.asarray(count[ends] > count[starts])
 
 
 def continuations(tokenizer: Any, prompts: Sequence[Ints | None], completions: Sequence[Ints]) -> list[str]:
@@ -244,18 +223,30 @@ def continuations(tokenizer: Any, prompts: Sequence[Ints | None], completions: S
 
     A prompt that is None is a conversation, to which the completion adds a message: a text by itself. Others are
     decoded after the end of the prompt: alone, a first token of SentencePiece's kind would lose the space before it,
-    and prompt and completion together would be another text than the one that was sampled.
+    and prompt and completion together would be another text than the one that was sampled. The token that ended a
+    completion is no part of its text, whether the tokenizer calls it special or not.
     """
+    eos = special_ids(tokenizer).eos
+    completions = [ids[:-1] if len(ids) and int(ids[-1]) in eos else ids for ids in completions]
     ends = [[] if prompt is None else prompt[-CONTEXT:].tolist() for prompt in prompts]
     whole = [[*end, *ids.tolist()] for end, ids in zip(ends, completions, strict=True)]
     before, texts, alone = (
-        tokenizer.batch_decode(ids, skip_special_tokens=True)
+        tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         for ids in (ends, whole, [ids.tolist() for ids in completions])
     )
     return [
         text[len(start) :] if start and text.startswith(start) else own
         for start, text, own in zip(before, texts, alone, strict=True)
     ]
+
+
+def first_after(prompt: Ints, whole: Ints) -> int:
+    """Index of the first token of `whole` that is not the prompt's, where merges across its end made another token
+    too; at least one token follows. Both int32 [n].
+    """
+    limit = min(len(prompt), len(whole) - 1)
+    differs = prompt[:limit] != whole[:limit]
+    return int(differs.argmax()) if differs.any() else limit
 
 
 def join(prompt: Turns | None, completion: Turns) -> Turns:
@@ -269,3 +260,15 @@ def join(prompt: Turns | None, completion: Turns) -> Turns:
     if isinstance(completion, str):
         return [*prompt, {"role": "assistant", "content": completion}]
     return [*prompt, *completion]
+
+
+@overload
+def replied(turns: Sequence[Message]) -> Sequence[Message]: ...
+@overload
+def replied(turns: Turns) -> Turns: ...
+def replied(turns: Turns) -> Turns:
+    """A conversation up to its last reply, which is what is learned and judged; one without, and a text, as it is."""
+    if isinstance(turns, str):
+        return turns
+    wrote = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+    return turns[: wrote[-1] + 1] if wrote else turns

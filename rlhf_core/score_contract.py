@@ -55,8 +55,8 @@ class Contract:
 
         chat_template: None, "plain", or a file, whose text is kept.
         """
-        special = special_ids(tokenizer)
         kept = chat_template if chat_template in (None, "plain") else template_text(tokenizer, chat_template)
+        special = special_ids(tokenizer, kept)
         return cls(
             max_length=max_length,
             truncation_mode=truncation_mode,

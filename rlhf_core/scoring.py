@@ -98,7 +98,8 @@ class Scorer:
             problems.append("its tokenizer is not the one it was trained with")
         if template_hash(tokenizer, self.contract.chat_template) != self.contract.template_hash:
             problems.append("its chat template is not the one it was trained with")
-        if list(special_ids(tokenizer).eos) != list(self.contract.special_tokens["eos"]):
+        stops = special_ids(tokenizer, self.contract.chat_template).eos
+        if list(stops) != list(self.contract.special_tokens["eos"]):
             problems.append(
                 "its end-of-sequence tokens (generation_config.json) are not those it was trained with"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -24,6 +25,7 @@ __all__ = [
     "load_tokenizer",
     "prompt_ids",
     "render",
+    "settled",
     "special_ids",
     "template_hash",
     "template_text",
@@ -103,6 +105,24 @@ def _hub_problem(name: str) -> str:
     except Exception as error:  # whatever the network does, the copy in the cache may still serve
         return str(error).strip().splitlines()[0]
     return ""
+
+
+def settled(tokenizer: Any, chat_template: str | None, model: Path | None) -> Any:
+    """The tokenizer with the template that it is used with as its own (None: the one it has), and the stop tokens of
+    the model that it is used with, if that has a directory: both are then saved with what is trained. A copy where
+    that changes it.
+    """
+    changes: dict[str, Any] = {}
+    if chat_template is not None:
+        changes["chat_template"] = template_text(tokenizer, chat_template)
+    if model is not None and (model / "generation_config.json").is_file():
+        changes["name_or_path"] = str(model)  # where `special_ids` looks
+    if all(getattr(tokenizer, name, None) == value for name, value in changes.items()):
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -116,6 +116,19 @@ def is_blank(turns: Turns) -> bool:
     return not (last.get("content") or "").strip() and not last.get("tool_calls")
 
 
+def is_answered(turns: Turns) -> bool:
+    """Whether somebody answers in a conversation."""
+    return isinstance(turns, str) or any(turn["role"] == "assistant" for turn in turns)
+
+
+def unanswered(row: Mapping[str, Any], column: str, purpose: str = "judged") -> str | None:
+    """What is wrong with a conversation in which nobody answers, or None."""
+    if is_answered(row[column]):
+        return None
+    roles = ", ".join(dict.fromkeys(turn["role"] for turn in row[column]))
+    return f"'{column}' has no assistant turn, the reply to be {purpose} (its roles: {roles})"
+
+
 def missing(source: Source, wanted: Sequence[str], accepted: str) -> InputError:
     """The error for columns that are not there. `accepted`: the formats that would do."""
     have = source.columns
@@ -134,7 +147,7 @@ def require_template(source: Source, encoder: Encoder) -> None:
             f"{source.name} has conversations, and the tokenizer has no chat template: set "
             'chat_template = "plain", or give a template file'
         )
-    if problem := encoder.template_problem():
+    if problem := encoder.chat.problem():
         raise InputError(problem)
 
 

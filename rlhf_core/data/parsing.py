@@ -66,7 +66,7 @@ def parse(source: Source, problems: Problems) -> list[Preference]:
     for i, row in enumerate(source.rows):
         found = [p for p in (cells.cell_problem(row, name, chat[name]) for name in names) if p]
         if not found and chat["chosen"]:
-            found = [p for p in map(_unanswered, [row] * 2, ("chosen", "rejected")) if p]
+            found = [p for p in map(cells.unanswered, [row] * 2, ("chosen", "rejected")) if p]
         if found:
             problems.add(f"{source.where(i)}: {'; '.join(found)}")
         else:
@@ -87,14 +87,6 @@ def parse(source: Source, problems: Problems) -> list[Preference]:
         elif len(fine) == 2:
             parsed.append(Preference(*fine[0], fine[1][1]))
     return parsed
-
-
-def _unanswered(row: Mapping[str, Any], column: str) -> str | None:
-    """What is wrong with a conversation in which nobody answers, so that there is no reply to prefer."""
-    roles = [turn["role"] for turn in row[column]]
-    if "assistant" in roles:
-        return None
-    return f"'{column}' has no assistant turn, the reply to be judged (its roles: {', '.join(dict.fromkeys(roles))})"
 
 
 def _texts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
+from rlhf_core.data.notes import Notes
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.tokens import Seen, digest_ids
 from rlhf_core.encoding import Encoder, Ints, Turns
 from rlhf_core.errors import InputError
 
+NOTES = ("left_out",)
 ACCEPTED = "prompt as a text or a conversation; every other column reaches the reward functions"
 
 
@@ -79,6 +80,7 @@ def encode_prompts(
     lengths: list[int] = []
     for source in records.sources:
         encoded = known.of(source, partial(_encode, source, encoder, chat[0]))
+        notes = Notes.of(encoded, NOTES)
         for i, ids in enumerate(ragged(encoded, "ids")):
             report.total += 1
             row, place = source.rows[i], source.where(i)
@@ -92,6 +94,7 @@ def encode_prompts(
                     continue
                 report.truncated.append(place)
                 ids = cells.cut(ids, max_prompt_length, truncation_mode)
+            notes.tell(i, place, report)
             seen.note(place, ids)
             out.ids.append(ids)
             out.raw.append(row["prompt"])
@@ -111,17 +114,17 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
         cells.require_template(source, encoder)
     problems = Problems()
     texts: list[tuple[str, bool]] = []
+    notes = Notes(NOTES)
     for i, row in enumerate(source.rows):
         if problem := cells.cell_problem(row, "prompt", chat):
             problems.add(f"{source.where(i)}: {problem}")
             continue
         try:
-            texts.append(_opened(encoder, row))
+            tools = cells.tools_of(row)
+            texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools))
+            if chat:
+                notes.add("left_out", i, encoder.chat.leaves_out(row["prompt"], texts[-1][0], tools))
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.stop()
-    return flat("ids", encoder.opened(texts))
-
-
-def _opened(encoder: Encoder, row: Mapping[str, Any]) -> tuple[str, bool]:
-    return encoder.text(row["prompt"], open_turn=True, tools=cells.tools_of(row))
+    return {**flat("ids", encoder.opened(texts)), **notes.arrays()}

@@ -38,6 +38,15 @@ class Report:
     """Chosen and rejected are the same tokens, but only since they were cut to the limit."""
     doubled: list[str] = field(default_factory=list)
     """A completion begins with the prompt that is put before it, in a file of which most rows do not do so."""
+    after_reply: list[str] = field(default_factory=list)
+    """A conversation goes on after its last reply; what follows is not read."""
+    left_out: list[str] = field(default_factory=list)
+    """The chat template does not write a message as it is, or not the tools."""
+    unlike: list[str] = field(default_factory=list)
+    """The chat template writes the prompt otherwise once it is answered, so that the reply is learned after something
+    else than it will be sampled after."""
+    unlearned: list[str] = field(default_factory=list)
+    """The chat template writes an earlier reply otherwise once the conversation goes on, so that it is not learned."""
     reversed: list[str] = field(default_factory=list)
     """An earlier row prefers what this one rejects, and the other way round."""
     duplicates: list[str] = field(default_factory=list)
@@ -75,6 +84,10 @@ class Report:
             ("with chosen and rejected alike", self.identical, False),
             ("with chosen and rejected alike once cut", self.alike_once_cut, False),
             ("with the prompt again in a completion", self.doubled, False),
+            ("that go on after the last reply", self.after_reply, False),
+            ("of which the chat template leaves something out", self.left_out, False),
+            ("whose reply does not follow the generation prompt", self.unlike, False),
+            ("of which only the last replies are learned", self.unlearned, False),
             ("that reverse an earlier row", self.reversed, False),
             ("the same as an earlier row", self.duplicates, False),
         ]

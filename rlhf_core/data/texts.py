@@ -12,18 +12,24 @@ from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
+from rlhf_core.data.notes import Notes
 from rlhf_core.data.parsing import begins_with, parse
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.tokens import Seen, digest_ids
-from rlhf_core.encoding import Encoder, Ints, Message, Turns, join
+from rlhf_core.encoding import Encoder, Ints, Turns, first_after, join, replied
 from rlhf_core.errors import InputError
 from rlhf_core.rows import Tree, shared_prefix
+from rlhf_core.templates import Written
 
 ACCEPTED = (
     "text; prompt + completion, as texts or conversations; messages; or preferences, of which the chosen "
     "completion is learned"
 )
+
+
+NOTES = ("doubled", "after_reply", "left_out", "unlike", "unlearned")
+"""The lists of a `Report` that say what is particular about rows that are kept."""
 
 
 class Text(NamedTuple):
@@ -71,9 +77,8 @@ def encode_texts(
 ) -> Texts:
     """Tokenise demonstrations. Which tokens are learned depends on the columns:
 
-    text: all. prompt + completion: the completion's. messages: what the assistant wrote, in every turn where
-    the chat template has {% generation %} marks (as "plain" has), else in the last. Preferences: as prompt +
-    completion with the chosen one.
+    text: all. prompt + completion: the completion's, of conversations the replies in it. messages: every reply, as
+    `rlhf_core.templates` finds them. Preferences: as prompt + completion with the chosen one.
 
     max_length: tokens; longer rows are dropped ("filter") or cut ("truncate", by `truncation_mode`).
     Raises InputError naming file and row of the first few problems, and where no text is left.
@@ -86,8 +91,8 @@ def encode_texts(
     places: list[str] = []
     lengths: list[int] = []
     for source in records.sources:
-        encoded = known.of(source, partial(_arrays, source, encoder))
-        doubled = set(encoded["doubled"].tolist())
+        encoded = known.of(source, partial(_encode, source, encoder))
+        notes = Notes.of(encoded, NOTES)
         for i, text in enumerate(map(Text, ragged(encoded, "tokens"), ragged(encoded, "weights"))):
             report.total += 1
             place = source.where(i)
@@ -105,8 +110,7 @@ def encode_texts(
                     report.filtered.append(place)
                     continue
                 report.truncated.append(place)
-            if i in doubled:
-                report.doubled.append(place)
+            notes.tell(i, place, report)
             seen.note(place, text.tokens)
             texts.append(text)
             places.append(place)
@@ -115,20 +119,15 @@ def encode_texts(
     return Texts(texts, report, places)
 
 
-def _arrays(source: Source, encoder: Encoder) -> Arrays:
-    """Tokens and weights of every row, none where there is nothing to learn; the doubled rows."""
-    texts = _encode(source, encoder)
-    rows = source.rows if read_columns(source) == ("prompt", "completion") else ()
+def _encode(source: Source, encoder: Encoder) -> Arrays:
+    """Tokens and weights of every row, none where there is nothing to learn; the rows that something is said of."""
+    notes = Notes(NOTES)
+    texts = _READERS[read_columns(source)](source, encoder, notes)
     return {
         **flat("tokens", [None if text is None else text.tokens for text in texts]),
         **flat("weights", [None if text is None else text.weights for text in texts], np.float32),
-        "doubled": np.flatnonzero([begins_with(row["prompt"], row["completion"]) for row in rows]),
+        **notes.arrays(),
     }
-
-
-def _encode(source: Source, encoder: Encoder) -> list[Text | None]:
-    """A text for every row, None where there is nothing to learn."""
-    return _READERS[read_columns(source)](source, encoder)
 
 
 def read_columns(source: Source) -> tuple[str, ...]:
@@ -141,7 +140,7 @@ def read_columns(source: Source) -> tuple[str, ...]:
     return found
 
 
-def _plain_texts(source: Source, encoder: Encoder) -> list[Text | None]:
+def _plain_texts(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
     values = _checked(source, {"text": False})
     used = [i for i, (text,) in enumerate(values) if text.strip()]
     out: list[Text | None] = [None] * len(values)
@@ -151,23 +150,23 @@ def _plain_texts(source: Source, encoder: Encoder) -> list[Text | None]:
     return out
 
 
-def _completions(source: Source, encoder: Encoder) -> list[Text | None]:
+def _completions(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
     chat = {name: cells.is_chat(source, name) for name in ("prompt", "completion")}
     if any(chat.values()):
         cells.require_template(source, encoder)
-    return _learn_completions(source, encoder, list(_checked(source, chat)))
+    rows = list(_checked(source, chat, answered="completion" if chat["completion"] else None))
+    notes.rows["doubled"] = {i for i, row in enumerate(rows) if begins_with(*row)}
+    return _learn(source, encoder, rows, notes)
 
 
-def _chosen(source: Source, encoder: Encoder) -> list[Text | None]:
+def _chosen(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
     problems = Problems()
     parsed = parse(source, problems)
     problems.stop()
     if any(not isinstance(p.chosen, str) for p in parsed):
         cells.require_template(source, encoder)
-    if all(p.prompt is not None for p in parsed):
-        return _learn_completions(source, encoder, [(p.prompt, p.chosen) for p in parsed])
-    if not isinstance(parsed[0].chosen, str):
-        return _learn_turns(source, encoder, [p.chosen for p in parsed if not isinstance(p.chosen, str)])
+    if all(p.prompt is not None for p in parsed) or not isinstance(parsed[0].chosen, str):
+        return _learn(source, encoder, [(p.prompt, p.chosen) for p in parsed], notes)
     # Two texts and no word on where the answer starts: it is where they part.
     none = [None] * len(parsed)
     chosen = encoder.whole(none, [p.chosen for p in parsed])
@@ -175,62 +174,47 @@ def _chosen(source: Source, encoder: Encoder) -> list[Text | None]:
     return [_from(a, shared_prefix((a, b))) for a, b in zip(chosen, rejected, strict=True)]
 
 
-def _conversations(source: Source, encoder: Encoder) -> list[Text | None]:
+def _conversations(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
     cells.require_template(source, encoder)
-    return _learn_turns(source, encoder, [messages for (messages,) in _checked(source, {"messages": True})])
+    rows = [messages for (messages,) in _checked(source, {"messages": True})]
+    answered = [messages if cells.is_answered(messages) else [] for messages in rows]
+    return _learn(source, encoder, [(None, messages) for messages in answered], notes)
 
 
-def _learn_turns(
-    source: Source, encoder: Encoder, conversations: Sequence[Sequence[Message]]
+def _learn(
+    source: Source, encoder: Encoder, pairs: Sequence[tuple[Turns | None, Turns]], notes: Notes
 ) -> list[Text | None]:
-    """What the assistant wrote; turns after its last one are left out."""
-    ended: list[Sequence[Message]] = []
-    for turns in conversations:
-        wrote = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
-        ended.append(list(turns[: wrote[-1] + 1]) if wrote else [])
-    if not encoder.marks_turns:
-        return _learn_completions(source, encoder, [(turns[:-1], turns[-1:]) for turns in ended])
-    out: list[Text | None] = [None] * len(ended)
+    """Whole sequences: of texts, the tokens after those of the prompt are learned, of conversations the replies."""
     problems = Problems()
-    for i, turns in enumerate(ended):
-        if not turns or cells.is_blank(turns):
-            continue
-        try:
-            tokens, written = encoder.marked(turns, cells.tools_of(source.rows[i]))
-        except InputError as error:
-            problems.add(f"{source.where(i)}: {error}")
-            continue
-        out[i] = Text(tokens, written.astype(np.float32))
-    problems.stop()
-    return out
-
-
-def _learn_completions(
-    source: Source, encoder: Encoder, pairs: Sequence[tuple[Turns | None, Turns]]
-) -> list[Text | None]:
-    """Whole sequences of which the tokens after those of the prompt are learned."""
-    problems = Problems()
-    prompts: list[tuple[str, bool]] = []
-    whole: list[tuple[str, bool]] = []
-    used: list[int] = []
+    texts: dict[int, tuple[tuple[str, bool], tuple[str, bool]]] = {}
+    chats: dict[int, Written] = {}
     for i, (prompt, completion) in enumerate(pairs):
-        if cells.is_blank(completion):
+        if cells.is_blank(replied(completion)):
             continue
+        turns = join(prompt, completion)
+        if isinstance(turns, str):
+            texts[i] = encoder.opening(prompt, completion), encoder.text(turns)
+            continue
+        first = len(turns) - (1 if isinstance(completion, str) else len(completion))
         try:
-            tools = cells.tools_of(source.rows[i])
-            joined = encoder.text(join(prompt, completion), tools=tools)
-            chat = not isinstance(join(prompt, completion), str)
-            opened = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
-            prompts.append(encoder.text(opened, open_turn=True, tools=tools) if opened else ("", joined[1]))
-            whole.append(joined)
-            used.append(i)
+            tools, kept = cells.tools_of(source.rows[i]), replied(turns)
+            chats[i] = encoder.replies(kept, tools=tools, first=first)
+            notes.add("left_out", i, encoder.chat.leaves_out(kept, chats[i].text, tools))
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
+            continue
+        notes.add("after_reply", i, len(kept) < len(turns))
+        notes.add("unlike", i, not chats[i].follows)
+        notes.add("unlearned", i, not chats[i].complete)
     problems.stop()
     out: list[Text | None] = [None] * len(pairs)
-    before, after = encoder.opened(prompts), [encoder.ended(ids) for ids in encoder.tokenize(whole)]
-    for i, start, tokens in zip(used, before, after, strict=True):
-        out[i] = _from(tokens, shared_prefix((np.append(start, np.int32(-1)), tokens)))
+    before = encoder.opened([opening for opening, _ in texts.values()])
+    whole = encoder.tokenize([text for _, text in texts.values()])
+    for i, start, ids in zip(texts, before, whole, strict=True):
+        tokens = encoder.ended(ids)
+        out[i] = _from(tokens, first_after(start, tokens))
+    for i, (tokens, learned) in zip(chats, encoder.learned(list(chats.values())), strict=True):
+        out[i] = Text(tokens, learned.astype(np.float32))
     return out
 
 
@@ -240,12 +224,19 @@ def _from(tokens: Ints, first: int) -> Text:
     return Text(tokens, weights)
 
 
-def _checked(source: Source, columns: Mapping[str, bool]) -> list[tuple[Any, ...]]:
-    """The columns' values of every row. columns: {name: whether it holds conversations}."""
+def _checked(
+    source: Source, columns: Mapping[str, bool], answered: str | None = None
+) -> list[tuple[Any, ...]]:
+    """The columns' values of every row. columns: {name: whether it holds conversations}. answered: one of them that
+    has to have a reply.
+    """
     problems = Problems()
     for i, row in enumerate(source.rows):
         for column, chat in columns.items():
-            if problem := cells.cell_problem(row, column, chat):
+            problem = cells.cell_problem(row, column, chat)
+            if problem is None and column == answered:
+                problem = cells.unanswered(row, column, "learned")
+            if problem:
                 problems.add(f"{source.where(i)}: {problem}")
     problems.stop()
     return [tuple(row[column] for column in columns) for row in source.rows]

@@ -24,16 +24,24 @@ def pretokenised(source: Source, column: str, tokenizer: Any, problems: Problems
     side = "chosen" if "chosen" in column else "rejected"
     columns = source.columns
     mask = _first(columns, f"attention_mask_{side}", f"{side}_attention_mask", f"{side}_mask")
+    before = prompt_ids(source, tokenizer, problems)
+    own = _column(source, column, mask, tokenizer, problems)
+    return own if before is None else [np.concatenate(parts) for parts in zip(before, own, strict=True)]
+
+
+def prompt_ids(source: Source, tokenizer: Any, problems: Problems) -> list[Ints] | None:
+    """As `pretokenised`, of the column of prompt ids; None without one."""
+    columns = source.columns
     prompt = _first(columns, "prompt_ids", "prompt_input_ids", "input_ids_prompt")
-    prompt_mask = _first(columns, "attention_mask_prompt", "prompt_attention_mask", "prompt_mask")
+    mask = _first(columns, "attention_mask_prompt", "prompt_attention_mask", "prompt_mask")
+    return None if prompt is None else _column(source, prompt, mask, tokenizer, problems)
+
+
+def _column(source: Source, column: str, mask: str | None, tokenizer: Any, problems: Problems) -> list[Ints]:
     vocabulary = len(tokenizer) if tokenizer is not None else None
-    out = []
-    for i, row in enumerate(source.rows):
-        place = source.where(i)
-        parts = [_ids(row, prompt, prompt_mask, vocabulary, place, problems)] if prompt else []
-        parts.append(_ids(row, column, mask, vocabulary, place, problems))
-        out.append(np.concatenate(parts))
-    return out
+    return [
+        _ids(row, column, mask, vocabulary, source.where(i), problems) for i, row in enumerate(source.rows)
+    ]
 
 
 def _first(columns: Sequence[str], *names: str) -> str | None:

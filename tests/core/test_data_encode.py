@@ -281,7 +281,7 @@ def test_completions_are_learned_without_their_prompts(template, tokenizer):
     assert learned(texts(rows, tokenizer, chat_template=template), tokenizer) == ["good</s>"]
 
 
-def test_conversations_are_learned_by_marks_or_by_their_last_turn(tokenizer):
+def test_every_reply_of_a_conversation_is_learned(tokenizer):
     rows = [
         {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("left out")]},
         {"messages": [user("nobody answers")]},
@@ -290,7 +290,8 @@ def test_conversations_are_learned_by_marks_or_by_their_last_turn(tokenizer):
     assert learned(plain, tokenizer) == ["b</s>d</s>"]
     assert plain.report.empty == ["dataset row 2"]
     assert "left out" not in tokenizer.decode(plain.texts[0].tokens)
-    assert learned(texts(rows, tokenizer, chat_template=CHATML), tokenizer) == ["d</s>"]
+    assert plain.report.after_reply == ["dataset row 1"]
+    assert learned(texts(rows, tokenizer, chat_template=CHATML), tokenizer) == ["b</s>d</s>"]
 
 
 def test_the_chosen_side_of_preferences_is_learned(tokenizer):

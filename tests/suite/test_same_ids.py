@@ -1,0 +1,212 @@
+"""From stage to stage: the template a model is trained with is its own, and every stage ends a reply alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_grpo.rewards import Reward, score
+from rlhf_grpo.rollout import reward_inputs
+from rlhf_reward import RewardConfig
+from rlhf_sft import SFTConfig
+from transformers import AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+from rlhf_core import REWARD, cli, data, feeds, load_model, plugins, sampling
+from rlhf_core.components import load_file
+from rlhf_core.sampling import Rollouts
+from rlhf_core.scoring import Scorer
+from rlhf_core.tokenizer import load_tokenizer
+
+chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
+ONE = {"learning_rate": 1e-3, "max_training_steps": 1, "total_batch_size": 2}
+ROWS = [
+    {
+        "prompt": [chat.SYSTEM, chat.user("a bab")],
+        "chosen": [chat.assistant(a)],
+        "rejected": [chat.assistant(b)],
+    }
+    for a, b in (("in: é", "b"), (" ab", "a  b"))
+]
+TOLD = [{"messages": [*row["prompt"], *row["chosen"]]} for row in ROWS]
+
+
+def tokenizer():
+    """Its EOS is not what ends a turn of the template, which it does not know."""
+    return chat.byte_level(eos="<|endoftext|>", pad="<|endoftext|>")
+
+
+def trained_on(monkeypatch):
+    seen, inner = [], feeds.TreeFeed.__init__
+
+    def spy(self, trees, *arguments, **options):
+        seen.extend(trees)
+        inner(self, trees, *arguments, **options)
+
+    monkeypatch.setattr(feeds.TreeFeed, "__init__", spy)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def chain(tiny, tmp_path_factory):
+    """{stage: (artifact, the trees it was trained on)}; only the first stage names the template, a file."""
+    place = tmp_path_factory.mktemp("chain")
+    (place / "chat.jinja").write_text(chat.CHATML, encoding="utf-8")
+    stages = {}
+    with pytest.MonkeyPatch.context() as patch:
+        seen = trained_on(patch)
+        config = SFTConfig(**ONE, chat_template=str(place / "chat.jinja"))
+        model = tiny.make_model(vocab_size=512)
+        base = tiny.run("sft", config, place / "sft", model=model, tokenizer=tokenizer(), train_dataset=TOLD)
+        stages["sft"] = base, list(seen)
+        seen.clear()
+        rm = tiny.run("reward", RewardConfig(**ONE), place / "rm", model=str(base.path), train_dataset=ROWS)
+        stages["reward"] = rm, list(seen)
+    return stages
+
+
+def ids_of(trees):
+    return [[*tree.prefix.tolist(), *branch.tolist()] for tree in trees for branch in tree.branches]
+
+
+def wanted():
+    """The chosen and rejected conversations of each row as transformers writes them, up to the end of the turn."""
+    reader = tokenizer()
+    found = []
+    for row in ROWS:
+        for side in ("chosen", "rejected"):
+            text = reader.apply_chat_template(
+                [*row["prompt"], *row[side]], chat_template=chat.CHATML, tokenize=False
+            )
+            found.append(reader(text.removesuffix("\n"), add_special_tokens=False)["input_ids"])
+    return found
+
+
+def test_stages_are_trained_on_the_same_ids(chain):
+    assert ids_of(chain["sft"][1]) == wanted()[::2]
+    assert ids_of(chain["reward"][1]) == wanted()
+    end = tokenizer().convert_tokens_to_ids("<|im_end|>")
+    for tree in chain["sft"][1]:
+        assert (tree.branches[0][-1], tree.weights[0][-1]) == (end, 1)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_template_and_stop_tokens_are_saved_with_the_model(chain, stage):
+    path = chain[stage][0].path
+    reader = tokenizer()
+    stops = reader.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert AutoTokenizer.from_pretrained(path).chat_template == chat.CHATML
+    assert GenerationConfig.from_pretrained(path).eos_token_id == stops
+    assert load_model(path, head="lm" if stage == "sft" else "score").stop_ids == tuple(stops)
+
+
+def test_scores_read_what_was_trained(chain, tiny, tmp_path, monkeypatch):
+    read = []
+
+    def record(self, sequences, group, out):
+        read.extend(each.tolist() for each in sequences)
+        out[:] = 0
+
+    monkeypatch.setattr(Scorer, "_score_some", record)
+    path = chain["reward"][0].path
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", ROWS)
+    command = ["score", str(path), str(rows), "-o", str(tmp_path / "scored.jsonl")]
+    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+    assert read == wanted()
+    read.clear()
+    rollout_scores(chain, tiny)
+    assert read == wanted()
+
+
+def rollout_scores(chain, tiny):
+    """As GRPO has completions scored that its policy has sampled: ids, up to the token that ended them."""
+    policy = load_tokenizer(chain["sft"][0].path)
+    asked = [{"prompt": row["prompt"]} for row in ROWS for _ in range(2)]
+    prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None)
+    sampled = [
+        ids[len(start) :] for ids, start in zip(wanted(), (p.tolist() for p in prompts.ids), strict=True)
+    ]
+    assert [[*start, *ids] for start, ids in zip(map(list, prompts.ids), sampled, strict=True)] == wanted()
+    width = max(map(len, sampled))
+    samples = Rollouts(
+        tokens=np.array([[*ids, *[0] * (width - len(ids))] for ids in sampled], np.int32),
+        lengths=np.array([len(ids) for ids in sampled], np.int32),
+        logps=np.zeros((len(sampled), width), np.float32),
+        finished=np.full(len(sampled), True),
+    )
+    inputs = reward_inputs(prompts, range(len(asked)), samples, policy)
+    judge = plugins.load().registry.get(REWARD, "model", model=str(chain["reward"][0].path))
+    judge.setup(type("Stage", (), {"devices": staticmethod(tiny.one_device)}))
+    return score([Reward("model", 1.0, judge)], inputs)
+
+
+def test_rollouts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, monkeypatch):
+    stops, inner = [], sampling.Sampler.__init__
+
+    def spy(self, *arguments, **options):
+        inner(self, *arguments, **options)
+        stops.append(self.stop_ids)
+
+    monkeypatch.setattr(sampling.Sampler, "__init__", spy)
+    config = GRPOConfig(
+        **{**ONE, "total_batch_size": 4}, num_generations=2, max_completion_length=4, beta=0.0
+    )
+    asked = [{"prompt": row["prompt"]} for row in ROWS]
+    path = str(chain["sft"][0].path)
+    grpo = tiny.run(
+        "grpo", config, tmp_path, model=path, train_dataset=asked, rewards=[str(chain["reward"][0].path)]
+    )
+    tiny.write_rows(tmp_path / "asked.jsonl", asked)
+    command = ["generate", str(grpo.path), str(tmp_path / "asked.jsonl"), "--max_completion_length", "2"]
+    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+    assert len(stops) == 2
+    assert set(stops) == {tuple(tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))}
+
+
+def test_a_tokenizer_from_elsewhere_gets_the_stop_tokens_of_the_model(chain, tiny, tmp_path):
+    """The model's generation_config.json says what ends a completion, for the sampler as for the texts."""
+    elsewhere = tokenizer()
+    elsewhere.chat_template = chat.LLAMA3.replace("{{ bos_token }}", "").replace("<|eot|>", "<|end|>")
+    rm = tiny.run(
+        "reward",
+        RewardConfig(**ONE),
+        tmp_path,
+        model=str(chain["sft"][0].path),
+        tokenizer=elsewhere,
+        train_dataset=ROWS,
+    )
+    scorer = Scorer.load(rm.path)
+    names = elsewhere.convert_ids_to_tokens(scorer.contract.special_tokens["eos"])
+    assert names == ["<|endoftext|>", "<|im_end|>", "<|end|>"]
+    assert elsewhere.name_or_path == ""  # the caller's own is left as it was
+
+
+def test_a_check_knows_the_template_of_an_earlier_stage(tiny, tmp_path):
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.write_rows(tmp_path / "told.jsonl", TOLD)
+    tiny.write_rows(tmp_path / "asked.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
+    model = {**tiny.SIZES, "tokenizer": "tokenizer"}
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in model.items())
+    pipeline = f"""
+        dir = "run"
+        [[stage]]
+        name = "base"
+        trainer = "sft"
+        model = {{ {table} }}
+        train_data = "told.jsonl"
+        chat_template = "plain"
+        [[stage]]
+        name = "policy"
+        trainer = "grpo"
+        model = "base.model"
+        train_data = "asked.jsonl"
+        rewards = [{{ name = "length", target = 4 }}]
+    """
+    for text, fine in ((pipeline, True), (pipeline.replace('chat_template = "plain"', ""), False)):
+        (tmp_path / "pipeline.toml").write_text(text)
+        done = CliRunner().invoke(cli.app, ["check", str(tmp_path / "pipeline.toml")])
+        assert (done.exit_code == 0) is fine
