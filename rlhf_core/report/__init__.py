@@ -1,0 +1,51 @@
+"""One self-contained HTML page about a run, or about several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.commands import require_writable
+from rlhf_core.errors import InputError
+from rlhf_core.report.run import read_run
+
+
+def report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page of one run; where it is, by default RUN/report.html.
+
+    Raises InputError where `run` is no run directory, or the library that draws is not installed.
+    """
+    _require_library("report")
+    from rlhf_core.report.single import page
+
+    require_writable(None if output is None else Path(output))
+    found = read_run(run)
+    path = found.dir / "report.html" if output is None else Path(output)
+    write_atomic(path, page(found))
+    return path
+
+
+def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+    """Write one page with the curves of several runs on top of each other; where it is, by default compare.html.
+
+    Raises InputError as `report` does, and for fewer than two runs.
+    """
+    _require_library("compare")
+    if len(runs) < 2:
+        raise InputError(
+            f"rlhf compare: give two runs or more; for one, type: rlhf report {runs[0] if runs else 'RUN'}"
+        )
+    from rlhf_core.report.several import page
+
+    path = Path("compare.html" if output is None else output)
+    require_writable(path)
+    write_atomic(path, page([read_run(run) for run in runs]))
+    return path
+
+
+def _require_library(command: str) -> None:
+    try:
+        import bokeh  # noqa: F401
+    except ImportError:
+        raise InputError(f"rlhf {command}: needs bokeh; type: pip install 'rlhf-core[report]'") from None

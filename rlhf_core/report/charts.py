@@ -1,0 +1,223 @@
+"""Charts as Bokeh documents in JSON, which the page draws when they come into view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from bokeh.embed import json_item
+from bokeh.models import (
+    BasicTickFormatter,
+    BoxZoomTool,
+    ColumnDataSource,
+    GlyphRenderer,
+    NumeralTickFormatter,
+    Range1d,
+    Span,
+    glyphs,
+)
+from bokeh.plotting import figure
+from numpy.typing import NDArray
+
+from rlhf_core.report.groups import number
+from rlhf_core.report.samples import PERCENTILES, Spread
+from rlhf_core.report.series import Points, draw
+
+HEIGHT = 220
+BINS = 30
+STROKE, FILL, BOTH, QUIET = "stroke", "fill", "both", "quiet"
+FEW = 60
+"""Points that are marked, so that a line of few of them shows where it was measured."""
+
+
+@dataclass(frozen=True)
+class Legend:
+    """One line of a chart. colour: its place in the page's palette. value: the last, as text."""
+
+    label: str
+    colour: int
+    value: str
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """item: what `Bokeh.embed.embed_item` takes. x: what the horizontal axis counts. note: a line below it.
+
+    smooths: whether the page's slider acts on it. percent: whether its values are read as such.
+    """
+
+    id: str
+    title: str
+    x: str
+    legend: tuple[Legend, ...]
+    item: Mapping[str, Any]
+    note: str = ""
+    summary: str = ""
+    smooths: bool = False
+    percent: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A metric to draw. dashed: held-out data."""
+
+    label: str
+    points: Points
+    colour: int
+    dashed: bool = False
+
+
+def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bool = False) -> Chart:
+    """Metrics over updates: what was logged, faint, and its mean, which the page smooths."""
+    log = log and all(line.points.values.min() > 0 for line in drawn)
+    fig = _figure(id, log=log)
+    missing = sum(line.points.missing for line in drawn)
+    for i, line in reversed(list(enumerate(drawn))):  # the first lies on top
+        thin = draw(line.points, stretches)
+        dash = "dashed" if line.dashed else "solid"
+        raw = _source(x=thin.line_x, y=thin.line_y)
+        mean = _source(f"{id}/{i}", x=thin.mean_x, y=thin.mean_y)
+        _add(fig, raw, glyphs.Line(x="x", y="y", line_alpha=0.3, line_width=1), STROKE, line.colour)
+        _add(fig, mean, glyphs.Line(x="x", y="y", line_width=2, line_dash=dash), STROKE, line.colour)
+        if len(thin.line_x) <= FEW:
+            _add(fig, raw, glyphs.Scatter(x="x", y="y", size=4, line_color=None), FILL, line.colour)
+    low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
+    if low == high and not log:  # else it would lie in the middle of a span of two
+        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
+    _readout(fig, id)
+    legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
+    told = (
+        f"{line.label}: {number(line.points.values[0])} at update {line.points.steps[0]:.0f}, "
+        f"{number(line.points.values[-1])} at update {line.points.steps[-1]:.0f}"
+        for line in drawn
+    )
+    note = f"{missing} logged value{'s' * (missing > 1)} not finite, not drawn." if missing else ""
+    return Chart(id, title, "update", legend, json_item(fig), note, "; ".join(told), smooths=True)
+
+
+def band(id: str, title: str, spread: Spread) -> Chart:
+    """Percentiles of a quantity over updates."""
+    fig = _figure(id)
+    x, columns = spread.updates, spread.percentiles.T
+    for low, high, alpha in ((0, 4, 0.15), (1, 3, 0.25)):
+        area = _source(x=x, low=columns[low], high=columns[high])
+        _add(fig, area, glyphs.VArea(x="x", y1="low", y2="high", fill_alpha=alpha), FILL, 0)
+    for i, values in enumerate(columns):
+        source = _source(f"{id}/{i}", x=x, y=values)
+        _add(fig, source, glyphs.Line(x="x", y="y", line_width=2 if i == 2 else 0.5), STROKE, 0)
+    _readout(fig, id)
+    names = [f"{p} %" if p != 50 else "median" for p in PERCENTILES]
+    legend = tuple(Legend(name, 0, number(v[-1])) for name, v in zip(names, columns, strict=True))
+    first, last = number(columns[2][0]), number(columns[2][-1])
+    return Chart(id, title, "update", legend, json_item(fig), summary=f"median {first} first, {last} last")
+
+
+def histogram(id: str, title: str, x: str, parts: Mapping[str, NDArray[Any]]) -> Chart:
+    """Values of several groups, in bins they share, as shares of their group."""
+    together = np.concatenate(list(parts.values()))
+    edges = np.histogram_bin_edges(together, BINS)
+    whole = together.size and np.all(together == np.round(together)) and np.ptp(together) <= 2 * BINS
+    if whole:  # of whole numbers, each has a bin of its own
+        edges = np.arange(together.min() - 0.5, together.max() + 1)
+    return bars(id, title, x, edges, {name: np.histogram(v, edges)[0] for name, v in parts.items()})
+
+
+def bars(id: str, title: str, x: str, edges: NDArray[Any], counts: Mapping[str, NDArray[Any]]) -> Chart:
+    """Histograms as shares of their group. edges: [bins + 1]; counts: {group: [bins]}."""
+    fig = _figure(id, percent=True)
+    fig.y_range.start = 0
+    legend = []
+    for i, (name, count) in enumerate(counts.items()):
+        share = np.asarray(count, float) / max(np.sum(count), 1)
+        box = _source(left=edges[:-1], right=edges[1:], top=share)
+        quad = glyphs.Quad(left="left", right="right", top="top", bottom=0, fill_alpha=0.35, line_width=0.5)
+        _add(fig, box, quad, BOTH, i)
+        middles = (np.asarray(edges[:-1]) + np.asarray(edges[1:])) / 2
+        _add(
+            fig,
+            _source(f"{id}/{i}", x=middles, y=share),
+            glyphs.Line(x="x", y="y", line_alpha=0),
+        )
+        legend.append(Legend(name, i, ""))
+    _readout(fig, id)
+    return Chart(id, title, x, tuple(legend), json_item(fig), summary=", ".join(counts), percent=True)
+
+
+def reliability(id: str, title: str, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> Chart:
+    """Share of pairs that are right over the confidence, a point a bin as large as its pairs; the dashes are ideal."""
+    fig = _figure(id, percent=True)
+    fig.xaxis.formatter = _percent()
+    ideal = _source(x=np.array([0.5, 1.0]), y=np.array([0.5, 1.0]))
+    _add(fig, ideal, glyphs.Line(x="x", y="y", line_dash="dashed", line_width=1), QUIET)
+    for i, bins in enumerate(parts.values()):
+        confidence, right, pairs = (
+            np.array([b[k] for b in bins], float) for k in ("confidence", "right", "pairs")
+        )
+        size = 5 + 15 * np.sqrt(pairs / max(pairs.sum(), 1))
+        source = ColumnDataSource(name=f"{id}/{i}", data={"x": confidence, "y": right, "size": size})
+        _add(fig, source, glyphs.Line(x="x", y="y", line_width=1, line_alpha=0.3), STROKE, i)
+        dots = glyphs.Scatter(x="x", y="y", size="size", fill_alpha=0.6, line_color=None)
+        _add(fig, source, dots, FILL, i)
+    _readout(fig, id)
+    legend = tuple(Legend(name, i, "") for i, name in enumerate(parts))
+    return Chart(id, title, "confidence", legend, json_item(fig), summary=", ".join(parts), percent=True)
+
+
+def _figure(id: str, *, log: bool = False, percent: bool = False) -> figure:
+    fig = figure(
+        name=id,
+        height=HEIGHT,
+        sizing_mode="stretch_width",
+        toolbar_location=None,
+        tools=[BoxZoomTool(dimensions="width")],
+        y_axis_type="log" if log else "linear",
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+        min_border_left=52,
+        min_border_right=10,
+        min_border_top=8,
+    )
+    for axis in fig.axis:
+        axis.axis_line_color = None
+        axis.major_tick_line_color = axis.minor_tick_line_color = None
+        axis.major_label_text_font = "system-ui, sans-serif"
+        axis.major_label_text_font_size = "11px"
+        axis.ticker.desired_num_ticks = 5
+    if not log:
+        fig.yaxis.formatter = _percent() if percent else _plain()
+    fig.xaxis.formatter = _plain()
+    fig.xgrid.grid_line_color = None
+    fig.ygrid.grid_line_width = 1
+    return fig
+
+
+def _plain() -> BasicTickFormatter:
+    return BasicTickFormatter(power_limit_low=-4, power_limit_high=6)
+
+
+def _percent() -> Any:
+    return NumeralTickFormatter(format="0 %")
+
+
+def _readout(fig: figure, id: str) -> None:
+    """What follows the pointer or the arrow keys: a line across, and a mark on every series."""
+    fig.add_layout(Span(dimension="height", location=0, visible=False, line_width=1, name=f"{id}/cursor"))
+    here = ColumnDataSource(name=f"{id}/here", data={"x": [], "y": [], "colour": []})
+    _add(fig, here, glyphs.Scatter(x="x", y="y", size=8, fill_color="colour", line_color=None))
+
+
+def _add(fig: figure, source: ColumnDataSource, glyph: Any, kind: str = "none", colour: int = 0) -> None:
+    """As `fig.line` and its like do, without the copies for selected and muted glyphs, which nothing here needs.
+
+    kind, colour: what the page's script paints in which colour of the page.
+    """
+    glyph.tags = [kind, colour]
+    fig.renderers.append(GlyphRenderer(data_source=source, glyph=glyph))
+
+
+def _source(name: str | None = None, **columns: NDArray[Any]) -> ColumnDataSource:
+    return ColumnDataSource(name=name, data={k: np.asarray(v, np.float32) for k, v in columns.items()})

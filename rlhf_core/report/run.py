@@ -1,0 +1,263 @@
+"""Reading a run directory for people: whatever is there, however far the run came."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf_core import events
+from rlhf_core.artifacts import MANIFEST
+from rlhf_core.errors import InputError
+from rlhf_core.report.series import Points, read_metrics
+
+RESOLVED = "pipeline.resolved.toml"
+State = Literal["done", "failed", "stopped", "interrupted", "running", "not begun"]
+SAID = {"failed", "stopped"}
+
+
+@dataclass(frozen=True)
+class Session:
+    """One stretch of a stage, from its beginning to its end; seconds since 1970. how: None where nothing says."""
+
+    began: float
+    ended: float | None
+    how: str | None = None
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage as its directory tells it.
+
+    message: what ended it, where it failed or was stopped. planned: updates, None before the first one.
+    metrics: {name: its logged points}. first_row: when the first of them was logged, seconds since 1970. record:
+    stage.json, empty where there is none.
+    """
+
+    name: str
+    trainer: str
+    dir: Path
+    state: State
+    message: str
+    config: Mapping[str, Any]
+    record: Mapping[str, Any]
+    sessions: tuple[Session, ...]
+    planned: int | None
+    metrics: Mapping[str, Points]
+    first_row: float | None
+
+    @property
+    def updates(self) -> int:
+        """The newest update that was logged."""
+        return max((int(points.steps[-1]) for points in self.metrics.values()), default=0)
+
+    @property
+    def seconds(self) -> float:
+        return sum((each.ended or each.began) - each.began for each in self.sessions)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. warnings: (stage, text). problems: what of the directory could not be read."""
+
+    dir: Path
+    table: Mapping[str, Any]
+    resolved: str
+    stages: tuple[StageRun, ...]
+    machine: Mapping[str, Any]
+    warnings: tuple[tuple[str, str], ...]
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+
+def read_run(path: str | Path) -> Run:
+    """Everything that a report shows but the samples, which are read when they are drawn.
+
+    Half-written files are passed over and named in `problems`. Raises InputError where `path` is no run directory.
+    """
+    directory = Path(path).absolute()
+    found = _stage_directories(Path(path), directory)
+    problems: list[str] = []
+    resolved = _text(directory / RESOLVED, problems)
+    try:
+        table = tomllib.loads(resolved)
+    except tomllib.TOMLDecodeError as error:
+        table = {}
+        problems.append(f"{RESOLVED} is not readable: {error}")
+    said = list(rows(directory / events.FILE, problems))
+    configs = {str(stage.get("name")): stage for stage in table.get("stage", [])}
+    active = _in_use(directory)
+    stages = tuple(
+        _stage(found.get(name, directory / name), name, configs.get(name, {}), said, active, problems)
+        for name in dict.fromkeys([*configs, *found])
+    )
+    machine: Mapping[str, Any] = next(
+        (e["machine"] for e in reversed(said) if isinstance(e.get("machine"), dict)), {}
+    )
+    warned = dict.fromkeys(
+        (str(e.get("stage", "")), str(e.get("message", ""))) for e in said if e.get("event") == "warning"
+    )
+    return Run(directory, table, resolved, stages, machine, tuple(warned), tuple(problems))
+
+
+def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; of lines that are none, the file is named once in `problems`."""
+    torn = 0
+    try:
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+    except OSError as error:
+        problems.append(f"{path.name} is not readable: {error.strerror}")
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            yield row
+        elif line.strip():
+            torn += 1
+    if torn:
+        problems.append(f"{path.parent.name}/{path.name}: {torn} line{'s' * (torn > 1)} not whole, left out")
+
+
+def _stage_directories(given: Path, directory: Path) -> dict[str, Path]:
+    """{stage: its directory}, oldest first. What a trainer was told to write to from Python is its only stage."""
+    if not directory.is_dir():
+        there = "is a file" if directory.exists() else "does not exist"
+        raise InputError(f"{given}: {there}; give the directory of a run, such as: rlhf report runs/first")
+    if _is_stage(directory):
+        if (directory.parent / RESOLVED).is_file():
+            raise InputError(f"{given}: is one stage of a run; type: rlhf report {given.parent}")
+        return {directory.name: directory}
+    found = [path for path in directory.iterdir() if _is_stage(path)]
+    if not found and not (directory / RESOLVED).is_file():
+        raise InputError(
+            f"{given}: not a run directory, it has neither {RESOLVED} nor a stage with metrics.jsonl; give the "
+            "`dir` of a pipeline that ran, such as: rlhf report runs/first"
+        )
+    return {path.name: path for path in sorted(found, key=lambda path: path.stat().st_mtime)}
+
+
+def _is_stage(path: Path) -> bool:
+    return (path / "stage.json").is_file() or (path / "metrics.jsonl").is_file()
+
+
+def _stage(
+    path: Path,
+    name: str,
+    config: Mapping[str, Any],
+    said: list[dict[str, Any]],
+    active: bool,
+    problems: list[str],
+) -> StageRun:
+    record = _json(path / "stage.json", problems)
+    planned = _json(path / "plan.json", problems).get("updates")
+    own = [event for event in said if event.get("stage") == name and "time" in event]
+    metrics, times = read_metrics(rows(path / "metrics.jsonl", problems))
+    first, last = (times[0], times[-1]) if times else (None, None)
+    sessions = _sessions(own, record, last)
+    state, message = _state(path, own, record, active)
+    return StageRun(
+        name=name,
+        trainer=str(record.get("trainer") or config.get("trainer") or ""),
+        dir=path,
+        state=state,
+        message=message,
+        config={
+            k: v
+            for k, v in {**config, **(record.get("config") or {})}.items()
+            if k not in ("name", "trainer")
+        },
+        record=record,
+        sessions=sessions,
+        planned=planned if isinstance(planned, int) else None,
+        metrics=metrics,
+        first_row=first,
+    )
+
+
+def _state(
+    path: Path, own: list[dict[str, Any]], record: Mapping[str, Any], active: bool
+) -> tuple[State, str]:
+    ended: dict[str, Any] = next((e for e in reversed(own) if e.get("event") != "warning"), {})
+    alone = not record and not ended  # a trainer called from Python writes neither
+    if record.get("state") == "done" or (alone and any(path.glob(f"artifacts/*/{MANIFEST}"))):
+        return "done", ""
+    if ended.get("event") in SAID:
+        return ended["event"], str(ended.get("message", ""))
+    if alone and not (path / "metrics.jsonl").is_file():
+        return "not begun", ""
+    return ("running" if active else "interrupted"), ""
+
+
+def _sessions(
+    own: list[dict[str, Any]], record: Mapping[str, Any], last: float | None
+) -> tuple[Session, ...]:
+    """From the events; for a run without them, from what stage.json says."""
+    sessions: list[Session] = []
+    for event in own:
+        when, what = float(event["time"]), event.get("event")
+        if what in ("begun", "continued"):
+            sessions.append(Session(when, None))
+        elif what != "warning" and sessions and sessions[-1].ended is None:
+            sessions[-1] = Session(sessions[-1].began, when, what)
+    if not sessions and (began := _seconds(record.get("started"))) is not None:
+        sessions.append(Session(began, _seconds(record.get("finished"))))
+    return tuple(
+        Session(each.began, max(last, each.began), None)
+        if each.ended is None and each is sessions[-1] and last is not None
+        else each
+        for each in sessions
+    )
+
+
+def _seconds(written: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(written).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def _in_use(directory: Path) -> bool:
+    """Whether a process runs in this directory now: it holds the lock."""
+    try:
+        with open(directory / ".lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    text = _text(path, problems)
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        problems.append(f"{path.parent.name}/{path.name} is not readable")
+        return {}
+    return found
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    except OSError as error:
+        problems.append(f"{path.name} is not readable: {error.strerror}")
+        return ""
