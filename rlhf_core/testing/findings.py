@@ -1,0 +1,137 @@
+"""What a kit found: each property that does not hold, told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.components import describe, qualified
+from rlhf_core.contracts import Kind, ModelFamily, Trainer
+from rlhf_core.errors import InputError
+
+
+class Broken(AssertionError):
+    """A property does not hold: what was seen, and what to do."""
+
+
+class Findings:
+    """The properties of one component that were tried, and what is wrong with those that do not hold."""
+
+    def __init__(self, kind: str, thing: Any) -> None:
+        self.kind, self.what = kind, called(thing)
+        self.tried: list[str] = []
+        self.failures: dict[str, str] = {}
+
+    @contextmanager
+    def property(self, name: str) -> Iterator[None]:
+        """Whatever is raised inside is a failure of this property."""
+        if name not in self.tried:
+            self.tried.append(name)
+        try:
+            yield
+        except Broken as broken:
+            self.failures.setdefault(name, str(broken))
+        except Exception as error:
+            self.failures.setdefault(name, raised(error))
+
+    def stop_if_broken(self) -> None:
+        """Raise now where something is wrong already: nothing further could be told from what it makes of that."""
+        if self.failures:
+            self._raise("; the others were not tried")
+
+    def end(self) -> None:
+        """Raise AssertionError with every failure, if there is any."""
+        if self.failures:
+            self._raise("")
+
+    def _raise(self, rest: str) -> None:
+        count = f"{len(self.failures)} of the {len(self.tried)} properties tried{rest}"
+        told = "\n".join(f"  {name}: {message}" for name, message in self.failures.items())
+        raise AssertionError(f"{self.kind} {self.what} breaks {count}:\n{told}")
+
+
+def called(thing: Any) -> str:
+    """A component in words: an object by its class and fields, anything else by its name."""
+    if isinstance(thing, str):
+        return f"'{thing}'"
+    if isinstance(thing, Trainer):
+        return qualified(thing.run)
+    if isinstance(thing, ModelFamily):
+        return ", ".join(thing.name)
+    if dataclasses.is_dataclass(thing) and not inspect.isclass(thing):
+        return repr(thing)
+    return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
+
+
+def raised(error: BaseException) -> str:
+    """An exception in one line, with the place in the component's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_of_component(f.filename)]
+    at = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {text[:300]}{at}"
+
+
+def _is_of_component(file: str) -> bool:
+    """Not Python's, a library's, or a kit's."""
+    others = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
+    return not file.startswith((*others, "<"))
+
+
+def made(found: Findings, kind: Kind[Any], thing: Any) -> Any:
+    """The component: `thing`, or what a class makes of its defaults. The property `component`: it can be registered."""
+    with found.property("component"):
+        finished = (
+            inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, Trainer | ModelFamily)
+        )
+        registered = thing if finished or not dataclasses.is_dataclass(thing) else type(thing)
+        try:
+            entry = describe(kind, "tried", registered, "its author")
+            if inspect.isclass(thing):
+                thing = entry.make({})
+        except InputError as error:
+            raise Broken("; ".join(error.problems)) from error
+    found.stop_if_broken()
+    return thing
+
+
+def hashes(found: Findings, thing: Any) -> None:
+    """The property `hash`: jit finds the program of an equal component again."""
+    with found.property("hash"):
+        hash(thing)
+        if not dataclasses.is_dataclass(thing):
+            return
+        copy = dataclasses.replace(thing)  # type: ignore[type-var]
+        if copy != thing or hash(copy) != hash(thing):
+            raise Broken(
+                f"two {qualified(thing)} with the same fields are not equal, so that jit compiles for each of them; "
+                "leave eq as it is in @dataclass(frozen=True), and make fields of numbers, texts and tuples"
+            )
+
+
+def require_close(found: Any, expected: Any, what: str, *, rtol: float = 1e-5) -> None:
+    """Raise Broken where arrays differ by more than `rtol` of the largest expected value (at least of 1)."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    if found.shape != expected.shape:
+        raise Broken(f"{what}: shape {list(found.shape)} became of {list(expected.shape)}")
+    size = max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0)))
+    same = np.isclose(found, expected, rtol=0.0, atol=rtol * size, equal_nan=True)
+    if not same.all():
+        worst = np.abs(np.where(same, 0.0, found - expected))
+        by = "to NaN or infinity" if not np.isfinite(worst).all() else f"by up to {worst.max():.3g}"
+        raise Broken(f"{what}: {(~same).sum()} of {same.size} values change {by}")
+
+
+def require_finite(values: Any, what: str) -> None:
+    """Raise Broken where a value is not finite."""
+    bad = ~np.isfinite(np.asarray(values, np.float64))
+    if bad.any():
+        first = np.asarray(values, np.float64)[bad][0]
+        raise Broken(f"{what}: {bad.sum()} of {bad.size} values are not finite, the first is {first}")

@@ -1,0 +1,209 @@
+"""The kit for model families."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.contracts import MODEL, ModelFamily
+from rlhf_core.logprobs import unembed
+from rlhf_core.mesh import make_mesh, replicated
+from rlhf_core.models import Definition
+from rlhf_core.models.definition import define
+from rlhf_core.partition import paths
+from rlhf_core.testing.findings import Broken, Findings, made, require_close, require_finite
+from rlhf_core.testing.small import MODEL_TABLE
+
+FIRST, SECOND = 7, 5
+"""Tokens of the two sequences that everything is tried on."""
+SPARE = 3
+
+
+def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None) -> None:
+    """Raise AssertionError with every property of a model family that `family` lacks.
+
+    hf_config: a small model's config.json; default: a llama's fields under the family's first model_type. Tokens are
+    drawn below its vocab_size. Its weights should be large enough to see a difference: initializer_range 0.3.
+
+    component: it can be registered.
+    parameters: `abstract`, `axes` and `init` describe the same tree, float32.
+    finite: hidden states and their gradient.
+    padding: unused places before and after change nothing.
+    packing: nor do other sequences of the row; and two sequences may share their start.
+    later tokens: no token sees those after it.
+    cache: `prefill`, `repeat` and `decode` give what `hidden` gives of the whole.
+    score: one number a position.
+    saving: `load` gives back what `save` wrote, bit for bit.
+    mesh: the same on all devices there are.
+    """
+    found = Findings("model family", family)
+    made(found, MODEL, family)
+    config = dict(MODEL_TABLE | {"vocab_size": 36, "initializer_range": 0.3, "model_type": family.name[0]})
+    config = config if hf_config is None else dict(hf_config)
+    definition = define(family, config, "lm")
+    params = _parameters(found, definition)
+    found.stop_if_broken()
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(3, definition.vocab_size, FIRST + SECOND).astype(np.int32)
+    hidden = jax.jit(definition.hidden)
+    with found.property("finite"):
+        first, second = (_alone(hidden, params, part) for part in (tokens[:FIRST], tokens[FIRST:]))
+        require_finite(np.concatenate([first, second]), "hidden states")
+        slopes = jax.jit(jax.grad(lambda p: jnp.square(definition.hidden(p, *_row(tokens))).sum()))(params)
+        for path, x in paths(slopes):
+            require_finite(x, f"gradient of {'.'.join(path)}")
+    found.stop_if_broken()
+    with found.property("padding"):
+        before = (np.pad(x, ((0, 0), (SPARE, 0))) for x in _row(tokens[:FIRST]))
+        ids, positions, until = before
+        padded = hidden(params, ids, positions, np.where(until > 0, until + SPARE, 0))
+        require_close(padded[0, SPARE:], first, f"with {SPARE} unused places before", rtol=1e-4)
+        after = hidden(params, *(np.pad(x, ((0, 0), (0, SPARE))) for x in _row(tokens[:FIRST])))
+        require_close(after[0, :FIRST], first, f"with {SPARE} unused places after", rtol=1e-4)
+    with found.property("packing"):
+        _packing(hidden, params, tokens, first, second)
+    with found.property("later tokens"):
+        other = tokens[:FIRST].copy()
+        other[-1] = 3 + (other[-1] - 2) % (definition.vocab_size - 3)
+        changed = _alone(hidden, params, other)
+        require_close(changed[:-1], first[:-1], "with another last token, the states before it", rtol=1e-4)
+        if np.allclose(changed[-1], first[-1], rtol=0, atol=1e-6):
+            raise Broken("another last token leaves its own state as it was; does hidden read its tokens?")
+    with found.property("cache"):
+        _cache(definition, params, tokens[:FIRST], first)
+    with found.property("score"):
+        _score(family, config, first)
+    with found.property("saving"):
+        _saving(definition, params)
+    if len(jax.devices()) > 1:
+        with found.property("mesh"):
+            _mesh(definition, params, tokens[:FIRST], first)
+    found.end()
+
+
+def _row(tokens: Any) -> tuple[Any, Any, Any]:
+    """(tokens, positions, visible_until), int32 [1, time], of one sequence."""
+    count = len(tokens)
+    return tokens[None], np.arange(count, dtype=np.int32)[None], np.full((1, count), count, np.int32)
+
+
+def _alone(hidden: Any, params: Any, tokens: Any) -> Any:
+    return np.asarray(hidden(params, *_row(tokens))[0], np.float32)
+
+
+def _parameters(found: Findings, definition: Definition) -> Any:
+    params = None
+    with found.property("parameters"):
+        params = jax.jit(definition.init)(jax.random.key(1))
+        described = {path: (x.shape, str(x.dtype)) for path, x in paths(definition.abstract_params())}
+        drawn = {path: (x.shape, str(x.dtype)) for path, x in paths(params)}
+        if drawn != described:
+            path = next(p for p in {**drawn, **described} if drawn.get(p) != described.get(p))
+            raise Broken(
+                f"'{'.'.join(path)}': init makes {drawn.get(path, 'nothing')}, abstract says "
+                f"{described.get(path, 'nothing')}"
+            )
+        wrong = [p for p, (_, dtype) in drawn.items() if dtype != "float32"]
+        if wrong:
+            raise Broken(f"'{'.'.join(wrong[0])}' is {drawn[wrong[0]][1]}; parameters are float32")
+        axes = dict(_named(definition.logical_axes()))
+        for path, (shape, _) in described.items():
+            if len(axes.get(path, ())) != len(shape) or path not in axes:
+                raise Broken(
+                    f"'{'.'.join(path)}': axes names {axes.get(path)} for shape {list(shape)}; name each dimension"
+                )
+    return params
+
+
+def _named(tree: Any, path: tuple[str, ...] = ()) -> Any:
+    """(path, axes) of every leaf: paths() would go into the tuples."""
+    for name, value in tree.items():
+        yield from _named(value, (*path, name)) if isinstance(value, Mapping) else [((*path, name), value)]
+
+
+def _packing(hidden: Any, params: Any, tokens: Any, first: Any, second: Any) -> None:
+    count = FIRST + SECOND
+    positions = np.concatenate([np.arange(FIRST), np.arange(SECOND)]).astype(np.int32)
+    until = np.where(np.arange(count) < FIRST, FIRST, count).astype(np.int32)
+    packed = hidden(params, tokens[None], positions[None], until[None])[0]
+    require_close(packed[:FIRST], first, "with a sequence behind it in the row", rtol=1e-4)
+    require_close(
+        packed[FIRST:], second, "with a sequence before it in the row (positions start again)", rtol=1e-4
+    )
+    start, one, two = tokens[:3], tokens[3:FIRST], tokens[FIRST:]
+    tree = np.concatenate([start, one, two])
+    positions = np.concatenate([np.arange(FIRST), 3 + np.arange(SECOND)]).astype(np.int32)
+    until = np.where((np.arange(count) >= 3) & (np.arange(count) < FIRST), FIRST, count).astype(np.int32)
+    branches = hidden(params, tree[None], positions[None], until[None])[0]
+    whole = _alone(hidden, params, np.concatenate([start, two]))
+    require_close(branches[:FIRST], first, "with another continuation of its start behind it", rtol=1e-4)
+    require_close(branches[FIRST:], whole[3:], "as the second continuation of a shared start", rtol=1e-4)
+
+
+def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None:
+    prompt = 3
+    ids, positions, until = (np.pad(x, ((0, 0), (1, 0))) for x in _row(tokens[:prompt]))
+    length = 1 + FIRST
+    prefill = jax.jit(definition.prefill, static_argnums=4)
+    states, cache = prefill(params, ids, positions, np.where(until > 0, until + 1, 0), length)
+    require_close(states[0, 1:], whole[:prompt], "prefill of a left-padded prompt", rtol=1e-4)
+    cache = definition.repeat(cache, 2)
+    prepared, decode = definition.prepare(params), jax.jit(definition.decode)
+    for i in range(prompt, FIRST):
+        visible = (np.arange(length) >= 1) & (np.arange(length) <= i + 1)
+        state, cache = decode(
+            prepared,
+            cache,
+            np.full(2, tokens[i], np.int32),
+            np.full(2, i, np.int32),
+            np.stack([visible, visible]),
+            np.int32(i + 1),
+        )
+        for row in state:
+            require_close(row, whole[i], f"decode of token {i}, cache index {i + 1}", rtol=1e-4)
+    kernel, softcap = definition.unembedding(params)
+    logits = unembed(state, kernel.astype(state.dtype), softcap)
+    if logits.shape != (2, definition.vocab_size):
+        raise Broken(
+            f"unembedding gives logits {list(logits.shape)} of 2 states; the kernel is [hidden, vocab]"
+        )
+
+
+def _score(family: ModelFamily, config: Mapping[str, Any], states: Any) -> None:
+    definition = define(family, config, "score")
+    scores = definition.score(definition.init(jax.random.key(2)), jnp.asarray(states))
+    if scores.shape != states.shape[:-1] or scores.dtype != jnp.float32:
+        raise Broken(
+            f"score gives {scores.dtype}{list(scores.shape)} of states {list(states.shape)}; give "
+            f"float32{list(states.shape[:-1])}"
+        )
+    require_finite(scores, "scores")
+
+
+def _saving(definition: Definition, params: Any) -> None:
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with tempfile.TemporaryDirectory() as directory:
+        definition.family.save(definition.config, params, Path(directory), "float32")
+        read = definition.family.load(definition.config, Path(directory), definition.shardings(mesh))
+    before, after = dict(paths(params)), dict(paths(read))
+    if set(before) != set(after):
+        raise Broken(
+            f"load and save differ in {', '.join('.'.join(p) for p in sorted(set(before) ^ set(after)))}"
+        )
+    for path, x in before.items():
+        require_close(after[path], x, f"'{'.'.join(path)}' read again", rtol=0.0)
+
+
+def _mesh(definition: Definition, params: Any, tokens: Any, whole: Any) -> None:
+    count = len(jax.devices())
+    mesh = make_mesh(data=1, fsdp=-1, tensor=2 if count % 2 == 0 else 1)
+    spread = jax.device_put(params, definition.shardings(mesh))
+    rows = jax.device_put(_row(tokens), replicated(mesh))
+    states = jax.jit(definition.hidden, out_shardings=replicated(mesh))(spread, *rows)
+    require_close(states[0], whole, f"on {count} devices", rtol=1e-4)

@@ -1,0 +1,161 @@
+"""The kit for rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.contracts import REWARD
+from rlhf_core.testing.findings import Broken, Findings, made, require_close
+from rlhf_core.testing.stage import a_stage
+
+ODD = ("", " ", "\n", "é 漢 🙂 \u200b", "a" * 5000, "{[(<\\", "1e999 -0 ½")
+"""Completions that models write sooner or later."""
+ROWS = (
+    {"prompt": "What is 2 + 2?", "completion": " 4"},
+    {"prompt": "What is 2 + 2?", "completion": " It is five, I think."},
+    {"prompt": "Say hello.", "completion": " Hello! Hello! Hello!"},
+    {"prompt": "Say hello.", "completion": " Good morning to you."},
+)
+
+
+def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group: int = 1) -> None:
+    """Raise AssertionError with every property of a reward that `reward` lacks.
+
+    reward: a function, plain or async, a class with defaults, or an object with that call, `setup(stage)` included.
+    rows: each with `prompt`, `completion` and whatever columns the reward reads; at least two, a multiple of `group`.
+    group: so many completions of a prompt lie next to each other and are compared on purpose; 1: none are.
+
+    component: it can be registered.
+    columns: it asks for nothing that the rows lack.
+    values: a list of finite numbers, or None where it does not apply, one a completion.
+    order, split: a completion's value does not depend on the other ones, nor on their order.
+    odd completions: empty, very long and unusual text is scored too.
+    inputs: what it is given stays as it is. repeatable: called again, it gives the same.
+    """
+    found = Findings("reward", reward)
+    reward = made(found, REWARD, reward)
+    rows = [{"completion_ids": [5 + i % 7, 4, 1], **row} for i, row in enumerate(rows)]
+    with found.property("columns"):
+        _require_columns(reward, rows[0])
+    found.stop_if_broken()
+    with _ready(reward):
+        with found.property("values"):
+            base = scores(reward, rows)
+        found.stop_if_broken()
+        with found.property("order"):
+            turned = _groups(rows, group)[::-1]
+            expected = np.concatenate(_groups(base, group)[::-1])
+            require_close(
+                scores(reward, [row for part in turned for row in part]),
+                expected,
+                "with the rows in another order",
+                rtol=1e-4,
+            )
+        with found.property("split"):
+            alone = [scores(reward, part) for part in _groups(rows, group)]
+            what = "with each completion alone" if group == 1 else f"with each {group} completions alone"
+            require_close(np.concatenate(alone), base, what, rtol=1e-4)
+        with found.property("odd completions"):
+            if all(isinstance(row["completion"], str) for row in rows):
+                scores(reward, [{**rows[0], "completion": text} for text in ODD * group])
+        with found.property("inputs"):
+            kept = copy.deepcopy(rows)
+            arguments = _arguments(reward, rows)
+            before = copy.deepcopy(arguments)
+            _called(reward, arguments)
+            changed = [name for name in arguments if arguments[name] != before[name]] + (
+                ["rows"] if rows != kept else []
+            )
+            if changed:
+                raise Broken(f"{', '.join(changed)} changed by the call; copy what you change")
+        with found.property("repeatable"):
+            require_close(scores(reward, rows), base, "called again with the same completions", rtol=0.0)
+    found.end()
+
+
+def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+    """float64 [rows], NaN where the reward does not apply. Raises Broken for anything but numbers and None."""
+    values = _called(reward, _arguments(reward, rows))
+    if not isinstance(values, Sequence | np.ndarray):
+        raise Broken(
+            f"it returned {type(values).__name__}; return a list of {len(rows)} numbers, one a completion"
+        )
+    if len(values) != len(rows):
+        raise Broken(
+            f"it returned {len(values)} values for {len(rows)} completions; return one each, None where it "
+            "does not apply"
+        )
+    for row, value in zip(rows, values, strict=True):
+        try:
+            wrong = value is not None and not math.isfinite(float(value))
+        except (TypeError, ValueError):
+            wrong = True
+        if wrong:
+            raise Broken(
+                f"{value!r} for the completion {str(row['completion'])[:40]!r}; return a finite number, or None "
+                "where it does not apply"
+            )
+    return np.array([np.nan if value is None else float(value) for value in values])
+
+
+def _called(reward: Any, arguments: Mapping[str, Any]) -> Any:
+    async def call() -> Any:
+        values = reward(**arguments)
+        while inspect.isawaitable(values):
+            values = await values
+        return values
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs an event loop
+        return thread.submit(asyncio.run, call()).result()
+
+
+def _arguments(reward: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What the reward names, and every column where it takes any."""
+    offered = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    offered["prompts"] = [row["prompt"] for row in rows]
+    offered["completions"] = [row["completion"] for row in rows]
+    parameters = inspect.signature(reward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        offered["completion_ids"] = offered.get("completion_ids", [])
+        return offered
+    taken = {p.name for p in parameters}
+    return {name: values for name, values in offered.items() if name in taken}
+
+
+def _require_columns(reward: Any, row: Mapping[str, Any]) -> None:
+    there = {*row, "prompts", "completions"} - {"prompt", "completion"}
+    parameters = inspect.signature(reward).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in there]
+    if missing:
+        raise Broken(
+            f"it asks for {', '.join(missing)}, which the rows lack; a reward takes prompts, completions, "
+            "completion_ids and columns of the data: give the kit rows that have them"
+        )
+
+
+@contextmanager
+def _ready(reward: Any) -> Iterator[None]:
+    """After `setup(stage)`, where the reward has one."""
+    if not hasattr(reward, "setup"):
+        yield
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        reward.setup(a_stage(Path(directory)))
+        yield
+
+
+def _groups(rows: Any, size: int) -> list[Any]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]

@@ -1,0 +1,129 @@
+"""Short runs of one trainer, whole and interrupted, and what was seen of them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core import plugins
+from rlhf_core.contracts import Artifact, Trainer
+from rlhf_core.errors import Stopped
+from rlhf_core.execution import execute
+from rlhf_core.hookspecs import hookimpl
+from rlhf_core.options import TrainerConfig
+from rlhf_core.stage import Stage
+from rlhf_core.testing.small import MODEL_TABLE, tokenizer
+from rlhf_core.testing.stage import a_stage
+
+STOP_AT, CRASH_AT = 2, 4
+"""Updates done when the interrupted run gets a SIGTERM, and when it then crashes."""
+CLOCKS = ("time", "per_second", "memory/")
+"""Parts of the names of metrics that a clock or the machine decides."""
+
+
+class CrashError(Exception):
+    """What a logger of the kit ends a run with."""
+
+
+@dataclass
+class Ran:
+    """What was seen of a run: a logger, told of every event."""
+
+    stop: int | None
+    crash: int | None
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    announced: list[str] = field(default_factory=list)
+    outputs: dict[str, Artifact] = field(default_factory=dict)
+    error: BaseException | None = None
+    ignored: bool = False
+    """Whether the SIGTERM found no handler of the trainer's."""
+
+    @hookimpl
+    def rlhf_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.rows.append((step, dict(metrics)))
+        if step == self.stop:
+            signal.raise_signal(signal.SIGTERM)
+        if step == self.crash:
+            raise CrashError
+
+    @hookimpl
+    def rlhf_artifact_saved(self, artifact: Artifact) -> None:
+        self.announced.append(artifact.name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trainer with what its runs share."""
+
+    trainer: Trainer
+    config: TrainerConfig
+    inputs: Mapping[str, Any]
+    directory: Path
+
+    @classmethod
+    def of(
+        cls,
+        trainer: Trainer,
+        config: TrainerConfig | None,
+        rows: Sequence[Mapping[str, Any]],
+        inputs: Mapping[str, Any],
+        small: Mapping[str, Any],
+        directory: Path,
+    ) -> Case:
+        """small: fields for what the config, default the trainer's defaults, leaves alone."""
+        config = trainer.config() if config is None else config
+        config = config.replace(**{k: v for k, v in small.items() if k not in config.model_fields_set})
+        given = {"model": MODEL_TABLE, "tokenizer": tokenizer(), "train_dataset": list(rows), **inputs}
+        return cls(trainer, config, given, directory)
+
+    def stage(self, name: str, *, mesh: Any, host: plugins.Host | None = None) -> Stage:
+        """In a directory of that name; without devices for mesh=None."""
+        stage = a_stage(self.directory / name, host=host, inputs=self.inputs)
+        if mesh is None:
+            return Stage(**{**vars(stage), "mesh": None})
+        return stage if mesh is ... else Stage(**{**vars(stage), "mesh": mesh})
+
+    def run(self, name: str, *, mesh: Any = ..., stop: int | None = None, crash: int | None = None) -> Ran:
+        """Run, or go on, in the directory of that name; a run that is to be interrupted may end with an error.
+
+        mesh: default one device. stop: the update after which a SIGTERM comes; crash: that after which a logger fails.
+        """
+        ran = Ran(stop, crash)
+        host = plugins.load(objects=[ran])
+        stage = self.stage(name, mesh=mesh, host=host)
+        try:
+            with _catching(ran):
+                ran.outputs = execute(self.trainer, self.config, stage, host)
+        except (Stopped, CrashError) as error:
+            ran.error = error
+            if stop is None and crash is None:
+                raise
+        return ran
+
+
+@contextmanager
+def _catching(ran: Ran) -> Iterator[None]:
+    """A SIGTERM that the trainer does not handle is noted, and does not end the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ignore(*_: Any) -> None:
+        ran.ignored = True
+
+    before = signal.signal(signal.SIGTERM, ignore)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def clockless(logged: tuple[int, Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """A logged row without what a clock or the machine decides."""
+    step, row = logged
+    return step, {name: value for name, value in row.items() if not any(part in name for part in CLOCKS)}

@@ -1,0 +1,205 @@
+"""The kit for trainers: short runs of a tiny model, one of them interrupted twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlhf_core import load_model, plugins
+from rlhf_core.contracts import TRAINER, Trainer
+from rlhf_core.errors import Stopped
+from rlhf_core.mesh import make_mesh
+from rlhf_core.options import TrainerConfig
+from rlhf_core.testing.findings import Broken, Findings, made, require_finite
+from rlhf_core.testing.runs import CRASH_AT, STOP_AT, Case, Ran, clockless
+
+SMALL = {
+    "total_batch_size": 4,
+    "learning_rate": 1e-2,
+    "max_training_steps": 6,
+    "log_steps": 1,
+    "save_steps": 2,
+}
+HEADS: Mapping[str, Any] = {"language_model": "lm", "reward_model": "score"}
+NEAR = 1e-2
+"""Of the norm of all parameters; a few updates of Adam move them by several times their norm, or turn signs."""
+
+
+def check_trainer(
+    trainer: str | Trainer,
+    config: TrainerConfig | None = None,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    **inputs: Any,
+) -> None:
+    """Raise AssertionError with every property of a trainer that `trainer` lacks.
+
+    trainer: a registered name, or the `Trainer`. Raises InputError for an unknown name.
+    config: of its class; fields that it leaves alone are made small, as in `SMALL`.
+    rows: the training data; `texts()`, `pairs()` and `prompts()` of this package are some.
+    inputs: other objects that `Stage.inputs` may hold, such as `rewards`; `model` and `tokenizer` are the kit's own
+    where they are not given.
+
+    component: it can be registered.
+    config: it survives being written and read.
+    plan: it says what would happen, and writes nothing.
+    finishes: a run of a few updates ends.
+    outputs: every output is saved, announced and finite, and opens again.
+    metrics: finite numbers, `loss` among them, at rising steps.
+    stop: a SIGTERM ends it after the update, with its state saved (tried in a process's main thread).
+    resume: interrupted, it goes on where it was, to the same bits.
+    mesh: all devices there are give the same, to rounding.
+    """
+    found = Findings("trainer", trainer)
+    known = plugins.load().registry.get(TRAINER, trainer) if isinstance(trainer, str) else trainer
+    made(found, TRAINER, known)
+    with tempfile.TemporaryDirectory() as directory:
+        case = Case.of(known, config, rows, inputs, SMALL, Path(directory))
+        _settings(found, case)
+        whole = None
+        with found.property("finishes"):
+            whole = case.run("whole")
+        found.stop_if_broken()
+        assert whole is not None
+        with found.property("outputs"):
+            _outputs(case, whole)
+        with found.property("metrics"):
+            _metrics(whole)
+        found.stop_if_broken()
+        _interrupted(found, case, whole)
+        if len(jax.devices()) > 1:
+            with found.property("mesh"):
+                _mesh(case, whole)
+    found.end()
+
+
+def _settings(found: Findings, case: Case) -> None:
+    with found.property("config"):
+        again = type(case.config).from_json(case.config.to_json())
+        if again != case.config:
+            raise Broken(
+                f"read again from JSON it is {again}, not {case.config}; use fields that JSON can hold"
+            )
+    if case.trainer.plan is None:
+        return
+    with found.property("plan"):
+        stage = case.stage("plan", mesh=None)
+        lines = case.trainer.plan(case.config, stage)
+        if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
+            raise Broken(f"plan returned {lines!r:.80}; return a list of lines")
+        if stage.dir.exists() and any(stage.dir.iterdir()):
+            raise Broken(
+                f"plan wrote {sorted(p.name for p in stage.dir.iterdir())}; it only says what run would do"
+            )
+
+
+def _outputs(case: Case, whole: Ran) -> None:
+    if not case.trainer.outputs:
+        raise Broken("it declares no outputs; name what run saves, {'model': 'language_model'}")
+    for name, kind in case.trainer.outputs.items():
+        if name not in whole.announced:
+            raise Broken(
+                f"'{name}' was saved without rlhf_artifact_saved; save it with artifacts.save_model(stage, …)"
+            )
+        path = whole.outputs[name].path
+        for parameter, values in weights(path).items():
+            require_finite(values, f"'{name}': {parameter}")
+        if kind in HEADS:
+            model = load_model(path, HEADS[kind], mesh=make_mesh(devices=jax.devices()[:1]))
+            ids, mask = np.array([[3, 4, 5]]), np.ones((1, 3), int)
+            read = model.logits if kind == "language_model" else model.scores
+            require_finite(read(ids, mask), f"'{name}': what it computes")
+
+
+def _metrics(whole: Ran) -> None:
+    logged = {step: row for step, row in whole.rows if row}
+    if not logged:
+        raise Broken("no metrics: call stage.hook.rlhf_step_end(stage=…, step=…, metrics=…), as fit does")
+    steps = [step for step, _ in whole.rows]
+    if steps != sorted(steps) or min(steps) < 0:
+        raise Broken(f"steps {steps}: they are the updates done so far, and rise")
+    for step, row in logged.items():
+        for name, value in row.items():
+            if not isinstance(value, float | int | np.floating | np.integer):
+                raise Broken(f"step {step}: '{name}' is {type(value).__name__}; report plain floats")
+            if not math.isfinite(value):
+                raise Broken(f"step {step}: '{name}' is {value}; leave out what has no value")
+        json.dumps({name: float(value) for name, value in row.items()}, allow_nan=False)
+    if not any("loss" in row for row in logged.values()):
+        raise Broken(
+            f"there is no 'loss' among {', '.join(sorted({n for row in logged.values() for n in row}))}"
+        )
+
+
+def _interrupted(found: Findings, case: Case, whole: Ran) -> None:
+    parts, stopped_before = "fresh", False
+    if threading.current_thread() is threading.main_thread():  # others get no signals
+        with found.property("stop"):
+            stopped = case.run("stopped", stop=STOP_AT)
+            if not isinstance(stopped.error, Stopped) or stopped.ignored:
+                raise Broken(
+                    f"a SIGTERM after update {STOP_AT} did not stop it: use fit, or rlhf_core.signals.stop_signals(), "
+                    "save after the update and raise Stopped"
+                )
+        stopped_before = "stop" not in found.failures
+        parts = "stopped" if stopped_before else "fresh"
+    with found.property("resume"):
+        crashed = case.run(parts, crash=CRASH_AT)
+        rest = case.run(parts)
+        for at, ran in [(STOP_AT, crashed)] * stopped_before + [(CRASH_AT, rest)]:
+            begun = ran.rows[0][0] if ran.rows else 0
+            if begun <= 1:
+                raise Broken(
+                    f"it was interrupted after update {at} and begins again at update {begun}; restore "
+                    "the newest checkpoint below stage.dir, as fit does"
+                )
+        for name, artifact in whole.outputs.items():
+            files, others = artifact.metadata["files"], rest.outputs[name].metadata["files"]
+            changed = sorted(file for file in {*files, *others} if files.get(file) != others.get(file))
+            if changed:
+                raise Broken(
+                    f"'{name}' of a run that was interrupted differs in {', '.join(changed)}; whatever changes from "
+                    "update to update (order of the data, random keys, counters) belongs in the checkpoint"
+                )
+        before, after = dict(map(clockless, whole.rows)), dict(map(clockless, rest.rows))
+        differ = [step for step, row in after.items() if before.get(step) != row]
+        if differ:
+            raise Broken(
+                f"the metrics of updates {differ} differ from those of a run that was not interrupted"
+            )
+
+
+def _mesh(case: Case, whole: Ran) -> None:
+    count = len(jax.devices())
+    spread = case.run("mesh", mesh=make_mesh(fsdp=2 if count % 2 == 0 else 1))
+    first, other = (next(row["loss"] for _, row in ran.rows if "loss" in row) for ran in (whole, spread))
+    if not math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-4):
+        raise Broken(f"the first loss is {first:.6g} on one device and {other:.6g} on {count}")
+    for name, artifact in whole.outputs.items():
+        one, many = weights(artifact.path), weights(spread.outputs[name].path)
+        size = math.sqrt(sum(float(np.square(x).sum()) for x in one.values()))
+        apart = math.sqrt(sum(float(np.square(x - many[n]).sum()) for n, x in one.items()))
+        if apart > NEAR * size:
+            raise Broken(
+                f"'{name}' on {count} devices is {apart / size:.2g} of its norm away from that on one"
+            )
+
+
+def weights(path: Any) -> dict[str, Any]:
+    """Every parameter of an artifact's safetensors files, float64."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="flax") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - no mapping
+                found[name] = np.asarray(tensors.get_tensor(name), np.float64)
+    return found

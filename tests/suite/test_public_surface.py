@@ -1,0 +1,36 @@
+"""Nothing that packages of others rely on changes unnoticed; what our trainers use is all there is."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.components import load_file
+
+public: Any = load_file(Path(__file__).with_name("public_surface.py"))
+
+
+def test_the_surface_is_that_of_the_snapshot() -> None:
+    before, now = public.FILE.read_text(encoding="utf-8"), public.surface()
+    changes = [
+        line
+        for line in difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0)
+        if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert not changes, (
+        "\n".join(changes)
+        + "\nThe public surface changed. A line that is gone or altered breaks packages of others: "
+        "see CONTRIBUTING.md, Compatibility. If it is meant, run python tests/suite/public_surface.py"
+    )
+
+
+def test_a_change_would_be_noticed(monkeypatch: Any) -> None:
+    from rlhf_core import fit
+
+    before = public.surface()
+    assert "rlhf_core.fit.fit(stage, config, state, objective, feed, *, schedule, evaluate=None" in before
+    assert "rlhf_core.testing.check_policy_loss(loss)" in before
+    assert "hook rlhf_step_end(stage, step, metrics)" in before
+    monkeypatch.setattr(fit, "fit", lambda stage, config: None)
+    assert "rlhf_core.fit.fit(stage, config)\n" in public.surface()

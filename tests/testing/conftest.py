@@ -1,0 +1,26 @@
+"""Mutants: components with one defect, of which a kit must find that one and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def failures() -> Callable[..., dict[str, str]]:
+    """{property: what was said} of a kit's call; empty where all hold."""
+
+    def of(check: Callable[..., None], *given: Any, **options: Any) -> dict[str, str]:
+        try:
+            check(*given, **options)
+        except AssertionError as error:
+            first, *lines = str(error).splitlines()
+        else:
+            return {}
+        assert re.search(r"breaks \d+ of the \d+ properties tried", first)
+        return dict(line.strip().split(": ", 1) for line in lines)
+
+    return of

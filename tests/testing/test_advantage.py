@@ -1,0 +1,113 @@
+"""The kit for advantages finds each defect, and only that; ours have none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import ADVANTAGE, AdvantageInputs, plugins
+from rlhf_core.testing import check_advantage
+
+CALLS = itertools.count()
+OURS = [(name, {}) for name in plugins.load().registry.names(ADVANTAGE)] + [
+    ("group", {"scale": "batch"}),
+    ("group", {"scale": "none"}),
+    ("reinforce_pp", {"baseline": "batch"}),
+]
+
+
+def centred(inputs: AdvantageInputs, unscored: float = 0.0) -> np.ndarray:
+    rewards = np.asarray(inputs.rewards, np.float64)
+    there = ~np.isnan(rewards)
+    mean = np.where(there, rewards, 0).sum(-1, keepdims=True) / np.maximum(there.sum(-1, keepdims=True), 1)
+    return np.where(there, rewards - mean, unscored).astype(np.float32)
+
+
+@dataclass
+class NotFrozen:
+    def __call__(self, inputs: AdvantageInputs) -> np.ndarray:
+        return centred(inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class EqualToItselfOnly:
+    def __call__(self, inputs: AdvantageInputs) -> np.ndarray:
+        return centred(inputs)
+
+
+def flat(inputs: AdvantageInputs) -> np.ndarray:
+    return centred(inputs).reshape(-1)
+
+
+def double(inputs: AdvantageInputs) -> np.ndarray:
+    return centred(inputs).astype(np.float64)
+
+
+def divided_by_zero(inputs: AdvantageInputs) -> np.ndarray:
+    out = centred(inputs)
+    with np.errstate(invalid="ignore"):
+        return out / np.abs(out).max(-1, keepdims=True)
+
+
+def unscored_is_bad(inputs: AdvantageInputs) -> np.ndarray:
+    return centred(inputs, -1.0)
+
+
+def first_is_best(inputs: AdvantageInputs) -> np.ndarray:
+    out = centred(inputs)
+    return np.where(out == 0, 0, out - 0.01 * np.arange(out.shape[1])).astype(np.float32)
+
+
+def low_is_high(inputs: AdvantageInputs) -> np.ndarray:
+    return -centred(inputs)
+
+
+def nothing(inputs: AdvantageInputs) -> np.ndarray:
+    return np.zeros(np.shape(inputs.rewards), np.float32)
+
+
+def numpy_only(inputs: AdvantageInputs) -> np.ndarray:
+    mine = inputs.rewards.copy()
+    mine[np.isnan(mine)] = 0.0
+    return centred(inputs)
+
+
+def writes(inputs: AdvantageInputs) -> np.ndarray:
+    if isinstance(inputs.rewards, np.ndarray):
+        inputs.rewards[:] = 1.0 + inputs.rewards
+    return centred(inputs)
+
+
+def noisy(inputs: AdvantageInputs) -> np.ndarray:
+    return (centred(inputs) * (1 + 1e-5 * (next(CALLS) % 2))).astype(np.float32)
+
+
+MUTANTS: list[tuple[str, Callable[..., Any]]] = [
+    ("component", NotFrozen),
+    ("hash", EqualToItselfOnly),
+    ("output", flat),
+    ("output", double),
+    ("finite", divided_by_zero),
+    ("unscored", unscored_is_bad),
+    ("order", first_is_best),
+    ("direction", low_is_high),
+    ("direction", nothing),
+    ("arrays", numpy_only),
+    ("inputs", writes),
+    ("repeatable", noisy),
+]
+
+
+@pytest.mark.parametrize(("name", "advantage"), MUTANTS, ids=[each.__name__ for _, each in MUTANTS])
+def test_the_defect_is_found(name: str, advantage: Any, failures: Any) -> None:
+    assert set(found := failures(check_advantage, advantage)) == {name}, found
+
+
+@pytest.mark.parametrize(("name", "options"), OURS)
+def test_ours_have_none(name: str, options: dict[str, Any]) -> None:
+    check_advantage(plugins.load().registry.get(ADVANTAGE, name, **options))

@@ -1,0 +1,89 @@
+"""The kit for model families finds each defect; ours has none."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlhf_core import ModelFamily
+from rlhf_core.components import load_file
+from rlhf_core.models import DECODER
+from rlhf_core.testing import check_model
+
+cases: Any = load_file(Path(__file__).parents[1] / "core" / "mesh_cases.py")
+FAMILIES = ("llama", "gemma2", "mixtral")
+
+
+def changed(**functions: Any) -> ModelFamily:
+    return dataclasses.replace(DECODER, **functions)
+
+
+def half(config: Any, key: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), DECODER.init(config, key))
+
+
+def unnamed(config: Any) -> Any:
+    return DECODER.axes(config) | {"norm": {"scale": ()}}
+
+
+def infinite(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
+    return DECODER.hidden(config, params, tokens, *where) / 0
+
+
+def counting_places(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
+    """Positions in the row, not in the sequence."""
+    states = DECODER.hidden(config, params, tokens, *where)
+    return states + 0.1 * jnp.maximum(jnp.arange(tokens.shape[1]) - 6, 0)[None, :, None]
+
+
+def seeing_the_row(config: Any, params: Any, tokens: Any, positions: Any, until: Any) -> Any:
+    """Everything before in the row, also of other sequences."""
+    return DECODER.hidden(config, params, tokens, positions, jnp.where(until > 0, tokens.shape[1], 0))
+
+
+def seeing_the_end(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
+    states = DECODER.hidden(config, params, tokens, *where)
+    return states + 0.1 * jnp.tanh(states.sum(1, keepdims=True))
+
+
+def other_decode(config: Any, *given: Any) -> Any:
+    hidden, cache = DECODER.decode(config, *given)
+    return 1.01 * hidden, cache
+
+
+def column(config: Any, params: Any, hidden: Any) -> Any:
+    return DECODER.score(config, params, hidden)[..., None]
+
+
+def rounded(config: Any, params: Any, directory: Any, dtype: str) -> None:
+    DECODER.save(config, params, directory, "bfloat16")
+
+
+MUTANTS: dict[str, tuple[set[str], Any]] = {
+    "no family": ({"component"}, DECODER.init),
+    "half": ({"parameters"}, changed(init=half)),
+    "unnamed": ({"parameters"}, changed(axes=unnamed)),
+    "infinite": ({"finite"}, changed(hidden=infinite)),
+    "counting places": ({"padding", "packing"}, changed(hidden=counting_places)),
+    "seeing the row": ({"packing"}, changed(hidden=seeing_the_row)),
+    "seeing the end": ({"padding", "packing", "later tokens", "cache"}, changed(hidden=seeing_the_end)),
+    "another decode": ({"cache"}, changed(decode=other_decode)),
+    "column": ({"score"}, changed(score=column)),
+    "rounded": ({"saving"}, changed(save=rounded)),
+}
+
+
+@pytest.mark.parametrize("case", MUTANTS)
+def test_the_defect_is_found(case: str, failures: Any) -> None:
+    expected, family = MUTANTS[case]
+    assert set(found := failures(check_model, family)) == expected, found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ours_has_none(name: str) -> None:
+    check_model(DECODER, cases.FAMILIES[name])

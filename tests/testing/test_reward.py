@@ -1,0 +1,127 @@
+"""The kit for rewards finds each defect, and only that; our rewards have none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rlhf_reward.reward import ModelReward
+
+from rlhf_core import REWARD, plugins
+from rlhf_core.testing import check_reward
+
+ROWS = [
+    {"prompt": "1 + 1?", "completion": " The answer is 2", "answer": "2"},
+    {"prompt": "2 + 3?", "completion": " \\boxed{6}", "answer": "5"},
+    {"prompt": "9 - 9?", "completion": " 0", "answer": "0"},
+]
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "length": {"target": 4},
+    "regex": {"pattern": r"\d"},
+    "soft_overlong": {"max_length": 8, "cache": 4},
+}
+
+
+def lengths(completions: Sequence[str]) -> list[float]:
+    return [len(text) / 10 for text in completions]
+
+
+class NoDataclass:
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return lengths(completions)
+
+
+def wants_a_column(completions: Sequence[str], solution: Sequence[str]) -> list[float]:
+    return lengths(completions)
+
+
+def one_number(completions: Sequence[str]) -> Any:
+    return 1.0
+
+
+def one_less(completions: Sequence[str]) -> list[float]:
+    return lengths(completions)[1:]
+
+
+def not_a_number(completions: Sequence[str]) -> list[float]:
+    return [float("nan") for _ in completions]
+
+
+def text(completions: Sequence[str]) -> Any:
+    return ["good" for _ in completions]
+
+
+def first_above_last(completions: Sequence[str]) -> list[float]:
+    return [x + (completions[0] > completions[-1]) for x in lengths(completions)]
+
+
+def less_the_mean(completions: Sequence[str]) -> list[float]:
+    values = lengths(completions)
+    return [x - sum(values) / len(values) for x in values]
+
+
+def first_word(completions: Sequence[str]) -> list[float]:
+    return [float(len(text.split()[0])) for text in completions]
+
+
+def strips_in_place(completions: list[str]) -> list[float]:
+    values = lengths(completions)
+    completions[:] = [text.strip() for text in completions]
+    return values
+
+
+def noisy(completions: Sequence[str]) -> list[float]:
+    return [x + 1e-7 * random.random() for x in lengths(completions)]
+
+
+MUTANTS: list[tuple[str, Callable[..., Any]]] = [
+    ("component", NoDataclass),
+    ("columns", wants_a_column),
+    ("values", one_number),
+    ("values", one_less),
+    ("values", not_a_number),
+    ("values", text),
+    ("order", first_above_last),
+    ("split", less_the_mean),
+    ("odd completions", first_word),
+    ("inputs", strips_in_place),
+    ("repeatable", noisy),
+]
+
+
+@pytest.mark.parametrize(("name", "reward"), MUTANTS, ids=[each.__name__ for _, each in MUTANTS])
+def test_the_defect_is_found(name: str, reward: Any, failures: Any) -> None:
+    assert set(found := failures(check_reward, reward)) == {name}, found
+
+
+def test_groups_may_be_compared() -> None:
+    def rank(completions: Sequence[str]) -> list[float]:
+        halves = [completions[i : i + 2] for i in range(0, len(completions), 2)]
+        return [float(text == max(half)) for half in halves for text in half]
+
+    check_reward(rank, group=2)
+
+
+def test_async_and_any_column() -> None:
+    async def reward(prompts: Sequence[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(a)) for a in columns["answer"]]
+
+    check_reward(reward, ROWS)
+
+
+@pytest.mark.parametrize("name", [n for n in plugins.load().registry.names(REWARD) if n != "model"])
+def test_ours_have_none(name: str) -> None:
+    check_reward(plugins.load().registry.get(REWARD, name, **OPTIONS.get(name, {})), ROWS)
+
+
+def test_a_reward_model_has_none(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_model("score", scale=4.0).save(tmp_path)
+    check_reward(
+        ModelReward(str(tmp_path)), [{"prompt": "a b", "completion": x} for x in (" c", " d e f", " A")]
+    )

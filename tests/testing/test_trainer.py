@@ -1,0 +1,143 @@
+"""The kit for trainers finds each defect, and only that; our trainers have none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import Field
+from rlhf_grpo import GRPOConfig
+from safetensors.numpy import save_file
+
+from rlhf_core import Stage, Trainer, TrainerConfig, artifacts
+from rlhf_core.errors import RunError, Stopped
+from rlhf_core.signals import stop_signals
+from rlhf_core.testing import check_trainer, pairs, prompts, texts
+
+
+class Config(TrainerConfig):
+    """Of a trainer without a model: x goes to 1."""
+
+
+@dataclass
+class Weights:
+    x: np.ndarray
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({"x": self.x}, path / "model.safetensors")
+
+
+def train(
+    config: TrainerConfig,
+    stage: Stage,
+    *,
+    measure: Callable[[np.ndarray], Mapping[str, Any]] = lambda x: {"loss": float((x - 1).sum() ** 2)},
+    stops: bool = True,
+    remembers: Sequence[str] = ("step", "x", "speed"),
+    rate: Callable[[Stage], float] = lambda stage: 0.1,
+    spoil: float = 1.0,
+    announces: bool = True,
+) -> None:
+    file = stage.dir / "state.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known = {name: known[name] for name in remembers if name in known}
+    x, speed = np.array(known.get("x", [3.0, 5.0])), np.array(known.get("speed", [0.0, 0.0]))
+    with stop_signals() as stop:
+        for step in range(known.get("step", 0), config.max_training_steps or 1):
+            speed = 0.9 * speed - rate(stage) * (x - 1)
+            x = x + speed
+            stage.hook.rlhf_step_end(stage=stage, step=step + 1, metrics=measure(x))
+            file.write_text(json.dumps({"step": step + 1, "x": x.tolist(), "speed": speed.tolist()}))
+            if stops and stop.is_set():
+                raise Stopped("stopped, state saved")
+    hook = stage.hook if announces else Silent()
+    artifacts.save_model(replace(stage, hook=hook), "model", "point", Weights(x * spoil))  # type: ignore[arg-type]
+
+
+class Silent:
+    def rlhf_artifact_saved(self, **_: Any) -> None: ...
+
+
+def variant(**changes: Any) -> Trainer:
+    return Trainer(Config, {"model": "point"}, lambda config, stage: train(config, stage, **changes))
+
+
+class Forgetful(Config):
+    size: Any = Field(np.float32(1), description="which JSON cannot hold")
+
+
+def writing_plan(config: TrainerConfig, stage: Stage) -> list[str]:
+    stage.dir.mkdir(parents=True, exist_ok=True)
+    (stage.dir / "plan.txt").write_text("?")
+    return ["6 updates"]
+
+
+def fails(config: TrainerConfig, stage: Stage) -> None:
+    raise RunError("no")
+
+
+good = variant()
+MUTANTS: dict[str, tuple[str, Trainer]] = {
+    "a config that is none": ("component", replace(good, config=dict)),  # type: ignore[arg-type]
+    "a config that JSON cannot hold": ("config", replace(good, config=Forgetful)),
+    "a plan that writes": ("plan", replace(good, plan=writing_plan)),
+    "a plan that is one text": ("plan", replace(good, plan=lambda config, stage: "6 updates")),
+    "a run that fails": ("finishes", replace(good, run=fails)),
+    "an output that is not saved": ("finishes", replace(good, outputs={"model": "point", "more": "point"})),
+    "no outputs": ("outputs", replace(good, outputs={})),
+    "weights that are NaN": ("outputs", variant(spoil=np.nan)),
+    "an output nobody hears of": ("outputs", variant(announces=False)),
+    "a metric that is NaN": ("metrics", variant(measure=lambda x: {"loss": 0.0, "kl": float("nan")})),
+    "an array as a metric": ("metrics", variant(measure=lambda x: {"loss": jnp.float32(0.5)})),
+    "no loss": ("metrics", variant(measure=lambda x: {"x": 1.0})),
+    "a signal that is ignored": ("stop", variant(stops=False)),
+    "a run that begins again": ("resume", variant(remembers=())),
+    "a checkpoint without the momentum": ("resume", variant(remembers=("step", "x"))),
+    "a step that counts devices": ("mesh", variant(rate=lambda stage: 0.1 * stage.devices().size)),
+}
+
+
+@pytest.mark.parametrize("case", MUTANTS)
+def test_the_defect_is_found(case: str, failures: Any) -> None:
+    name, trainer = MUTANTS[case]
+    assert set(found := failures(check_trainer, trainer, rows=texts(4))) == {name}, found
+
+
+def test_the_trainer_that_they_are_made_of_has_none() -> None:
+    check_trainer(good, Config(max_training_steps=8), rows=texts(4))
+
+
+def test_what_is_said(failures: Any) -> None:
+    said = failures(check_trainer, MUTANTS["a run that begins again"][1], rows=texts(4))["resume"]
+    assert "interrupted after update 2 and begins again at update 1" in said
+    said = failures(check_trainer, MUTANTS["a checkpoint without the momentum"][1], rows=texts(4))["resume"]
+    assert "'model' of a run that was interrupted differs in model.safetensors" in said
+
+
+def early(completions: list[str]) -> list[float]:
+    """The share of words in the first half of the alphabet."""
+    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "sft": {"rows": texts()},
+    "reward": {"rows": pairs()},
+    "grpo": {
+        "config": GRPOConfig(total_batch_size=8, num_generations=4, max_completion_length=6),
+        "rows": prompts(),
+        "rewards": [early],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_ours_have_none(name: str) -> None:
+    check_trainer(name, **OURS[name])
