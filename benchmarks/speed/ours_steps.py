@@ -1,0 +1,299 @@
+"""Steps of our suite, timed: W1 to W5.
+
+W1 and W2 run what `rlhf_core.fit` runs in an update (the trainers' feeds, which pack rows on the host, `Programs` and
+the guard that is read an update late) and nothing of what a run does beside it (logs, evaluations, checkpoints).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import machine
+import numpy as np
+import optax
+import works
+from rlhf_grpo import GRPOConfig
+from rlhf_grpo.feed import RolloutFeed
+from rlhf_grpo.inputs import open_prompts, open_rewards
+from rlhf_grpo.objective import Terms, reader
+from rlhf_grpo.objective import objective as grpo_objective
+from rlhf_grpo.reference import Reference
+from rlhf_grpo.shapes import group_layout, longest_groups
+from rlhf_reward import RewardConfig
+from rlhf_reward.objective import objective as reward_objective
+from rlhf_reward.objective import pair_loss
+
+from rlhf_core import (
+    ADVANTAGE,
+    PAIRWISE_LOSS,
+    POLICY_LOSS,
+    SAMPLER,
+    TRAINER,
+    SamplerInputs,
+    optimizers,
+    plugins,
+)
+from rlhf_core.execution import execute
+from rlhf_core.feeds import Feed, TreeFeed, layout_for
+from rlhf_core.mesh import make_mesh, put_rows, row_multiple
+from rlhf_core.metrics import Mean
+from rlhf_core.models import Model, fresh_model
+from rlhf_core.objectives import trained_logps
+from rlhf_core.options import TrainerConfig
+from rlhf_core.sampling import Rollouts
+from rlhf_core.stage import Stage
+from rlhf_core.state import TrainState, create_state
+from rlhf_core.step import Objective, Programs
+from rlhf_core.suited import with_attention
+from rlhf_core.tokenizer import load_tokenizer
+from rlhf_core.trees import tree
+
+Row = dict[str, Any]
+
+
+def fresh(shape: works.Model, head: Any, tokenizer: Any = None) -> Model:
+    return fresh_model(
+        {**shape.config, "eos_token_id": 2, "pad_token_id": 1}, head, tokenizer=tokenizer, mesh=make_mesh()
+    )
+
+
+def a_stage(name: str, directory: Path, *listeners: Any, **inputs: Any) -> tuple[Stage, plugins.Host]:
+    host = plugins.load(objects=listeners)
+    return Stage(name, directory, works.SEED, make_mesh(), True, host.registry, host.hook, inputs), host
+
+
+def run_updates(task: works.Task) -> Row:
+    """W1, W2."""
+    with tempfile.TemporaryDirectory(prefix="speed-") as directory:
+        make = reward_update if task.work == "W1" else policy_update
+        objective, feed, state = make(task, Path(directory))
+        return timed_updates(objective, feed, state, works.WARM_UP + task.steps)
+
+
+def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: int) -> Row:
+    """One update to start with, all that `fit` compiles compiled before it, and then `count`, the last ones timed."""
+    mesh, programs = state.step.sharding.mesh, Programs(objective, state)
+    for batch in (put_rows(mesh, empty) for empty in feed.shapes()):
+        programs.accumulate(state, batch, programs.accumulate(state, batch, None))
+    guard, over, first_at = None, [], 0.0
+    for step in range(1 + count):
+        if guard is not None and feed.needs_state(step):
+            int(guard)
+        update, done = feed.update(step, state), None
+        for number, batch in enumerate(update.batches):
+            done = programs.accumulate(state, put_rows(mesh, batch), done, number)
+        assert done is not None
+        state, _ = programs.apply(state, done)
+        if guard is not None:
+            int(guard)  # of the update before, while this one is computed
+            over.append(time.perf_counter())
+        guard = jax.numpy.copy(state.guard)
+        if step == 0:
+            int(guard)
+            first_at = time.time()
+    assert guard is not None
+    if int(guard) >= 0:
+        raise SystemExit("a loss or gradient was not finite")
+    over.append(time.perf_counter())
+    return {"seconds": np.diff(over[works.WARM_UP :]).tolist(), "first_step_at": first_at}
+
+
+def reward_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, TrainState]:
+    """As `rlhf_reward.train.run` sets it up."""
+    stage, _ = a_stage("reward", directory)
+    model = fresh(task.model, "score")
+    config = RewardConfig(total_batch_size=works.PAIRS, learning_rate=works.LEARNING_RATE, optimizer="adamw")
+    margin = {"margin": np.zeros(2, np.float32)}
+    trees = [
+        tree(list(works.token_ids(2, works.PAIR_TOKENS, task.model.vocab, i)), sequence_values=margin)
+        for i in range(8 * works.PAIRS)
+    ]
+    layout = layout_for(trees, config, stage.devices(), task.model.hidden, reads_tokens=False)
+    model = with_attention(model, config, stage, trees, layout, group=2)
+    feed = TreeFeed(
+        trees,
+        config,
+        layout,
+        seed=stage.seed,
+        fingerprint="",
+        where=str,
+        sequence_names=("margin",),
+        group=2,
+    )
+    loss = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
+    measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
+    tx, _ = optimizers.make(config, stage.registry, feed.total)
+    return reward_objective(model.definition, measure), feed, create_state(model, tx, seed=stage.seed)
+
+
+def grpo_config(task: works.Task, **more: Any) -> GRPOConfig:
+    return GRPOConfig(
+        total_batch_size=works.PROMPTS * works.GROUP,
+        num_generations=works.GROUP,
+        max_prompt_length=works.PROMPT,
+        sampling={"temperature": 1.0, "max_completion_length": works.COMPLETION},
+        kl={"beta": task.beta},
+        loss="dapo",
+        learning_rate=works.LEARNING_RATE,
+        optimizer="adamw",
+        seed=works.SEED,
+        **more,
+    )
+
+
+def prompt_rows(task: works.Task) -> list[dict[str, str]]:
+    return [{"prompt": works.words(ids)} for ids in works.token_ids(64, works.PROMPT, task.model.vocab)]
+
+
+def given_completions(task: works.Task) -> Rollouts:
+    shape = (works.PROMPTS * works.GROUP, works.COMPLETION)
+    ids = works.token_ids(*shape, task.model.vocab, 1)
+    logps = np.full(shape, -np.log(task.model.vocab), np.float32)
+    return Rollouts(ids, np.full(shape[0], shape[1], np.int32), logps, np.zeros(shape[0], np.bool_))
+
+
+def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, TrainState]:
+    """As `rlhf_grpo.train.run` sets it up, but with a sampler that returns the same completions every time."""
+    tokenizer = load_tokenizer(works.write_tokenizer(directory / "tokenizer", task.model.vocab, stops=True))
+    config = grpo_config(task)
+    stage, _ = a_stage("grpo", directory, train_dataset=prompt_rows(task), rewards=[works.reward])
+    model = fresh(task.model, "lm")
+    samples = given_completions(task)
+    loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
+    terms = Terms(
+        name=config.loss.name, beta=task.beta, kl=config.kl.name, max_completion_length=works.COMPLETION
+    )
+    mesh, sizes = stage.devices(), np.full(works.PROMPTS, works.PROMPT)
+    layout = group_layout(config, sizes, task.model.hidden, row_multiple(mesh))
+    model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
+    feed = RolloutFeed(
+        stage,
+        config,
+        open_prompts(config, stage, tokenizer, "train_data"),
+        tokenizer,
+        lambda *_: samples,
+        open_rewards(config, stage),
+        stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
+        reader(model.definition, temperature=1.0),
+        layout,
+        Reference(model.params, frozenset(), mesh) if config.keeps_reference else None,
+        getattr(loss, "aggregation", "token_mean"),
+    )
+    tx, _ = optimizers.make(config, stage.registry, feed.total)
+    objective = grpo_objective(model.definition, loss, terms, temperature=1.0)
+    return objective, feed, create_state(model, tx, seed=stage.seed)
+
+
+def run_rollouts(task: works.Task) -> Row:
+    """W3: the sampler that GRPO uses, without a token that stops."""
+    with tempfile.TemporaryDirectory(prefix="speed-") as directory:
+        stage, _ = a_stage("grpo", Path(directory))
+    model, config = fresh(task.model, "lm"), grpo_config(task)
+    sampler = stage.registry.get(SAMPLER, "jax")(
+        SamplerInputs(
+            definition=model.definition,
+            tokenizer=None,
+            options=config.sampling,
+            mesh=model.mesh,
+            stop_ids=(),
+            num_generations=works.GROUP,
+            prompts_per_call=works.PROMPTS,
+            max_prompt_length=works.PROMPT,
+        )
+    )
+    prompts = works.token_ids(64, works.PROMPT, task.model.vocab)
+    seconds, first_at = [], 0.0
+    for step in range(1 + works.WARM_UP + task.steps):
+        began = time.perf_counter()
+        chosen = [prompts[(works.PROMPTS * step + i) % len(prompts)] for i in range(works.PROMPTS)]
+        samples = sampler(model.params, chosen, jax.random.fold_in(jax.random.key(works.SEED), step))
+        seconds.append(time.perf_counter() - began)
+        first_at = first_at or time.time()
+        if samples.lengths.min() < works.COMPLETION:
+            raise SystemExit("a completion is shorter than it should be")
+    return {"seconds": seconds[1 + works.WARM_UP :], "first_step_at": first_at}
+
+
+class Clock:
+    """A reward function that notes when it was called: once a step, as soon as the completions are there."""
+
+    def __init__(self) -> None:
+        self.__name__ = "even"
+        self.called: list[float] = []
+
+    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        self.called.append(time.perf_counter())
+        return works.reward(completions)
+
+
+class First:
+    """Notes when the first update had been computed."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    @plugins.hookimpl
+    def rlhf_step_end(self) -> None:
+        self.at = self.at or time.time()
+
+
+def run_trainer(task: works.Task) -> Row:
+    """W4: the trainer itself. A step is the time from one call of the reward function to the next."""
+    steps = 1 + works.WARM_UP + task.steps
+    clock, first = Clock(), First()
+    with tempfile.TemporaryDirectory(prefix="speed-") as directory:
+        files = works.write_tokenizer(Path(directory) / "tokenizer", task.model.vocab, stops=False)
+        model = fresh(task.model, "lm")
+        config = grpo_config(task, max_training_steps=steps + 1, log_steps=1)
+        stage, host = a_stage(
+            "grpo",
+            Path(directory) / "grpo",
+            first,
+            model=model,
+            tokenizer=load_tokenizer(files),
+            train_dataset=prompt_rows(task),
+            rewards=[clock],
+        )
+        execute(host.registry.get(TRAINER, "grpo"), config, stage, host)
+    return {"seconds": np.diff(clock.called)[1 + works.WARM_UP :].tolist(), "first_step_at": first.at}
+
+
+def run_log_probs(task: works.Task) -> Row:
+    """W5: log-probabilities of rows as SFT packs them, and their gradient; no optimizer.
+
+    `extra_bytes`: peak memory of the steps over that of the process with the parameters and the compiled program; the
+    gradient is part of it.
+    """
+    model, config = fresh(task.model, "lm"), TrainerConfig(total_batch_size=works.SEQUENCES)
+    sequences = works.token_ids(works.SEQUENCES, works.LENGTH, task.model.vocab)
+    trees = [tree([ids]) for ids in sequences]
+    layout = layout_for(trees, config, model.mesh, task.model.hidden, reads_tokens=True)
+    feed = TreeFeed(trees, config, layout, seed=works.SEED, fingerprint="", where=str)
+
+    def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
+        logps, _ = trained_logps(model.definition, params, batch)
+        return Mean.of(-logps, batch.trained >= 0), {}
+
+    state = create_state(model, optax.identity(), seed=works.SEED)
+    programs = Programs(objective, state)
+    extra, seconds, first_at = None, [], 0.0
+    for step in range(1 + works.WARM_UP + task.steps):
+        began, done = time.perf_counter(), None
+        for batch in feed.update(step).batches:
+            done = programs.accumulate(state, put_rows(model.mesh, batch), done)
+        jax.block_until_ready(done)
+        seconds.append(time.perf_counter() - began)
+        first_at = first_at or time.time()
+        del done
+        extra = extra or machine.Extra()
+    assert extra is not None
+    return {
+        "seconds": seconds[1 + works.WARM_UP :],
+        "extra_bytes": extra.read(),
+        "first_step_at": first_at,
+    }
