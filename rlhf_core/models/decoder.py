@@ -154,8 +154,9 @@ def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
 
 @functools.cache
 def _parts(config: DecoderConfig) -> tuple[Any, Any, Any]:
-    """Embedding, one layer and last norm without their arrays, adapters merged."""
-    whole = nnx.eval_shape(lambda: Decoder(adapt(config, None), nnx.Rngs(0)))
+    """Embedding, one layer and last norm without their arrays, as `prepare` makes them."""
+    made = replace(config, lora=None, fused=config.fused or _joins())
+    whole = nnx.eval_shape(lambda: Decoder(made, nnx.Rngs(0)))
     embed, block, norm = (nnx.split(part)[0] for part in (whole.embed_tokens, whole.layers, whole.norm))
     return embed, block, norm
 
@@ -229,7 +230,8 @@ def repeat(config: DecoderConfig, cache: Cache, times: int) -> Cache:
 
 
 def prepare(config: DecoderConfig, params: Params) -> Params:
-    """The parameters as `decode` reads them fastest: a dict a layer, adapters merged, in the compute dtype.
+    """The parameters as `decode` reads them fastest: a dict a layer, in the compute dtype, adapters merged, projections
+    of the same input as one.
 
     Slicing the stacked ones inside a loop copies every weight for every token; XLA does not move that out.
     """
@@ -238,9 +240,30 @@ def prepare(config: DecoderConfig, params: Params) -> Params:
     def one(i: int) -> Params:
         layer = jax.tree.map(lambda x: x[i], params["layers"])
         whole = layer if config.lora is None else merge(layer, config.lora.scale)
-        return jax.tree.map(lambda x: x.astype(dtype), whole)
+        cast = jax.tree.map(lambda x: x.astype(dtype), whole)
+        return _joined(cast) if _joins() and not config.fused else cast
 
     return {**params, "layers": tuple(map(one, range(config.num_layers)))}
+
+
+def _joins() -> bool:
+    """Whether `prepare` joins projections: spread over several devices, their shards would not lie side by side."""
+    return jax.device_count() == 1
+
+
+def _joined(layer: Params) -> Params:
+    """The parameters of a layer of separate projections as those of a fused one."""
+    layer = {**layer}
+    for module, together, parts in (
+        ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
+    ):
+        inside = layer[module]
+        if parts[0] in inside:  # not so in experts
+            each = [inside[part] for part in parts]
+            whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
+            layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
+    return layer
 
 
 def decode(

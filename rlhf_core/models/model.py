@@ -240,11 +240,11 @@ def _is_of(tokenizer: Any, directory: Path) -> bool:
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
     """config.json for `head`: for "score", `…ForSequenceClassification` with one label and a `pad_token_id`.
 
-    transformers reads the score at the rightmost token that is not padding, by id: the config must name the
-    tokenizer's padding token.
+    transformers reads the score at the rightmost token that is not padding, by id, which the config must name.
     """
     config = dict(hf_config)
-    ours, theirs = ("ForCausalLM", "ForSequenceClassification")
+    text = "Text" if config.get("model_type") == "gemma3_text" else ""  # only its classifier's class says so
+    ours, theirs = ("ForCausalLM", f"{text}ForSequenceClassification")
     if head == "lm":
         config["architectures"] = [name.replace(theirs, ours) for name in config.get("architectures") or []]
         return {k: v for k, v in config.items() if k not in ("id2label", "label2id", "num_labels")}

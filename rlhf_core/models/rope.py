@@ -63,6 +63,8 @@ def kept_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.
     barriers. A branch that it cannot decide, and that is always taken, keeps the result.
     """
     compute = functools.partial(rotation, rope, head_dim)
+    if jax.device_count() > 1:  # the branch would be decided across devices
+        return compute(positions)
 
     def kept(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.cond(positions.max() >= 0, compute, lambda x: compute(jnp.zeros_like(x)), positions)
