@@ -4,17 +4,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 PYTEST_ARGS ?= -n 2
+WORK ?= W1
+MODEL ?= 10m
+ROUNDS ?= 3
 
-# hatchling and editables build the four distributions; the rest checks them.
-TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter
-PLUGINS := plugins/sft plugins/reward plugins/grpo
+# hatchling and editables build the five distributions; the rest checks them.
+TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
+PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo
 
-.PHONY: help env demo lint test
+BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
+	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
+
+.PHONY: help env demo lint test bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
 	@echo "make test                               every check and every test"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
+	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
+	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix"
 	@echo "make env                                only set up $(VENV)"
 
 env: $(VENV)/installed
@@ -23,7 +31,7 @@ env: $(VENV)/installed
 $(VENV)/installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TOOLS)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[math]' $(PLUGINS:%=-e %)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[math,report]' $(PLUGINS:%=-e %)
 	@touch $@
 
 demo: env
@@ -37,3 +45,10 @@ lint: env
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: env
+	@$(BIN)/python benchmarks/speed/ours.py $(BENCH_ARGS)
+
+# TRL_PYTHON and TUNIX_PYTHON name the peers' interpreters; environments are made under .bench where they are not set.
+bench-peers: env
+	@$(BIN)/python benchmarks/speed/peers.py $(BENCH_ARGS) --rounds $(ROUNDS)

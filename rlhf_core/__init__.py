@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 _CONTRACTS = (
     "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
-    "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows SamplerInputs Trainer"
+    "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows SamplerInputs "
+    "Trainer"
 )
 _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
     "hookimpl": "hookspecs",

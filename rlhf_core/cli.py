@@ -40,6 +40,12 @@ Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
 ]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE.html", help="Default: RUN/report.html, or compare.html here."
+    ),
+]
 
 
 def main() -> None:
@@ -228,6 +234,18 @@ def data(
 
 
 @app.command()
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="policy-loss, reward, …")],
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Such as my-loss.")],
+    dir: Annotated[Path | None, typer.Option("--dir", help="A new one; default: rlhf-NAME here.")] = None,
+) -> None:
+    """Write a package with a component of that kind: a small example that installs and passes its tests."""
+    from rlhf_core import commands
+
+    commands.new(kind, name, dir)
+
+
+@app.command()
 def plugins(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None
 ) -> None:
@@ -235,6 +253,34 @@ def plugins(
     from rlhf_core import commands
 
     commands.plugins(as_json=json, files=plugin or [])
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    output: Page = None,
+) -> None:
+    """Write one HTML page about a run: curves, distributions, completions, timing, configuration."""
+    from rlhf_core import report as reporting
+
+    _tell_page(reporting.report(run, output))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories.", show_default=False)
+    ],
+    output: Page = None,
+) -> None:
+    """Write one HTML page with the curves of several runs on top of each other."""
+    from rlhf_core import report as reporting
+
+    _tell_page(reporting.compare(runs, output))
+
+
+def _tell_page(path: Path) -> None:
+    typer.echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")
 
 
 def _fail(message: str, code: int) -> None:

@@ -76,6 +76,17 @@ def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
     _console().print(table)
 
 
+def new(kind: str, name: str, directory: Path | None) -> None:
+    """Write a package for a component, and say what to type next."""
+    from rlhf_core import scaffold
+
+    written = scaffold.write(kind, name, directory, plugin_loading.load().registry)
+    typer.echo(
+        f"{written.directory}: the {scaffold.KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
+        f"next: pip install -e {written.directory}; python -m pytest {written.directory}; rlhf plugins"
+    )
+
+
 def score(model: str, file: Path, output: Path | None, *, normalize: bool = False) -> None:
     """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
 
@@ -86,7 +97,7 @@ def score(model: str, file: Path, output: Path | None, *, normalize: bool = Fals
     from rlhf_core import data, runtime
     from rlhf_core.scoring import Scorer
 
-    _require_writable(output)
+    require_writable(output)
     runtime.prepare()
     records = data.load(str(file))
     scores = Scorer.load(model, normalize=normalize).score_rows(records)
@@ -124,8 +135,9 @@ def generate(
     from rlhf_core.encoding import continuations
     from rlhf_core.models import load_model
     from rlhf_core.sampling import Sampler, SamplingOptions
+    from rlhf_core.tokenizer import settled
 
-    _require_writable(output)
+    require_writable(output)
     runtime.prepare()
     records = data.load([{"prompt": text} for text in prompts] if file is None else str(file))
     loaded = load_model(model)
@@ -133,11 +145,11 @@ def generate(
         raise InputError(
             f"{model}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
         )
+    loaded = dataclasses.replace(loaded, tokenizer=settled(loaded.tokenizer, chat_template, loaded.source))
     encoded = data.encode_prompts(
         records,
         loaded.tokenizer,
         max_prompt_length=max_prompt_length,
-        chat_template=chat_template,
         overlong="truncate",
     )
     sampler = Sampler(
@@ -194,7 +206,7 @@ def profile(
     _console().print(profiling.render(found))
 
 
-def _require_writable(output: Path | None) -> None:
+def require_writable(output: Path | None) -> None:
     """Raise InputError where the rows could not be written, before they are computed."""
     if output is None:
         return

@@ -19,23 +19,12 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from rlhf_core.contracts import (
-    ADVANTAGE,
-    MODEL,
-    PAIRWISE_LOSS,
-    POLICY_LOSS,
-    TRAINER,
-    Kind,
-    ModelFamily,
-    Trainer,
-)
+from rlhf_core.contracts import MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, near
 from rlhf_core.options import Options, TrainerConfig
 from rlhf_core.options.problems import Problem, explain, lines, unknown
 
 _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
-_CLOSED_OVER = (PAIRWISE_LOSS, POLICY_LOSS, ADVANTAGE)
-"""Kinds whose components are constants of a jitted function, and so must hash by value."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +150,7 @@ def _check_class(kind: Kind[Any], thing: type, what: str) -> None:
         if kind.factory:
             return
         raise InputError(f"{what}: a class must be a dataclass; put @dataclass(frozen=True) on it")
-    if kind in _CLOSED_OVER and not thing.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if kind.constant and not thing.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise InputError(
             f"{what}: jit closes over it, so it must be frozen; put @dataclass(frozen=True) on it"
         )

@@ -21,7 +21,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.stage import Stage
-from rlhf_core.tokenizer import load_tokenizer
+from rlhf_core.tokenizer import load_tokenizer, settled
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
@@ -65,6 +65,8 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             f"stage '{stage.name}'.model: {given!r} has no tokenizer files; put tokenizer.json and "
             "tokenizer_config.json beside its config.json"
         )
+    with told_of(stage, "chat_template"):
+        model = replace(model, tokenizer=settled(model.tokenizer, config.chat_template, model.source))
     rates = {
         n: r for n, r in model.hf_config.items() if n.endswith(DROPOUT) and isinstance(r, int | float) and r
     }

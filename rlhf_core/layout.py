@@ -166,8 +166,8 @@ def choose_layout(
 
 
 def _round(time: float) -> int:
-    """Up to a multiple of 32, 64 beyond 128, 128 beyond 512."""
-    step = 32 if time <= 128 else 64 if time <= 512 else 128
+    """Up to a multiple of 32, 64 beyond 128, 128 beyond 1024."""
+    step = 32 if time <= 128 else 64 if time <= 1024 else 128
     return step * -(-int(np.ceil(time)) // step)
 
 

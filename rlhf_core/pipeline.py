@@ -9,11 +9,12 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core import events
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError, RunError
@@ -134,10 +135,13 @@ def _run_stage(
         return StageResult(outputs, True, read_metrics(stage.dir / "metrics.jsonl"))
     if record.state == "running":
         say(f"stage '{name}': begun on {record.then['started']}, continues")
+    noted: AbstractContextManager[None] = nullcontext()
     if is_main:
+        noted = events.noted(stage.dir.parent, name, mesh, continues=record.state == "running")
         record.write_running()
     try:
-        outputs = execute(trainer, stage_plan.config, stage, host)
+        with noted:
+            outputs = execute(trainer, stage_plan.config, stage, host)
     except (InputError, RunError):
         if is_main and not any((stage.dir / "checkpoints").glob("[0-9]*")):
             record.forget()

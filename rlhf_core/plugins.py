@@ -47,6 +47,14 @@ class Host:
         return self.pm.hook
 
 
+def bare() -> Host:
+    """A host without any plugin."""
+    host = Host(pluggy.PluginManager("rlhf"), Registry(), [])
+    host.pm.add_hookspecs(hookspecs)
+    host.pm.hook.rlhf_register.call_historic(kwargs={"registry": host.registry})
+    return host
+
+
 def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     """Load every installed plugin, then the files, then the objects.
 
@@ -54,9 +62,7 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     raises InputError, since someone asked for it. The environment variable RLHF_DISABLE_PLUGINS lists plugins
     to leave out, by entry point or distribution, separated by commas.
     """
-    host = Host(pluggy.PluginManager("rlhf"), Registry(), [])
-    host.pm.add_hookspecs(hookspecs)
-    host.pm.hook.rlhf_register.call_historic(kwargs={"registry": host.registry})
+    host = bare()
     points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, _owner(p)))
     disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
     known = {name for point in points for name in _called(point)}
@@ -68,6 +74,8 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
         info = _info(point, "disabled") if _called(point) & disabled else _load_point(host, point, points)
         if info.state == "failed":
             warnings.warn(str(info.error), PluginWarning, stacklevel=2)
+        if info.state == "disabled":
+            host.registry.disabled.append(info.name)
         host.plugins.append(info)
     for file in files:
         _load_given(host, load_file(Path(file)), str(file))
@@ -112,7 +120,7 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
 
 def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
     """Hand a plugin to pluggy, which calls its `rlhf_register`, and keep nothing of it if that fails."""
-    _check_hooks(host.pm, plugin)
+    require_hooks(host.pm, plugin)
     try:
         with host.registry.transaction(owner):
             host.pm.register(plugin, name=name)
@@ -125,8 +133,8 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
         raise
 
 
-def _check_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
-    """Refuse what pluggy would pass over in silence: no hook at all, an undecorated one, an unknown name."""
+def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
+    """Raise InputError for what pluggy would pass over in silence: no hook, an undecorated or an unknown one."""
     found, problems = 0, []
     for name in list(vars(plugin)) if isinstance(plugin, types.ModuleType) else dir(plugin):
         options = pm.parse_hookimpl_opts(plugin, name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import InputError
 from rlhf_core.stage import Stage
-from rlhf_core.tokenizer import load_tokenizer
+from rlhf_core.tokenizer import load_tokenizer, settled
 
 if TYPE_CHECKING:
     from rlhf_core.plan import Plan, StagePlan
@@ -23,13 +23,17 @@ def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str,
     lines: dict[str, list[str]] = {}
     problems: list[str] = []
     sources: dict[str, str | None] = {}
+    templates: dict[str, str | None] = {}  # what a model is trained with is its own from then on
     for each in plan.stages:
         source = sources[each.name] = _tokenizer_source(each.written.model, sources)
+        earlier = each.written.model.partition(".")[0] if isinstance(each.written.model, str) else ""
+        inherited = templates.get(earlier)
+        templates[each.name] = each.preview.chat_template or inherited
         inputs: dict[str, Any] = {}
         try:
             if source is not None:
                 sources[each.name] = None  # until it has loaded: a stage built on this one has nothing to add
-                inputs["tokenizer"] = _tokenizer(source, each)
+                inputs["tokenizer"] = _tokenizer(source, each, inherited)
                 sources[each.name] = source
             stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs)
             if each.name in without:
@@ -44,14 +48,15 @@ def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str,
     return lines
 
 
-def _tokenizer(source: str, stage: StagePlan) -> Any:
+def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
     field = "model.tokenizer" if isinstance(stage.written.model, Mapping) else "model"
     try:
-        return load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
     except InputError as error:
         raise InputError(
             *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
         ) from None
+    return settled(tokenizer, template, None)
 
 
 def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:

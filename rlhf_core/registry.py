@@ -43,6 +43,7 @@ class Registry:
     """Where plugins add named components, and trainers get them.
 
     failures: plugins that could not be loaded; their causes are quoted when a name is missing.
+    disabled: names of plugins that were left out on request; they are mentioned then too.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Registry:
         self._contested: dict[tuple[Kind[Any], str], str] = {}
         self._owner: str | None = None
         self.failures: list[PluginInfo] = []
+        self.disabled: list[str] = []
 
     def add(self, kind: Kind[T], name: str, thing: T | Callable[..., T]) -> None:
         """Register a component.
@@ -158,4 +160,6 @@ class Registry:
             message += f" '{name}' names a {' and a '.join(elsewhere)}."
         if kind == REWARD:
             message += " A function of yours is module:function or file.py:function."
+        if self.disabled:
+            message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
         return " ".join([message, *(str(plugin.error) for plugin in self.failures)])

@@ -41,7 +41,12 @@ def with_attention(
     """
     asked, source = config.attention, "as asked"
     if asked.name == "auto":
-        if jax.default_backend() != "cpu" or model.definition.family is not DECODER:
+        # On several devices, which blocks are visited would have to be agreed on in every layer.
+        if (
+            jax.default_backend() != "cpu"
+            or stage.devices().size > 1
+            or model.definition.family is not DECODER
+        ):
             return model
         share = visited_share(pack(trees[:SAMPLE], layout, group=group))
         chosen, source = attend_blocks, f"{share:.0%} of blocks are visited"

@@ -212,6 +212,8 @@ def test_disabled(world: World, monkeypatch: pytest.MonkeyPatch, names: str) -> 
     host, infos, said = world.load()
     assert infos["brk"] == PluginInfo("brk", "rlhf-brk", "1.0", "disabled")
     assert infos["other"].state == ("disabled" if "other" in names else "loaded")
+    with pytest.raises(InputError, match=r"Left out by RLHF_DISABLE_PLUGINS: brk(, other)?\."):
+        host.registry.get(POLICY_LOSS, "y")
     assert (said, host.registry.failures) == ([], [])
 
 

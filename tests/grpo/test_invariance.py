@@ -198,11 +198,13 @@ class Four:
         def accumulate_each(params: Any, batches: Any) -> Any:
             return [accumulate(o, params, b, None) for o, b in zip(objectives, batches, strict=True)]
 
+        # One program at a time: XLA on CPU can lock up where several of them wait for all devices.
         parts = [
-            accumulate_each(state.params, put_rows(model.mesh, list(batches)))
+            jax.block_until_ready(accumulate_each(state.params, put_rows(model.mesh, list(batches))))
             for batches in zip(*(case.laid_out(**layout) for case in self.cases), strict=True)
         ]
-        return [numbers_of(apply(state, whole(part)), self.tiny) for part in zip(*parts, strict=True)]
+        update = jax.jit(lambda state, part: apply(state, whole(part)))
+        return [numbers_of(update(state, part), self.tiny) for part in zip(*parts, strict=True)]
 
 
 def whole(parts: Any) -> Accumulated:

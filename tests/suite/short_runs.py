@@ -1,4 +1,4 @@
-"""Six updates of each of the three trainers; the fixture `short` runs them, `short.CONFIGS` says how."""
+"""Six updates of each of our trainers; the fixture `short` runs them, `short.CONFIGS` says how."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rlhf_dpo import DPOConfig
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
@@ -30,6 +31,7 @@ SHORT = {"learning_rate": 1e-2, "max_training_steps": 6, "log_steps": 1}
 CONFIGS: dict[str, Any] = {
     "sft": SFTConfig(total_batch_size=4, **SHORT),
     "reward": RewardConfig(total_batch_size=4, **SHORT),
+    "dpo": DPOConfig(total_batch_size=4, **SHORT),
     "grpo": GRPOConfig(
         total_batch_size=8,
         num_generations=4,
@@ -83,7 +85,7 @@ class Short:
             tiny,
             directory,
             models,
-            {"sft": tiny.texts(11), "reward": tiny.pairs(11), "grpo": tiny.prompts(7)},
+            {"sft": tiny.texts(11), "reward": tiny.pairs(11), "dpo": tiny.pairs(11), "grpo": tiny.prompts(7)},
         )
 
     def train(

@@ -19,7 +19,7 @@ FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
 
 
 def rlhf(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo,dpo", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-m", "rlhf_core.cli", *arguments],
         cwd=cwd,

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from rlhf_core.components import load_file
+
+documents = load_file(Path(__file__).with_name("documents.py"))
+REPOSITORY = documents.REPOSITORY
 LOSS_PAGES = sorted((REPOSITORY / "docs/losses").glob("*.md"))
 TUTORIAL = REPOSITORY / "docs/tutorial/grpo.md"
 PAGES = [*LOSS_PAGES, TUTORIAL]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-FEW_UPDATES = ["--set", "base.max_training_steps=2", "--set", "policy.max_training_steps=2"]
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
-
-
-def named(text: str) -> str | None:
-    """The file that a block is: its first line is `# NAME.py` or `# NAME.toml`."""
-    match = re.match(r"# (\w+\.(?:py|toml))\n", text)
-    return match[1] if match else None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -39,18 +26,11 @@ def test_options_of_a_page_are_grpo_s(page: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(
-        next(text for _, text in blocks(TUTORIAL) if named(text) == "reward.py")
+        next(text for _, text in documents.blocks(TUTORIAL) if documents.named(text) == "reward.py")
     )
     registry = plugins.load().registry
-    for language, text in blocks(page):
-        if language == "toml" and named(text) is None:
-            build(GRPOConfig, tomllib.loads(text), where=page.name, registry=registry)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for table in documents.stage_tables(page):
+        build(GRPOConfig, table, where=page.name, registry=registry)
 
 
 def test_every_loss_has_a_page_a_picture_and_a_row() -> None:
@@ -62,7 +42,9 @@ def test_every_loss_has_a_page_a_picture_and_a_row() -> None:
         page = (directory / f"{name}.md").read_text(encoding="utf-8")
         assert f"]({name}.svg)" in page
         tables = [
-            tomllib.loads(text) for language, text in blocks(directory / f"{name}.md") if language == "toml"
+            tomllib.loads(text)
+            for language, text in documents.blocks(directory / f"{name}.md")
+            if language == "toml"
         ]
         assert name in [table["loss"]["name"] for table in tables if "loss" in table]
         (row,) = [row for row in rows if row.startswith(f"| [`{name}`]({name}.md) |")]
@@ -82,45 +64,16 @@ def test_pictures_are_small_and_without_a_date(picture: Path) -> None:
     "page", [page for page in LOSS_PAGES if ("```python" in page.read_text())], ids=lambda p: p.stem
 )
 def test_python_of_a_loss_page_runs(page: Path) -> None:
-    for language, text in blocks(page):
+    for language, text in documents.blocks(page):
         if language == "python":
-            run(text)
+            documents.run_python(text)
 
 
 @pytest.mark.slow
 def test_tutorial_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for language, text in blocks(TUTORIAL):
-        if (name := named(text)) is not None:
-            (tmp_path / name).write_text(text, encoding="utf-8")
-        elif language == "console":
-            for line in text.splitlines():
-                command(line.removeprefix("$ "))
-        elif language == "python":
-            run(text)
+    documents.on_one_device(monkeypatch)
+    documents.follow(TUTORIAL, compare=lambda shown, said: None)  # what it shows is of the whole run
     sys.modules.pop("reward", None)
     assert (tmp_path / "runs/sort/policy/artifacts/model/config.json").is_file()
-
-
-def run(text: str) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(text, "document", "exec", dont_inherit=True), names)
-
-
-def command(line: str) -> None:
-    """Run it as a reader would, but for the number of updates."""
-    program, _, rest = line.partition(" ")
-    arguments = re.findall(r'"[^"]*"|\S+', rest)
-    start = [sys.executable] if program == "python" else [sys.executable, "-m", "rlhf_core.cli"]
-    assert program in ("python", "rlhf"), line
-    few = FEW_UPDATES if rest.startswith("run ") else []
-    done = subprocess.run(
-        [*start, *(argument.strip('"') for argument in arguments), *few],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

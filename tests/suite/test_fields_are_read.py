@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import pydantic
 import pytest
+from rlhf_dpo import DPOConfig
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
@@ -21,7 +22,12 @@ from rlhf_core.doors import run_alone
 from rlhf_core.mesh import make_mesh
 from rlhf_core.options import TrainerConfig
 
-CONFIGS: dict[str, type[TrainerConfig]] = {"sft": SFTConfig, "reward": RewardConfig, "grpo": GRPOConfig}
+CONFIGS: dict[str, type[TrainerConfig]] = {
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "grpo": GRPOConfig,
+    "dpo": DPOConfig,
+}
 CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (options, pydantic))
 
 
@@ -43,7 +49,7 @@ def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any
     """A config in which a field that matters only beside another has that other."""
     model, rows = (
         directory / "model",
-        {"sft": tiny.texts, "reward": tiny.pairs, "grpo": tiny.prompts}[trainer],
+        {"sft": tiny.texts, "reward": tiny.pairs, "grpo": tiny.prompts, "dpo": tiny.pairs}[trainer],
     )
     tiny.make_model("score" if trainer == "reward" else "lm").save(model)
     config = json.loads((model / "config.json").read_text())

@@ -20,7 +20,7 @@ from rlhf_core import create_state, data, fit, load_model, optimizers
 from rlhf_core.feeds import evaluation_batches
 from rlhf_core.step import Programs
 
-TRAINERS = ["sft", "reward", "grpo"]
+TRAINERS = ["sft", "reward", "grpo", "dpo"]
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "dropout": 0.1}], ids=["all", "adapters"])

@@ -14,7 +14,7 @@ from rlhf_core import hookimpl, load_model
 from rlhf_core.errors import InputError
 
 LORA = {"rank": 2, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
-TRAINERS = ["sft", "reward", "grpo"]
+TRAINERS = ["sft", "reward", "grpo", "dpo"]
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ PIPELINE = (
     + MODEL
     + STAGE.format(name="reward")
     + 'model = "sft.model"\ntrain_data = "pairs.jsonl"\n'
+    + STAGE.format(name="dpo")
+    + 'model = "sft.model"\ntrain_data = "pairs.jsonl"\neval_data = "pairs.jsonl"\n'
     + STAGE.format(name="grpo")
     + 'model = "sft.model"\ntrain_data = "prompts.jsonl"\nnum_generations = 4\nnum_iterations = 2\n'
     + 'rewards = [{ name = "model", model = "reward.model" }, { name = "local.py:local", weight = 0.3 }]\n'
@@ -84,7 +86,7 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
     for run in runs:
         said, _ = run.communicate(timeout=600)
         assert run.returncode == 0, said
-    for stage in ("sft", "reward", "grpo"):
+    for stage in ("sft", "reward", "dpo", "grpo"):
         ours, theirs = (
             load_file(tmp_path / run / stage / "artifacts" / "model" / "model.safetensors")
             for run in ("many", "one")

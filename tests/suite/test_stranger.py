@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_core.components import load_file
+
+packages: Any = load_file(Path(__file__).with_name("packages.py"))
 LIST = """
 import json, warnings
 from rlhf_core import POLICY_LOSS, plugins
@@ -52,31 +52,13 @@ def installed(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A directory with both packages, as pip installs them."""
     work, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
     sources = [repository / "examples/plugins/rlhf-tanh-loss", Path(__file__).parent / "rlhf-broken"]
-    copies = [
-        shutil.copytree(source, work / source.name) for source in sources
-    ]  # building leaves files behind
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "--no-index", "--target", str(target), *map(str, copies)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return target
+    found: Path = packages.install(sources, work, target)
+    return found
 
 
 def python(code: str, installed: Path, **environment: str) -> str:
-    paths = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    said: str = packages.python(installed, "-c", code, **environment)
+    return said
 
 
 @pytest.fixture(scope="module")

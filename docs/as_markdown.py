@@ -1,0 +1,49 @@
+"""Docstrings, values and tables as Markdown, for `generate.py`."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+WIDTH = 120
+
+
+def paragraphs(thing: Any) -> list[str]:
+    """The docstring of a thing, a line a paragraph."""
+    return [joined(text) for text in (inspect.getdoc(thing) or "").split("\n\n")]
+
+
+def joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def default(value: Any) -> str:
+    """A value as a TOML file would have it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, Mapping):
+        named = value.get("name") if set(value) == {"name"} else None
+        return f'`"{named}"`' if named else "see below"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    if isinstance(value, Sequence):
+        return f"`[{', '.join(default(each).strip('`') for each in value)}]`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def page(parts: Iterable[str]) -> str:
+    """Paragraphs wrapped; headings, tables and blocks as they are."""
+    return "\n\n".join(each if each[0] in "#|`" else wrapped(each) for each in parts if each) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(joined(text), WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,115 @@
+"""Where the completions of preferences start: in texts, conversations and token ids, whole and cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_core import data
+from rlhf_core.encoding import first_after
+
+CHATML = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes, but "g" and "o" merge, also across the end of a prompt."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["</s>", *alphabet, "go"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("g", "o")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def pairs(rows, tokenizer, **options):
+    given = {"max_length": None, "completions": True, "chat_template": CHATML}
+    return data.encode_pairs(data.load(rows), tokenizer, **{**given, **options})
+
+
+def completions(encoded, tokenizer):
+    return [
+        tuple(tokenizer.decode(ids[start:]) for ids, start in zip(pair[:2], pair.starts, strict=True))
+        for pair in encoded.pairs
+    ]
+
+
+ASKED = [user("who"), assistant("me"), user("you?")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "ask ", "chosen": "yes", "rejected": "yet"}, ("yes</s>", "yet</s>")),
+        ({"chosen": "ask yes", "rejected": "ask yet"}, ("s</s>", "t</s>")),
+        ({"prompt": "ask g", "chosen": "ood", "rejected": "bad"}, ("good</s>", "bad</s>")),
+        ({"prompt": "", "chosen": "ab", "rejected": "ac"}, ("ab</s>", "ac</s>")),
+        ({"prompt": ASKED, "chosen": "yes", "rejected": "no"}, ("yes</s>", "no</s>")),
+        (
+            {"prompt": "you?", "chosen": [assistant("yes")], "rejected": [assistant("no")]},
+            ("yes</s>", "no</s>"),
+        ),
+        (
+            {"chosen": [*ASKED, assistant("yes")], "rejected": [*ASKED, assistant("yet")]},
+            ("yes</s>", "yet</s>"),
+        ),
+    ],
+    ids=["text", "no prompt", "a merge across", "empty prompt", "turns", "a question", "whole conversations"],
+)
+def test_a_completion_starts_after_its_prompt(row, expected, tokenizer):
+    assert completions(pairs([row], tokenizer), tokenizer) == [expected]
+
+
+def test_of_token_ids():
+    rows = [{"chosen_ids": [5, 6, 7, 8], "rejected_ids": [5, 6, 9]}]
+    assert pairs(rows, None).pairs[0].starts == (2, 2)
+    given = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [7, 9]}]
+    assert pairs(given, None).pairs[0].starts == (2, 2)
+    both = [*given, {"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": []}]
+    encoded = pairs(both, None)
+    assert (len(encoded), encoded.report.empty) == (1, ["dataset row 2"])
+
+
+def test_nothing_but_completions_is_trained_and_no_trained_token_is_shared(tokenizer):
+    (tree,) = pairs([{"prompt": "ask ", "chosen": "yes", "rejected": "yet"}], tokenizer).trees()
+    assert tokenizer.decode(tree.prefix) == "ask "
+    assert [tokenizer.decode(own) for own in tree.branches] == ["yes</s>", "yet</s>"]
+    assert [w.tolist() for w in tree.weights] == [[1] * 4, [1] * 4]
+    plain = data.encode_pairs(
+        data.load([{"prompt": "a", "chosen": "b", "rejected": "c"}]), tokenizer, max_length=9
+    )
+    assert plain.pairs[0].starts is None
+    assert plain.trees()[0].weights is None
+
+
+def test_cut_pairs(tokenizer):
+    rows = [{"prompt": "ask ", "chosen": "yes", "rejected": "never"}]
+    end = pairs(rows, tokenizer, max_length=7, overlong="truncate")
+    assert [len(ids) for ids in end.pairs[0][:2]] == [7, 7]
+    assert end.pairs[0].starts == (3, 1)  # of "sk yes." one less, of "knever." three
+    assert completions(end, tokenizer) == [("yes</s>", "never</s>")]
+    start = pairs(rows, tokenizer, max_length=6, overlong="truncate", truncation_mode="keep_start")
+    assert completions(start, tokenizer) == [("ye", "ne")]
+    rows.append({"prompt": "a question ", "chosen": "b", "rejected": "c"})
+    kept = pairs(rows, tokenizer, max_length=6, overlong="truncate", truncation_mode="keep_start")
+    assert (len(kept), kept.report.filtered) == (1, ["dataset row 2"])  # nothing of its completions is left
+    assert kept.fingerprint == start.fingerprint != end.fingerprint
+
+
+def test_the_first_token_after():
+    ids = np.arange(6, dtype=np.int32)
+    assert [first_after(ids[:n], ids) for n in (0, 2, 6)] == [0, 2, 5]
+    assert first_after(np.array([0, 1, 9], np.int32), ids) == 2

@@ -1,0 +1,127 @@
+"""docs/reference/metrics.md: what is logged is in its tables, and what is in its tables is logged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from rlhf_dpo import DPO_LOSS
+
+from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, hookimpl, usage
+
+EVERY = "Every trainer"
+PLACEHOLDERS = {"NAME": r"[^/]+", "LOSS": "told", "METRIC": "size", "SUBSET": r"[^/]+", "K": r"\d+"}
+
+
+class Row(NamedTuple):
+    pattern: re.Pattern[str]
+    evaluated: str
+
+
+@pytest.fixture(scope="module")
+def tables(repository: Path) -> dict[str, dict[str, Row]]:
+    """{heading: {name: row}}."""
+    text = (repository / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        rows = re.findall(r"^\| `(.+?)` \| (.+?) \|", section, re.MULTILINE)
+        assert len(dict(rows)) == len(rows)
+        found[section.partition("\n")[0]] = {name: Row(pattern(name), where) for name, where in rows}
+    return found
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    parts = re.split(r"\b([A-Z]+)\b", name)
+    return re.compile("".join(PLACEHOLDERS.get(part, re.escape(part)) for part in parts))
+
+
+class Losses:
+    """Losses that report something beside their value."""
+
+    @hookimpl
+    def rlhf_register(self, registry: Registry) -> None:
+        registry.add(PAIRWISE_LOSS, "told", self.pairwise)
+        registry.add(POLICY_LOSS, "told", self.policy)
+        registry.add(DPO_LOSS, "told", self.dpo)
+
+    @staticmethod
+    def pairwise(inputs: Any) -> LossOutput:
+        return LossOutput(inputs.rejected - inputs.chosen, {"size": inputs.chosen})
+
+    @staticmethod
+    def dpo(inputs: Any) -> LossOutput:
+        return LossOutput(inputs.ratio_rejected - inputs.ratio_chosen, {"size": inputs.tokens_chosen})
+
+    @staticmethod
+    def policy(inputs: Any) -> LossOutput:
+        clipped = dict.fromkeys((f"clip_ratio/{x}_mean" for x in ("low", "high", "region")), inputs.mask)
+        return LossOutput(-inputs.advantages * inputs.logps, {**clipped, "size": inputs.mask})
+
+
+def everything(trainer: str, short: Any) -> dict[str, Any]:
+    """Settings under which all that the trainer can log is logged."""
+    held_out = short.rows[trainer][:4]
+    given: dict[str, Any] = {"inputs": {"eval_dataset": held_out}, "listeners": (Losses(),)}
+    given |= {"max_training_steps": 2, "track_memory": True}
+    if trainer == "reward":
+        given["inputs"] = {"eval_dataset": [{**row, "subset": "short"} for row in held_out]}
+        given["loss"] = "told"
+    if trainer == "dpo":
+        given["loss"] = "told"
+    if trainer == "grpo":
+        given |= {
+            "loss": "told",
+            "dynamic_sampling": {"max_rounds": 2},
+            "sampler_correction": {"max": 2.0},
+            "evaluation": {"num_generations": 2, "pass_threshold": 0.5},
+            "rewards": [{"name": "length", "on_error": "skip", "target": 4}],
+        }
+        given["inputs"]["rewards"] = None
+    return given
+
+
+@pytest.mark.filterwarnings("ignore:2 rounds of")
+@pytest.mark.parametrize("trainer", ["sft", "reward", "grpo", "dpo"])
+def test_what_is_logged_is_in_the_table_and_the_other_way_round(
+    trainer: str, short: Any, tables: dict[str, dict[str, Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, watch = short.train(trainer, **everything(trainer, short))
+    logged = {name for row in watch.rows for name in row} - {"step"}
+    device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 1})
+    monkeypatch.setattr(usage, "jax", SimpleNamespace(local_devices=lambda: [device]))
+    logged |= set(usage.peak_memory())
+    documented = tables[EVERY] | tables[trainer]
+    unknown = [name for name in logged if not fits(name, documented, trainer)]
+    assert unknown == [], "not in docs/reference/metrics.md, or not as its column `evaluated` says"
+    for name, row in documented.items():
+        seen = {
+            each.startswith("eval_") for each in logged if row.pattern.fullmatch(each.removeprefix("eval_"))
+        }
+        assert seen == {"no": {False}, "only": {True}, "yes": {False, True}}[evaluated(row, trainer)], name
+
+
+def fits(name: str, documented: dict[str, Row], trainer: str) -> bool:
+    wanted = ("yes", "only") if name.startswith("eval_") else ("yes", "no")
+    return any(
+        row.pattern.fullmatch(name.removeprefix("eval_")) and evaluated(row, trainer) in wanted
+        for row in documented.values()
+    )
+
+
+def evaluated(row: Row, trainer: str) -> str:
+    said, _, but = row.evaluated.partition(", but for ")
+    return "no" if trainer in but.split() else said
+
+
+def test_every_module_named_is_there_and_knows_the_metric(repository: Path) -> None:
+    text = (repository / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+?)` \|.* \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
+    assert len(rows) > 50
+    for name, file in rows:
+        (path,) = [*repository.glob(file), *repository.glob(f"plugins/*/{file}")]
+        words = [word for word in re.split(r"[/@]", name) if word.lower() == word]
+        source = path.read_text(encoding="utf-8")
+        assert all(word in source for word in words), f"{name}: {file}"
