@@ -142,7 +142,7 @@ class Rollout(VanillaRollout):
             text=[tokenizer.decode(ids.tolist()) for ids in self.given],
             logits=None,
             tokens=list(self.given),
-            left_padded_prompt_tokens=np.array([tokenizer.encode(text) for text in prompts], np.int32),
+            left_padded_prompt_tokens=np.array([tokenizer.encode(str(text)) for text in prompts], np.int32),
             logprobs=None,
         )
 
@@ -193,7 +193,7 @@ def run_grpo(task: works.Task) -> Row:
     steps = 2 + works.WARM_UP + task.steps
     texts = [works.words(ids) for ids in works.token_ids(64, works.PROMPT, task.model.vocab)]
     batches = [
-        {"prompts": [texts[(works.PROMPTS * step + i) % len(texts)] for i in range(works.PROMPTS)]}
+        {"prompts": np.array([texts[(works.PROMPTS * step + i) % len(texts)] for i in range(works.PROMPTS)])}
         for step in range(steps)
     ]
     with tempfile.TemporaryDirectory(prefix="speed-") as directory:

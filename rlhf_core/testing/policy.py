@@ -182,7 +182,8 @@ def _layouts(found: Findings, run: Measured, base: PolicyInputs, value: Array, g
             )
     with found.property("padding"):
         n, t = base.mask.shape
-        padded = {name: jnp.pad(x, ((0, 2), (0, 3))) for name, x in _arrays(base).items()}
+        wider = ((0, 2), (0, 3))
+        padded: dict[str, Any] = {name: jnp.pad(x, wider) for name, x in _arrays(base).items()}
         inside = np.pad(used, ((0, 2), (0, 3)))
         same(PolicyInputs(**padded), inside, whole, f"with {n + 2} × {t + 3} tokens in place of {n} × {t}")
     with found.property("rows"):
