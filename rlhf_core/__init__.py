@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_core.attention_kind import ATTENTION as ATTENTION
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
-    from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
     from rlhf_core.contracts import LOGGER as LOGGER
     from rlhf_core.contracts import MODEL as MODEL
@@ -42,11 +42,12 @@ if TYPE_CHECKING:
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
+    "ADVANTAGE DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
     "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows SamplerInputs "
     "Trainer"
 )
 _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
+    "ATTENTION": "attention_kind",
     "hookimpl": "hookspecs",
     "load_model": "models",
     "TrainerConfig": "options",

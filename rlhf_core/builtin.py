@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from rlhf_core import data, loggers, optimizers, rewards, sampling
-from rlhf_core.contracts import ATTENTION, DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
+from rlhf_core.attention_kind import ATTENTION
+from rlhf_core.contracts import DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
 from rlhf_core.data.files import FORMATS
 from rlhf_core.hookspecs import hookimpl
 from rlhf_core.models import DECODER

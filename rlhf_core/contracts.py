@@ -273,26 +273,6 @@ class OptimizerFactory(Protocol):
     def __call__(self, learning_rate: Any, **options: Any) -> optax.GradientTransformation: ...
 
 
-class AttentionOver(Protocol):
-    """Attention of rows with themselves, as `rlhf_core.models.attention.attend` defines it, shapes and all.
-
-    window: int32 scalar, traced where layers differ in it. softcap: a Python number. What an implementation cannot do,
-    it raises InputError for, when it is traced.
-    """
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        positions: jax.Array,
-        visible_until: jax.Array,
-        *,
-        window: jax.Array | None = None,
-        softcap: float | None = None,
-    ) -> jax.Array: ...
-
-
 TRAINER: Kind[Trainer] = Kind("trainer")
 PAIRWISE_LOSS: Kind[PairwiseLoss] = Kind("pairwise loss", ("inputs",), constant=True)
 POLICY_LOSS: Kind[PolicyLoss] = Kind("policy loss", ("inputs",), constant=True)
@@ -303,9 +283,6 @@ MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)
 LOGGER: Kind[object] = Kind("logger", factory=True)
 OPTIMIZER: Kind[OptimizerFactory] = Kind("optimizer", ("learning_rate",))
-ATTENTION: Kind[AttentionOver] = Kind(
-    "attention", ("q", "k", "v", "positions", "visible_until", "window", "softcap"), constant=True
-)
 
 
 @dataclass(frozen=True)

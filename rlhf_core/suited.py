@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from rlhf_core.contracts import ATTENTION
+from rlhf_core.attention_kind import ATTENTION
 from rlhf_core.models import DECODER
 from rlhf_core.models.blockwise import attend_blocks, block_size
 from rlhf_core.rows import Packed, pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core.contracts import AttentionOver
+from rlhf_core.attention_kind import AttentionOver
 from rlhf_core.models.lora import Lora
 
 Head = Literal["lm", "score"]
@@ -60,7 +60,7 @@ class DecoderConfig:
     remat: what the backward pass recomputes: "none", "dots" (all but matrix products with weights), "full" (all
         but each layer's input); "auto" is "none" while the activations are small, else "dots".
     dtype: of the computation; None is float32 on CPU and bfloat16 on accelerators. Parameters are float32.
-    attention: of the rows, see `rlhf_core.contracts.AttentionOver`; None: `attention.attend`.
+    attention: of the rows, see `rlhf_core.attention_kind.AttentionOver`; None: `attention.attend`.
     lora: adapters beside the kernels of some linear layers; None: there are none.
     """
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rlhf_core.contracts import AttentionOver, ModelFamily
+from rlhf_core.attention_kind import AttentionOver
+from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import param_shardings
 from rlhf_core.models.config import Head, Remat

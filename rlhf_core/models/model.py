@@ -30,7 +30,7 @@ from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, toke
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.contracts import AttentionOver
+    from rlhf_core.attention_kind import AttentionOver
 
 TOKENIZER_FILES = [
     "tokenizer.json",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.contracts import AttentionOver
+from rlhf_core.attention_kind import AttentionOver
 from rlhf_core.errors import InputError, near
 from rlhf_core.models.config import DecoderConfig, Head, Remat
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
+from rlhf_core.attention_kind import ATTENTION
+from rlhf_core.contracts import LOGGER, OPTIMIZER
 from rlhf_core.options.adapters import LoraOptions
 from rlhf_core.options.base import Component, Options
 from rlhf_core.options.expansion import PART_NAMES, expand, inherited

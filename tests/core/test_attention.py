@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.contracts import ATTENTION
+from rlhf_core.attention_kind import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.layout import Layout
 from rlhf_core.models.attention import attend
