@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent.parent / "examples" / "quickstart"))
 STAGES = ("base", "rm", "policy")
 # The first stage starts from nothing, where adapters on random weights would learn little.
 ADAPTED = ("rm", "policy")
-LORA = "{rank = 16, alpha = 32}"
+LORA = "{rank = 32, alpha = 64}"
 WAYS = {
     "float32": (),
     "bfloat16": tuple(f"{stage}.dtype=bfloat16" for stage in STAGES),
@@ -27,7 +27,7 @@ WAYS = {
     "adapters": (
         *(f"{stage}.lora={LORA}" for stage in ADAPTED),
         "rm.learning_rate=3e-3",
-        "policy.learning_rate=1e-3",
+        "policy.learning_rate=2e-3",
     ),
 }
 

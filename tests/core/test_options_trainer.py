@@ -44,6 +44,7 @@ def test_defaults_are_the_contract_s() -> None:
         "eval_on_start": False,
         "load_best_model_at_end": False,
         "track_memory": False,
+        "attention": {"name": "auto"},
         "remat": "auto",
     }
     unset = """dtype model train_data eval_data shuffle_seed_train eval_batch_size evaluation_steps save_steps

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objectives import trained_logps, trained_sequence, trained_weight
+from rlhf_core.objectives import trained_logps, trained_sequence
 from rlhf_dpo.contracts import DPOInputs
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ def pair_loss(
 def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
     """Log-probability of every sequence's trained tokens, float32 [rows, sequences], nats; 0 where there is none."""
     logps, _ = trained_logps(model, params, batch)
-    weighted = logps * trained_weight(batch)
     member = trained_sequence(batch)[:, :, None] == jnp.arange(batch.last.shape[1])
     # A sum, not a product with `member`: accelerators round the factors of products.
-    return jnp.sum(jnp.where(member, weighted[:, :, None], 0.0), axis=1)
+    return jnp.sum(jnp.where(member, logps[:, :, None], 0.0), axis=1)
 
 
 def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs:
