@@ -1,6 +1,6 @@
 """Train what is to be opened elsewhere, with rlhf-sft and rlhf-reward, and compute what it gives here.
 
-    python benchmarks/interop/prepare.py [--pretrained MODEL] [--seed 0 1 2] [--case llama …]
+    python benchmarks/interop/prepare.py [--pretrained MODEL] [--seed 0] [--case llama …]
 
 In runs/interop/seedN/CASE: `base`, a language model with fresh weights, or MODEL's; `reward`, a reward model; `adapter`
 and `reward-adapter`, LoRA on base; `merged` and `reward-merged`, what `rlhf export --merge` makes of them; `ours.npz`,

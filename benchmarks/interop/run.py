@@ -1,6 +1,6 @@
 """Models and adapters from here to transformers and peft, and back: everything, in one command.
 
-    python benchmarks/interop/run.py TORCH_PYTHON [--pretrained MODEL] [--seed 0 1 2] [--case llama …]
+    python benchmarks/interop/run.py TORCH_PYTHON [--pretrained MODEL] [--seed 0] [--case llama …]
 
 TORCH_PYTHON: the interpreter of PyTorch's environment. Runs prepare.py and torch_side.py, opens here what peft made
 there, and prints one JSON object last; of a run of everything, it is written to results/interop.json too. Exit code 1:

@@ -1,6 +1,6 @@
 """Open what prepare.py left with transformers and peft, and make adapters with peft: in PyTorch's environment.
 
-    python benchmarks/interop/torch_side.py [--seed 0 1 2] [--case llama …]
+    python benchmarks/interop/torch_side.py [--seed 0] [--case llama …]
 
 Reads `ours.npz` of every runs/interop/seedN/CASE and writes there `torch.json`, what was compared, and the adapters
 that peft made, `peft-KIND-N`, with what they give in `torch.npz`.
