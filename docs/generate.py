@@ -20,7 +20,7 @@ import typer
 from as_markdown import default, joined, page, paragraphs, table
 from pydantic.fields import FieldInfo
 
-from rlhf_core import cli, contracts, hookspecs, plugins
+from rlhf_core import attention_kind, cli, contracts, hookspecs, plugins
 from rlhf_core.components import Entry
 from rlhf_core.contracts import TRAINER, Kind
 from rlhf_core.options import Component, Options, TrainerConfig, fields
@@ -197,7 +197,7 @@ def components_page(host: Host) -> str:
 
 def declared() -> dict[str, Kind[Any]]:
     """{constant: kind} of the contracts, and of the plugins that have kinds of their own."""
-    homes = (contracts, rlhf_dpo)
+    homes = (contracts, attention_kind, rlhf_dpo)
     return {name: value for home in homes for name, value in vars(home).items() if isinstance(value, Kind)}
 
 

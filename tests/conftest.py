@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -42,3 +43,15 @@ def shared() -> Path:
 def tiny() -> ModuleType:
     """Small models and data; see tiny.py."""
     return load_file(REPOSITORY / "tests" / "tiny.py")
+
+
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 20_000
+"""Every compiled program maps memory, and Linux lets a process have 65,530 maps: beyond them it dies."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_compiled_programs() -> Iterator[None]:
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()

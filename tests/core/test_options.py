@@ -21,12 +21,12 @@ problems = tables.problems
 
 
 class FakeRegistry:
-    """Knows one name of every kind, whose only option is `epsilon`."""
+    """Knows the name "known" of every kind, whose only option is `epsilon`, and the attention "auto"."""
 
     def check(
         self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Any = ()
     ) -> list[tuple[str, str]]:
-        if name != "known":
+        if name not in ("known", "auto"):
             return [("name", f"no {kind.name} named '{name}'")]
         return [(option, f"unknown to {kind.name}") for option in options if option != "epsilon"]
 
@@ -209,7 +209,7 @@ def test_broken_json(text: str, message: str) -> None:
 
 def test_fields() -> None:
     rows = {row.name: row for row in fields(PolicyConfig)}
-    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "peak, per update")
+    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "at its peak")
     assert rows["model"].type == "text | table | none"
     assert rows["scheduler"].type == '"constant" | "linear" | "cosine" | "wsd"'
     assert (rows["loss"].type, rows["loss"].default) == ("policy loss", {"name": "dapo"})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import jax
 import pytest
 
+from rlhf_core.attention_kind import ATTENTION
 from rlhf_core.contracts import (
     ADVANTAGE,
     DATASET,
@@ -27,6 +28,7 @@ from rlhf_core.contracts import (
     Trainer,
 )
 from rlhf_core.errors import InputError
+from rlhf_core.models.attention import attend
 from rlhf_core.options import Component, Options, TrainerConfig, build
 from rlhf_core.registry import CollisionError, PluginInfo, Registry
 
@@ -100,6 +102,7 @@ def registry() -> Registry:
     registry.add(POLICY_LOSS, "dapo", dapo)
     registry.add(REWARD, "brevity", brevity)
     registry.add(OPTIMIZER, "adamw", adamw)
+    registry.add(ATTENTION, "auto", attend)
     return registry
 
 
@@ -307,7 +310,7 @@ def test_names_that_cannot_be(name: str) -> None:
 def test_names_kinds_and_owners(registry: Registry) -> None:
     assert registry.names(POLICY_LOSS) == ["dapo", "tanh"]
     assert registry.names(ADVANTAGE) == []
-    assert [kind.name for kind in registry.kinds()] == ["optimizer", "policy loss", "reward"]
+    assert [kind.name for kind in registry.kinds()] == ["attention", "optimizer", "policy loss", "reward"]
     with registry.transaction("rlhf-x 1.0"):
         registry.add(ADVANTAGE, "group", Child)
     assert registry.owner(ADVANTAGE, "group") == "rlhf-x 1.0"
