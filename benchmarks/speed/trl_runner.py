@@ -3,7 +3,7 @@
     TRL_PYTHON benchmarks/speed/trl_runner.py --work W1 [--model 50m] [--steps 10]
 
 Every work goes through TRL's own trainer. Attention is PyTorch's `sdpa`, the optimizer its fused AdamW, and threads are
-as many as there are cores. --torch-compile and --group-by-length turn on what TRL's users can turn on as well.
+as many as there are cores. --torch-compile turns on what TRL's users can turn on as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ LOADING = {"dtype": "float32", "attn_implementation": "sdpa"}
 def reward_trainer(
     task: works.Task, given: argparse.Namespace, directory: Path, rows: Any, **more: Any
 ) -> Any:
-    """Its constructor loads the model and tokenises; `rows` is called when the clock should start."""
+    """Its constructor loads the model and tokenises; the clock starts before that."""
     model, tokenizer = saved(task, LlamaForSequenceClassification, directory, stops=True, num_labels=1)
     began = time.perf_counter()
     trainer = RewardTrainer(
@@ -121,12 +121,7 @@ def run_reward(task: works.Task, given: argparse.Namespace, directory: Path) -> 
 def run_epoch(task: works.Task, given: argparse.Namespace, directory: Path) -> Row:
     """W6: timed from the texts as Python objects until the trained model is saved, loading the model included."""
     rows, longest = works.epoch_rows(task)
-    more = {"train_sampling_strategy": "group_by_length"} if given.group_by_length else {}
-    if given.group_by_length:
-        rows = [{**row, "length": max(len(str(row["chosen"])), len(str(row["rejected"])))} for row in rows]
-    trainer, began = reward_trainer(
-        task, given, directory, rows, num_train_epochs=1, max_length=longest, **more
-    )
+    trainer, began = reward_trainer(task, given, directory, rows, num_train_epochs=1, max_length=longest)
     trainer.train()
     trainer.save_model(str(directory / "trained"))
     return {"seconds": [time.perf_counter() - began], "updates": trainer.state.global_step}
@@ -246,7 +241,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time TRL.")
     works.add_arguments(parser)
     parser.add_argument("--torch-compile", action="store_true", help="transformers' option of that name")
-    parser.add_argument("--group-by-length", action="store_true", help="W6: pairs of like lengths together")
     given = parser.parse_args()
     task = works.task_of(given)
     torch.set_num_threads(os.cpu_count() or 1)
