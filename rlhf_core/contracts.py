@@ -247,8 +247,8 @@ class Draw(Protocol):
     arrays that are the caller's, whole and equal on every process. Its log-probabilities are those of the policy,
     under softmax(logits / temperature), before penalty and filters.
 
-    An optional method `warm_up(params, lengths)` does, before the first call, all that is slow once for prompts of
-    these lengths in tokens.
+    An optional method `warm_up(params, lengths)` does, or starts to do in threads of its own, all that is slow once for
+    prompts of these lengths in tokens; it is called before the first call.
     """
 
     def __call__(

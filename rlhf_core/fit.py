@@ -120,7 +120,7 @@ class _Run:
             JsonLines.cut(self.stage.dir / "metrics.jsonl", start)
         steps = Programs(self.objective, state)
         if start < feed.total:
-            self.warm_up(steps, state)
+            steps.compile(state, feed.shapes())
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
         if start == 0 and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
             metrics = self.report(0, state, logs=False, evaluates=True)
@@ -139,6 +139,8 @@ class _Run:
             if done is None:
                 raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
             state, measured = steps.apply(state, done)
+            if step == start:
+                steps.wait()  # nothing compiles later, and meanwhile the first update is computed
             self.check(steps, state, checkpoints)  # the one before: this one is still being computed
             self.pending.append((step, jnp.copy(state.guard), update, measured))
             count = step + 1
@@ -204,12 +206,6 @@ class _Run:
         self.feed.restore(found.step, found.host["feed"], found.arrays)
         self.best.restore(found.host["best"])
         return found.step, state.with_trained(found.state)
-
-    def warm_up(self, steps: Programs, state: TrainState) -> None:
-        """Compile every program but `apply`, which the first update does: it cannot run without moving the state."""
-        for empty in self.feed.shapes():
-            batch = put_rows(self.mesh, empty)
-            steps.accumulate(state, batch, steps.accumulate(state, batch, None))
 
     def check(self, steps: Programs, state: TrainState, checkpoints: Checkpoints) -> None:
         """Read the guards of updates that have not been looked at; a step late, the device is never waited for."""

@@ -83,3 +83,9 @@ def put_rows(mesh: Mesh, batch: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda idx: x[idx]), batch)
+
+
+def abstract_rows(mesh: Mesh, batch: Any) -> Any:
+    """What `put_rows` makes of `batch`, as shapes: for programs that are compiled before there is a batch."""
+    sharding = row_sharding(mesh)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from pydantic import Field
 
+from rlhf_core.ahead import Ahead
 from rlhf_core.errors import InputError
 from rlhf_core.generation import Plan, generate
-from rlhf_core.mesh import put_rows, replicated, row_multiple
+from rlhf_core.mesh import abstract_rows, put_rows, replicated, row_multiple
 from rlhf_core.options import Options
 from rlhf_core.stopping import stop_table
 
@@ -85,8 +86,8 @@ class Sampler:
     tokenizer: needed for options.stop_strings only. They are looked for in a completion's bytes as `token_bytes`
         gives them, wherever token borders lie, and never across the border of prompt and completion.
 
-    One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length. `warm_up` does
-    it ahead of time.
+    One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length. `warm_up` starts
+    to do so ahead of time.
 
     Raises InputError for stop strings without a tokenizer or that it cannot write, and for stop tokens that the
     model does not have.
@@ -118,6 +119,7 @@ class Sampler:
         self.prompts_per_call = -(-prompts_per_call // multiple) * multiple
         self.max_prompt_length = max_prompt_length
         self._stop_table = self._table(tokenizer)
+        self._ahead = Ahead()
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
@@ -155,10 +157,10 @@ class Sampler:
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
-        """Compile what prompts of `lengths` tokens will need, so that no later call does.
+        """Start to compile what prompts of `lengths` tokens will need; a call waits for its own program.
 
-        params: placed like those of later calls. Runs each program once without a row that is wanted: a prefill,
-        no decoding. Keys of later calls must be of the implementation that jax.random.key makes by default.
+        params: placed like those of later calls, whose keys must be of the implementation that jax.random.key makes
+        by default.
 
         Raises InputError as a call does.
         """
@@ -168,10 +170,19 @@ class Sampler:
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
             tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
             ids = np.zeros(rows * self.num_generations, np.uint32)
-            self._run(params, (tokens, none, ids), jax.random.key(0))
+            batch = abstract_rows(self.mesh, (tokens, none, ids))
+            key_data, plan = self._plan(jax.random.key(0))
+            lowered = generate.lower(params, *batch, key_data, self._stop_table, plan=plan)
+            self._ahead.compile(time, lowered)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
         """The fields of `Rollouts` for one batch of `_batch`, all its rows, on the host."""
+        self._ahead.wait(batch[0].shape[1])
+        key_data, plan = self._plan(key)
+        rows = put_rows(self.mesh, batch)
+        return jax.device_get(generate(params, *rows, key_data, self._stop_table, plan=plan))
+
+    def _plan(self, key: jax.Array) -> tuple[np.ndarray, Plan]:
         plan = Plan(
             self.definition,
             self.options,
@@ -180,8 +191,7 @@ class Sampler:
             self.num_generations,
             str(jax.random.key_impl(key)),
         )
-        rows, key_data = put_rows(self.mesh, batch), np.asarray(jax.random.key_data(key))
-        return jax.device_get(generate(params, *rows, key_data, self._stop_table, plan=plan))
+        return np.asarray(jax.random.key_data(key)), plan
 
     def _table(self, tokenizer: Any) -> jax.Array | None:
         """The table of the stop strings, on every device of the mesh; None where there are none."""

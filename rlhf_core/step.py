@@ -5,7 +5,7 @@ An objective returns sums, so the number of micro-batches and what lies in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlhf_core.ahead import Ahead
+from rlhf_core.mesh import abstract_rows, replicated
 from rlhf_core.metrics import Mean, Metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.partition import Path, join, split
@@ -94,24 +96,53 @@ class Programs:
     def __init__(self, objective: Objective, state: TrainState) -> None:
         """Gradients and the next state stay sharded as `state` is."""
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
+        everywhere: Any = replicated(state.step.sharding.mesh)
         self._accumulate = jax.jit(
             partial(accumulate, objective, fixed=state.fixed),
             donate_argnums=2,
-            out_shardings=Accumulated(shardings.params, None, None),  # type: ignore[arg-type]
+            out_shardings=Accumulated(shardings.params, everywhere, everywhere),
         )
-        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
         self._noise = has_noise(state.params)
+        self._ahead = Ahead()
+
+    def compile(self, state: TrainState, shapes: Sequence[Any]) -> None:
+        """Start to compile all that updates with micro-batches of these shapes call; a call waits for what it needs.
+
+        shapes: micro-batches on the host, of which shapes and dtypes count.
+        """
+        mesh = state.step.sharding.mesh
+        key = _key(state, 0) if self._noise else None
+        later = []
+        for number, batch in enumerate(shapes):
+            rows = abstract_rows(mesh, batch)
+            first = self._accumulate.trace(state.params, rows, None, key)
+            self._ahead.compile(_name(rows, None), first.lower())
+            done = first.out_info
+            if number == 0:
+                self._ahead.compile("apply", self._apply.lower(state.trained(), done))
+            later.append((rows, done))
+        # Of an update with several micro-batches, and so the last ones that anything waits for.
+        for rows, done in later:
+            lowered = self._accumulate.lower(state.params, rows, done, key)
+            self._ahead.compile(_name(rows, done), lowered)
+
+    def wait(self) -> None:
+        """Return once everything that `compile` started is compiled."""
+        self._ahead.wait_for_all()
 
     def accumulate(
         self, state: TrainState, batch: Any, before: Accumulated | None, number: int = 0
     ) -> Accumulated:
         """Add micro-batch `number` of the update."""
         key = _key(state, number) if self._noise else None
+        self._ahead.wait(_name(batch, before))
         done: Accumulated = self._accumulate(state.params, batch, before, key)
         return done
 
     def apply(self, state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
         """`apply`, fixed parameters handed through."""
+        self._ahead.wait("apply")
         following, metrics = self._apply(state.trained(), done)
         return state.with_trained(following), metrics
 
@@ -119,6 +150,10 @@ class Programs:
         """How many programs have been compiled so far."""
         jitted: tuple[Any, ...] = (self._accumulate, self._apply)
         return sum(f._cache_size() for f in jitted)
+
+
+def _name(batch: Any, before: Accumulated | None) -> tuple[Any, ...]:
+    return before is None, *(x.shape for x in jax.tree.leaves(batch))
 
 
 def _folded(key: jax.Array, step: Any, number: Any) -> jax.Array:

@@ -22,6 +22,7 @@ from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
 from rlhf_core.models.model import TOKENIZER_FILES, Model, config_for
+from rlhf_core.models.parse import EXPERT_COUNTS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -213,7 +214,12 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         filled["head_dim"] = hidden // heads
         if "query_pre_attn_scalar" in filled:
             filled["query_pre_attn_scalar"] = given.get("head_dim") or hidden // heads
-    return filled | dict(given)
+    filled |= given
+    # One number by two names. transformers takes a name that is null for the number.
+    spelt = [name for name in EXPERT_COUNTS if given.get(name) is not None] or [
+        name for name in EXPERT_COUNTS if filled.get(name) is not None
+    ]
+    return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in spelt}
 
 
 def _directory(path: str | Path) -> Path:

@@ -16,6 +16,8 @@ from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture
 from rlhf_core.models.fields import Fields
 from rlhf_core.models.ropes import read_ropes
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""Names of one field: families and versions of transformers differ in which they write."""
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
@@ -146,8 +148,8 @@ def _windows(
 
 
 def _experts(read: Fields) -> int:
-    """How many; 0 for a family without. transformers 4 and 5 name the field differently."""
-    names = [name for name in ("num_experts", "num_local_experts") if read.has(name)]
+    """How many; 0 for a family without."""
+    names = [name for name in EXPERT_COUNTS if read.has(name)]
     given = {name: read.data[name] for name in names if read.data.get(name) is not None}
     if len(set(map(str, given.values()))) > 1:
         read.problem(" and ".join(f"{name} {value!r}" for name, value in given.items()) + " differ")

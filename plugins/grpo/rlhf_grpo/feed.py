@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.ahead import Ahead
 from rlhf_core.data import Prompts, schedule, updates
 from rlhf_core.feeds import Update, empty
-from rlhf_core.mesh import put_rows
+from rlhf_core.mesh import abstract_rows, put_rows
 from rlhf_core.rows import Layout, Packed, pack
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.drawing import Sample, draw
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
     from rlhf_core.sampling import Rollouts
 
-Reader = Callable[[Any, Packed], tuple[jax.Array, jax.Array]]
+READ_TOKENS, READ_SEQUENCES = ("sampling_logps",), ("advantages", "index")
+"""Names of what micro-batches carry when the policies read them."""
 
 
 class RolloutFeed:
@@ -49,7 +51,7 @@ class RolloutFeed:
         sampler: Any,
         rewards: Sequence[Reward],
         advantage: Callable[..., Any],
-        read: Reader,
+        read: Any,
         layout: Layout,
         reference: Reference | None,
         aggregation: str,
@@ -67,6 +69,7 @@ class RolloutFeed:
         self.rollout: Rollout | None = None
         self.packed: list[list[Packed]] = []  # micro-batches of each minibatch of the rollout
         self.metrics: dict[str, float] = {}
+        self.reading = Ahead()
         self.extra_rounds = 0  # of dynamic sampling, in all rollouts so far: the prompts go on after them
 
     @property
@@ -88,6 +91,14 @@ class RolloutFeed:
 
     def shapes(self) -> list[Packed]:
         return empty(self.layout, token_names=self.token_names, sequence_names=self.sequence_names)
+
+    def compile(self, params: Any) -> None:
+        """Start to compile what reads the policies, which are placed like `params`."""
+        if self.reference is None and not self.off_policy and self.config.top_entropy_quantile == 1:
+            return
+        for batch in empty(self.layout, token_names=READ_TOKENS, sequence_names=READ_SEQUENCES):
+            lowered = self.read.lower(params, abstract_rows(self.mesh, batch))
+            self.reading.compile(batch.rows.tokens.shape, lowered)
 
     def needs_state(self, step: int) -> bool:
         return self.rollout is None or self.rollout.number != step // self.config.updates_per_rollout
@@ -171,8 +182,8 @@ class RolloutFeed:
                     mask_truncated=config.mask_truncated_completions,
                 ),
                 self.layout,
-                token_names=("sampling_logps",),
-                sequence_names=("advantages", "index"),
+                token_names=READ_TOKENS,
+                sequence_names=READ_SEQUENCES,
             )
             for m in range(config.steps_per_generation)
         ]
@@ -183,6 +194,7 @@ class RolloutFeed:
         entropies = []
         for i, batch in enumerate(batches):
             values, placed = dict(batch.token_values), put_rows(self.mesh, batch)
+            self.reading.wait(batch.rows.tokens.shape)
             if self.reference is not None:
                 values["ref_logps"] = _host(self.read(self.reference.params, placed)[0])
             if self.off_policy or share < 1:

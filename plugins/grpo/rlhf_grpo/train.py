@@ -74,6 +74,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         reference,
         getattr(loss, "aggregation", "token_mean"),
     )
+    feed.compile(model.params)
     if stage.is_main:
         context = model.hf_config.get("max_position_embeddings")
         for line in advise(
@@ -131,7 +132,7 @@ def _sampler(
 
 
 def _warm_up(sampler: Any, model: Model, ids: Sequence[np.ndarray]) -> None:
-    """Compile now what prompts of these lengths will need, where the sampler can."""
+    """Let the sampler do what prompts of these lengths need once, where it can do so ahead."""
     if hasattr(sampler, "warm_up"):
         sampler.warm_up(model.params, [len(prompt) for prompt in ids])
 

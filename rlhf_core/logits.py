@@ -1,0 +1,59 @@
+"""Logits of some tokens over some of the vocabulary, and what both ways of reading log-probabilities share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Settings(NamedTuple):
+    """What is fixed when a program is compiled; the options of `rlhf_core.logprobs.token_logps`."""
+
+    temperature: float
+    softcap: float | None
+    size: int
+    """Tokens of a chunk, or words of a block."""
+    entropy: bool
+
+
+def unembed(hidden: jax.Array, kernel: jax.Array, softcap: float | None = None) -> jax.Array:
+    """Logits float32 [..., V] of hidden states [..., D], as `token_logps` computes them, at temperature 1."""
+    kernel = kernel.astype(hidden.dtype)
+    logits = jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def capped(hidden: jax.Array, kernel: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
+    """Float32 [..., V] after cap and temperature, and tanh(x / softcap) for the backward pass."""
+    logits = unembed(hidden, kernel)
+    if settings.softcap is None:
+        return logits / settings.temperature, None
+    tanh = jnp.tanh(logits / settings.softcap)
+    return tanh * (settings.softcap / settings.temperature), tanh
+
+
+def d_uncapped(
+    logits: jax.Array,
+    tanh: jax.Array | None,
+    is_target: jax.Array,
+    normalizers: jax.Array,
+    entropies: jax.Array,
+    d_logps: jax.Array,
+    d_entropies: jax.Array,
+    settings: Settings,
+) -> jax.Array:
+    """What the results' cotangents are for hidden · kernel, float32 like logits.
+
+    logits, tanh: of `capped`. All else broadcasts to them: normalizers are log Σ exp logits over the whole
+    vocabulary, entropies those of the forward pass.
+    """
+    log_p = logits - normalizers
+    p = jnp.exp(log_p)
+    d_logits = jnp.where(is_target, d_logps, 0.0) - d_logps * p
+    if settings.entropy:
+        d_logits -= d_entropies * p * (log_p + entropies)
+    if tanh is not None:
+        d_logits *= 1.0 - jnp.square(tanh)
+    return d_logits / settings.temperature
