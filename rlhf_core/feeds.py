@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from rlhf_core.contracts import Rows
@@ -101,7 +102,8 @@ def layout_for(
     """
     sizes = np.array([tree.size for tree in trees])
     per_update = min(config.total_batch_size, len(trees))
-    update_tokens = int(np.ceil(sizes.mean() * per_update))
+    # Updates differ in size: most of them shall fit the micro-batches that were asked for.
+    update_tokens = int(np.ceil(sizes.mean() * per_update)) + int(2 * sizes.std() * np.sqrt(per_update))
     return choose_layout(
         sizes,
         max(len(tree.branches) for tree in trees),
@@ -110,7 +112,14 @@ def layout_for(
         trees_per_update=per_update,
         trained_counts=[sum(trained_per_branch(tree)) for tree in trees] if reads_tokens else None,
         row_multiple=row_multiple(mesh),
+        skips_unseen=skips_unseen(config, mesh),
     )
+
+
+def skips_unseen(config: TrainerConfig, mesh: Mesh) -> bool:
+    """Whether attention in rows of several trees will skip what no token sees: blocks are for one device."""
+    name = config.attention.name
+    return mesh.size == 1 and (name == "blocks" or (name == "auto" and jax.default_backend() == "cpu"))
 
 
 def evaluation_batches(

@@ -23,6 +23,7 @@ class Interval:
     device: list[Metrics] = field(default_factory=list)
     host: list[Mapping[str, float]] = field(default_factory=list)
     tokens: int = 0
+    slots: int = 0
     updates: int = 0
     before: float = 0.0  # seconds, in the process that was interrupted
     started: float = field(default_factory=time.perf_counter)
@@ -31,6 +32,7 @@ class Interval:
         self.device.append(metrics)
         self.host.append(update.metrics)
         self.tokens += update.tokens
+        self.slots += sum(batch.rows.tokens.size for batch in update.batches)
         self.updates += 1
 
     def elapsed(self) -> float:
@@ -54,6 +56,7 @@ class Interval:
             **averages,
             "num_tokens": float(total_tokens),
             "tokens_per_second": self.tokens / elapsed,
+            "useful_fraction": self.tokens / max(self.slots, 1),
             "step_time": elapsed / max(self.updates, 1),
         }
 
@@ -63,6 +66,7 @@ class Interval:
             "device": to_json(self.merged()),
             "host": [dict(metrics) for metrics in self.host],
             "tokens": self.tokens,
+            "slots": self.slots,
             "updates": self.updates,
             "elapsed": self.elapsed(),
         }
@@ -70,5 +74,10 @@ class Interval:
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Interval:
         return cls(
-            [from_json(kept["device"])], kept["host"], kept["tokens"], kept["updates"], kept["elapsed"]
+            [from_json(kept["device"])],
+            kept["host"],
+            kept["tokens"],
+            kept["slots"],
+            kept["updates"],
+            kept["elapsed"],
         )

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.layout import Layout, choose_layout, place
+from rlhf_core.layout import Layout, place
+from rlhf_core.layout_search import choose_layout
 from rlhf_core.trees import Floats, Ints, Tree, shared_prefix, split, trained_per_branch, tree
 
 __all__ = [

@@ -111,13 +111,15 @@ def pairs(seed: int, count: int) -> list[dict[str, str]]:
 def adapters(case: str) -> dict[str, dict[str, Any]]:
     """Options of peft.LoraConfig for each adapter that PEFT makes."""
     names = ("qkv_proj", "o_proj") if case == "phi3" else ("q_proj", "o_proj")
+    # Of mixtures of experts PEFT means the experts' stacked parameters too, which adapters here leave alone.
+    experts = case in ("mixtral", "qwen3_moe")
     return {
         "plain": {"r": 4, "lora_alpha": 8, "target_modules": list(names)},
         "rank-stabilised, ranks by layer": {
             "r": 8,
             "lora_alpha": 12,
             "use_rslora": True,
-            "target_modules": "all-linear",
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear",
             "rank_pattern": {f"layers.0.self_attn.{names[0]}": 2},
             "alpha_pattern": {f"layers.1.self_attn.{names[1]}": 5},
         },

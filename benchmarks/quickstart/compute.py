@@ -19,15 +19,16 @@ sys.path.insert(0, str(HERE.parent.parent / "examples" / "quickstart"))
 STAGES = ("base", "rm", "policy")
 # The first stage starts from nothing, where adapters on random weights would learn little.
 ADAPTED = ("rm", "policy")
-LORA = "{rank = 32, alpha = 64}"
+LORA = "{rank = 64, alpha = 128}"
 WAYS = {
     "float32": (),
     "bfloat16": tuple(f"{stage}.dtype=bfloat16" for stage in STAGES),
-    # Adapters take the larger learning rates that they usually do.
+    # Adapters take the larger learning rates that they usually do, and the policy's then has to come down.
     "adapters": (
         *(f"{stage}.lora={LORA}" for stage in ADAPTED),
-        "rm.learning_rate=3e-3",
-        "policy.learning_rate=2e-3",
+        "rm.learning_rate=1.5e-3",
+        "policy.learning_rate=1.5e-3",
+        "policy.scheduler=linear",
     ),
 }
 

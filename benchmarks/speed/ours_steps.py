@@ -40,7 +40,7 @@ from rlhf_core import (
 )
 from rlhf_core.execution import execute
 from rlhf_core.feeds import Feed, TreeFeed, layout_for
-from rlhf_core.mesh import make_mesh, put_rows, row_multiple
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objectives import trained_logps
@@ -170,7 +170,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
         name=config.loss.name, beta=task.beta, kl=config.kl.name, max_completion_length=works.COMPLETION
     )
     mesh, sizes = stage.devices(), np.full(works.PROMPTS, works.PROMPT)
-    layout = group_layout(config, sizes, task.model.hidden, row_multiple(mesh))
+    layout = group_layout(config, sizes, task.model.hidden, mesh)
     model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
     feed = RolloutFeed(
         stage,

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "step_time")
+HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "useful_fraction", "step_time")
 HEADLINE = ("loss", "reward", "accuracy")
 
 

@@ -57,6 +57,7 @@ KINDS = (
     Kind("Schedule", "Learning rate", ("learning_rate",)),
     Kind("Throughput", "Tokens a second", ("tokens_per_second",)),
     Kind("Throughput", "Seconds an update", ("step_time",)),
+    Kind("Throughput", "Share of slots that hold a token", ("useful_fraction",)),
     Kind("Throughput", "Dynamic sampling", ("dynamic_sampling/*",)),
     Kind("Throughput", "Memory, bytes", ("memory/*",)),
 )

@@ -7,20 +7,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.feeds import MICRO_BATCH_TOKENS
-from rlhf_core.layout import row_cost
+from rlhf_core.feeds import MICRO_BATCH_TOKENS, skips_unseen
+from rlhf_core.layout import NO_CROSSOVER, row_cost
+from rlhf_core.mesh import row_multiple
 from rlhf_core.rows import Layout, Tree, choose_layout
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from rlhf_grpo.config import GRPOConfig
 
 
 def group_layout(
-    config: GRPOConfig, prompt_sizes: NDArray[np.integer], hidden_size: int, row_multiple: int
+    config: GRPOConfig, prompt_sizes: NDArray[np.integer], hidden_size: int, mesh: Mesh
 ) -> Layout:
     """Rows for groups over prompts of these sizes, tokens, with room for completions of the full length."""
     group, length = config.num_generations, config.sampling.max_completion_length
-    mean, crossover, together = float(prompt_sizes.mean()), 6 * hidden_size, group
+    skips = skips_unseen(config, mesh)
+    crossover = NO_CROSSOVER if skips else 6 * hidden_size
+    mean, together = float(prompt_sizes.mean()), group
     cost = _group_cost(mean, length, group, group, crossover)
     for part in (g for g in range(1, group) if group % g == 0):
         # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.
@@ -36,8 +41,9 @@ def group_layout(
         max_tokens=min(MICRO_BATCH_TOKENS, max(wanted, 1)),
         trees_per_update=per_update,
         trained_counts=np.full(len(sizes), together * length),
-        row_multiple=row_multiple,
+        row_multiple=row_multiple(mesh),
         longest=int(sizes.max()),
+        skips_unseen=skips,
     )
 
 

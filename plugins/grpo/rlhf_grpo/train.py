@@ -11,7 +11,6 @@ from rlhf_core import ADVANTAGE, POLICY_LOSS, SAMPLER, SamplerInputs, artifacts,
 from rlhf_core.doors import Result, door_inputs, open_model, run_alone
 from rlhf_core.errors import InputError
 from rlhf_core.fit import fit
-from rlhf_core.mesh import row_multiple
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.suited import with_attention
 from rlhf_grpo.advice import advise
@@ -59,7 +58,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     )
     sizes = np.array([len(ids) for ids in prompts.ids])
     _warm_up(sampler, model, prompts.ids)
-    layout = group_layout(config, sizes, model.definition.hidden_size, row_multiple(stage.devices()))
+    layout = group_layout(config, sizes, model.definition.hidden_size, stage.devices())
     model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
     feed = RolloutFeed(
         stage,
