@@ -44,7 +44,7 @@ class Feed(Protocol):
     """Of the data; a run is not continued on other data."""
 
     def shapes(self) -> Sequence[Packed]:
-        """An empty micro-batch of every shape there will be, so that all programs compile before the first update."""
+        """An empty micro-batch of every shape there will be, so that all programs compile ahead of their use."""
         ...
 
     def needs_state(self, step: int) -> bool:

@@ -139,8 +139,10 @@ class _Run:
             if done is None:
                 raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
             state, measured = steps.apply(state, done)
-            if step == start:
-                steps.wait()  # nothing compiles later, and meanwhile the first update is computed
+            if step == start + 1:
+                steps.compile_rest(state)  # the first update is done by now; this one is being computed
+            elif step == start + 2:
+                steps.wait()  # nothing compiles later
             self.check(steps, state, checkpoints)  # the one before: this one is still being computed
             self.pending.append((step, jnp.copy(state.guard), update, measured))
             count = step + 1

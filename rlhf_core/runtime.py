@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-MIN_COMPILE_SECONDS = 0.5
+MIN_COMPILE_SECONDS = 0.05
 _MALLOPT = {  # numbers from glibc's malloc.h
     "M_TRIM_THRESHOLD": (-1, -1),  # never: any positive number ends at 2 GiB
     "M_TOP_PAD": (-2, 2**28),

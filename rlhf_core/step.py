@@ -105,30 +105,33 @@ class Programs:
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
         self._noise = has_noise(state.params)
         self._ahead = Ahead()
+        self._later: list[tuple[Any, Accumulated]] = []
 
     def compile(self, state: TrainState, shapes: Sequence[Any]) -> None:
-        """Start to compile all that updates with micro-batches of these shapes call; a call waits for what it needs.
+        """Start to compile what updates with one micro-batch of these shapes call; a call waits for what it needs.
 
         shapes: micro-batches on the host, of which shapes and dtypes count.
         """
         mesh = state.step.sharding.mesh
         key = _key(state, 0) if self._noise else None
-        later = []
         for number, batch in enumerate(shapes):
             rows = abstract_rows(mesh, batch)
             first = self._accumulate.trace(state.params, rows, None, key)
             self._ahead.compile(_name(rows, None), first.lower())
-            done = first.out_info
             if number == 0:
-                self._ahead.compile("apply", self._apply.lower(state.trained(), done))
-            later.append((rows, done))
-        # Of an update with several micro-batches, and so the last ones that anything waits for.
-        for rows, done in later:
+                self._ahead.compile("apply", self._apply.lower(state.trained(), first.out_info))
+            self._later.append((rows, first.out_info))
+
+    def compile_rest(self, state: TrainState) -> None:
+        """Start to compile what updates with several micro-batches call beside that."""
+        key = _key(state, 0) if self._noise else None
+        for rows, done in self._later:
             lowered = self._accumulate.lower(state.params, rows, done, key)
             self._ahead.compile(_name(rows, done), lowered)
+        self._later.clear()
 
     def wait(self) -> None:
-        """Return once everything that `compile` started is compiled."""
+        """Return once everything that was started to compile is compiled."""
         self._ahead.wait_for_all()
 
     def accumulate(

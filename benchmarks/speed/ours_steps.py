@@ -91,7 +91,9 @@ def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: in
         if guard is not None:
             int(guard)  # of the update before, while this one is computed
             over.append(time.perf_counter())
-        if step == 0:
+        if step == 1:
+            programs.compile_rest(state)
+        elif step == 2:
             programs.wait()
         guard = jax.numpy.copy(state.guard)
         if step == 0:

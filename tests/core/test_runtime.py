@@ -66,7 +66,7 @@ def test_large_blocks_come_from_the_heap_on_cpu_only() -> None:
 def test_cache_is_in_the_users_cache_directory(tmp_path: Path) -> None:
     expected = tmp_path / "rlhf" / "compilation"
     for _ in range(2):  # the second time it reads what the first one wrote, and says nothing
-        assert run(CACHE, XDG_CACHE_HOME=tmp_path) == [str(expected), "0.5", "3"]
+        assert run(CACHE, XDG_CACHE_HOME=tmp_path) == [str(expected), "0.05", "3"]
     assert list(expected.iterdir())
     assert run(CACHE, HOME=tmp_path)[0] == str(tmp_path / ".cache" / "rlhf" / "compilation")
 
@@ -83,7 +83,7 @@ def test_what_the_user_chose_stands(tmp_path: Path) -> None:
 
 def test_a_home_that_cannot_be_written_to_means_no_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert run(CACHE, XDG_CACHE_HOME=tmp_path / "file") == ["None", "0.5", "3"]
+    assert run(CACHE, XDG_CACHE_HOME=tmp_path / "file") == ["None", "0.05", "3"]
 
 
 def test_relative_cache_home_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -34,7 +34,15 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path):
     assert (result.artifact.name, result.artifact.kind) == ("model", "reward_model")
     assert result.artifact.path == tmp_path / "artifacts" / "model"
     names = {"loss", "accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward"}
-    train = names | {"learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time"}
+    train = names | {
+        "learning_rate",
+        "grad_norm",
+        "epoch",
+        "num_tokens",
+        "tokens_per_second",
+        "step_time",
+        "useful_fraction",
+    }
     assert set(result.metrics) == train | {f"eval_{name}" for name in names | OVER_ALL}
     assert all(np.isfinite(x) for x in result.metrics.values())
     steps = [row["step"] for row in tiny.read_rows(tmp_path / "metrics.jsonl")]

@@ -25,7 +25,7 @@ TRAINERS = ["sft", "reward", "grpo", "dpo"]
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "dropout": 0.1}], ids=["all", "adapters"])
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_nothing_compiles_after_the_first_update_and_nothing_moves_unasked(
+def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     short: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainer: str, lora: Any
 ) -> None:
     """Batches, packings, rollouts, reference moves and evaluations differ from update to update; programs do not."""
@@ -57,9 +57,10 @@ def test_nothing_compiles_after_the_first_update_and_nothing_moves_unasked(
         changes = {"lora": lora} | ({"sync_ref_model": False} if trainer == "grpo" else {})
     _, watch = short.train(trainer, inputs=inputs, **changes)
     assert watch.steps() == [1, 2, 3, 4, 5, 6]
-    later = watch.compiled[1:]
+    # The first update has what it needs; what others need is compiled beside the second and waited for in the third.
+    later = watch.compiled[2:]
     assert watch.compiled[0] > 0
-    assert later == [watch.compiled[0]] * len(later)
+    assert later == [later[0]] * len(later)
     assert calls["apply"] == 6
     assert calls["accumulate"] >= 6
     assert made[0].compiled() <= 1 + 2 * len(set(calls))

@@ -1,0 +1,85 @@
+"""Programs compiled in threads are found by the calls that need them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_core.ahead import Ahead
+from rlhf_core.mesh import abstract_rows, make_mesh, put_rows
+from rlhf_core.metrics import Mean
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
+
+
+@pytest.fixture
+def compiled() -> Any:
+    """Names of what is compiled meanwhile."""
+    names: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(about.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_call_finds_what_was_compiled_ahead(compiled: list[str]) -> None:
+    mesh = make_mesh()
+
+    @jax.jit
+    def twice(batch: Any) -> Any:
+        return {name: 2 * x for name, x in batch.items()}
+
+    ahead, batch = Ahead(), {"x": np.arange(8 * 3, dtype=np.float32).reshape(8, 3)}
+    ahead.compile("twice", twice.lower(abstract_rows(mesh, batch)))
+    ahead.wait("twice")
+    ahead.wait("never asked for")
+    before = len(compiled)
+    assert before == 1
+    np.testing.assert_array_equal(twice(put_rows(mesh, batch))["x"], 2 * batch["x"])
+    assert len(compiled) == before
+
+
+def test_what_the_compiler_raises_reaches_the_caller() -> None:
+    def fails() -> None:
+        raise MemoryError("no room for the program")
+
+    ahead = Ahead()
+    ahead.compile("large", SimpleNamespace(compile=fails))
+    with pytest.raises(MemoryError, match="no room"):
+        ahead.wait("large")
+    with pytest.raises(MemoryError, match="no room"):
+        ahead.wait_for_all()
+
+
+def test_an_update_compiles_nothing_that_was_compiled_ahead(compiled: list[str], tiny: Any) -> None:
+    """One micro-batch or several, and `apply`, which could not run without moving the state."""
+    state = create_state(tiny.make_model(), optax.adamw(1e-2), seed=3)
+    batches = [{"x": np.full((8, 4), float(i), np.float32)} for i in (1, 2)]
+
+    def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
+        scale = jax.tree.leaves(params)[0].mean()
+        return Mean.of(scale * batch["x"]), {"seen": Mean.of(batch["x"])}
+
+    mesh, programs = state.step.sharding.mesh, Programs(objective, state)
+    programs.compile(state, batches[:1])
+    programs.compile_rest(state)
+    programs.wait()
+    placed = [put_rows(mesh, batch) for batch in batches]
+    jax.block_until_ready((placed, state.params))
+    before = len(compiled)
+    done = programs.accumulate(state, placed[1], programs.accumulate(state, placed[0], None))
+    following, metrics = programs.apply(state, done)
+    jax.block_until_ready(following.params)
+    assert len(compiled) == before
+    assert float(metrics["seen"].result()) == pytest.approx(1.5)
+    assert jnp.isfinite(metrics["grad_norm"].result())
