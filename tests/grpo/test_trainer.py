@@ -11,10 +11,11 @@ from rlhf_core import SAMPLER, hookimpl, load_model
 from rlhf_core.errors import InputError, RunError
 
 CONTRACT = {
-    "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time", "reward", "useful_fraction",
-    "reward_std", "frac_reward_zero_std", "kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean",
-    "clip_ratio/region_mean", "completions/mean_length", "completions/clipped_ratio", "sampling/logp_difference_max",
-    "sampling/logp_difference_mean",
+    "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time",
+    "useful_fraction", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy",
+    "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
+    "completions/mean_length", "completions/clipped_ratio",
+    "sampling/logp_difference_max", "sampling/logp_difference_mean",
 }  # fmt: skip
 BASE = {
     "learning_rate": 1e-2,
