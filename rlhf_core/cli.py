@@ -235,11 +235,12 @@ def data(
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="policy-loss, reward, …")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="One of these six.")],
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Such as my-loss.")],
     dir: Annotated[Path | None, typer.Option("--dir", help="A new one; default: rlhf-NAME here.")] = None,
 ) -> None:
-    """Write a package with a component of that kind: a small example that installs and passes its tests."""
+    """Write a package with a policy-loss, pairwise-loss, advantage, reward, trainer or logger: a small example that
+    installs and passes its tests."""
     from rlhf_core import commands
 
     commands.new(kind, name, dir)

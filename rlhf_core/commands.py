@@ -83,7 +83,7 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     written = scaffold.write(kind, name, directory, plugin_loading.load().registry)
     typer.echo(
         f"{written.directory}: the {scaffold.KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
-        f"next: pip install -e {written.directory}; python -m pytest {written.directory}; rlhf plugins"
+        f"next: pip install -e '{written.directory}[test]'; python -m pytest {written.directory}; rlhf plugins"
     )
 
 

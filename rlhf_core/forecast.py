@@ -23,8 +23,9 @@ def plan_lines(
 ) -> Sequence[str]:
     """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens, memory.
 
-    encode: tokenises `train_data` or `eval_data`, None for a field that is not given, raising InputError for every row
-    that does not fit; None where the model's tokenizer is not at hand, and rows are only counted.
+    encode: tokenises `train_data` or `eval_data` and returns `data.Texts`, `data.Pairs`, or an object of one's own with
+    their `__len__`, `report`, `trees()` and `where(i)`, None for a field that is not given; raises InputError for
+    every row that does not fit. encode=None where the model's tokenizer is not at hand: rows are only counted.
     """
     require_model(config, stage, head=head)
     if encode is None:

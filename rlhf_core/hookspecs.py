@@ -41,7 +41,8 @@ def rlhf_stage_start(stage: Stage) -> None:
 def rlhf_step_end(stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
     """An update is done and its metrics are read: host floats under the names in metrics.jsonl.
 
-    step: updates done so far, from 1.
+    step: updates done so far; 0 for an evaluation before the first. An evaluation is a call of its own, its names with
+    `eval_` in front. After a run was killed, the updates since its newest checkpoint are done, and told, again.
     """
 
 

@@ -153,13 +153,18 @@ class Registry:
 
     def _missing(self, kind: Kind[Any], name: str) -> str:
         installed = self.names(kind)
-        message = f"no {kind.name} named '{name}'.{near(name, installed)}"
+        hint = near(name, installed)
+        message = f"no {kind.name} named '{name}'.{hint}"
         message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
         elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
         if elsewhere:
             message += f" '{name}' names a {' and a '.join(elsewhere)}."
         if kind == REWARD:
             message += " A function of yours is module:function or file.py:function."
+        elif not (hint or elsewhere or self.failures or self.disabled):
+            message += (
+                f" Install the package that has it, as a rule rlhf-{name}, or give its file with --plugin."
+            )
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
         return " ".join([message, *(str(plugin.error) for plugin in self.failures)])

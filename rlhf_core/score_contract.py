@@ -76,6 +76,12 @@ class Contract:
     def from_dict(cls, given: Mapping[str, Any], where: str) -> Contract:
         """The inverse of `to_dict`; raises InputError, naming `where`, for a contract of another version."""
         fields = dataclasses.fields(cls)
+        if not given:
+            raise InputError(
+                f"{where}: the reward model was saved without a contract, so nobody knows how to read its scores; its "
+                "trainer gives artifacts.save_model one, contract=Contract.of(tokenizer, max_length=…).to_dict(), from "
+                "rlhf_core.scoring"
+            )
         needed = {field.name for field in fields if field.default is dataclasses.MISSING}
         odd = (needed - set(given)) | (set(given) - {field.name for field in fields})
         if odd:

@@ -91,16 +91,13 @@ def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: in
         if guard is not None:
             int(guard)  # of the update before, while this one is computed
             over.append(time.perf_counter())
-        if step == 1:
-            programs.compile_rest(state)
-        elif step == 2:
-            programs.wait()
+        if step in (1, 2):  # as `fit` does
+            programs.compile_rest(state) if step == 1 else programs.wait()
         guard = jax.numpy.copy(state.guard)
         if step == 0:
             int(guard)
             first_at = time.time()
-    assert guard is not None
-    if int(guard) >= 0:
+    if guard is None or int(guard) >= 0:
         raise SystemExit("a loss or gradient was not finite")
     over.append(time.perf_counter())
     return {"seconds": np.diff(over[works.WARM_UP :]).tolist(), "first_step_at": first_at}
@@ -296,8 +293,5 @@ def run_log_probs(task: works.Task) -> Row:
         del done
         extra = extra or machine.Extra()
     assert extra is not None
-    return {
-        "seconds": seconds[1 + works.WARM_UP :],
-        "extra_bytes": extra.read(),
-        "first_step_at": first_at,
-    }
+    timed = seconds[1 + works.WARM_UP :]
+    return {"seconds": timed, "extra_bytes": extra.read(), "first_step_at": first_at}

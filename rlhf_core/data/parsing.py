@@ -26,15 +26,18 @@ FAMILIES = (
 
 def margin_of(row: Mapping[str, Any], place: str, problems: Problems) -> float:
     """The row's margin in reward units, 0 where it has none; NaN where it is wrong, which `problems` then says."""
-    value = row.get("margin")
-    if value is None or value == "":
-        return 0.0
+    return 0.0 if row.get("margin") in (None, "") else number_of(row, "margin", place, problems)
+
+
+def number_of(row: Mapping[str, Any], column: str, place: str, problems: Problems) -> float:
+    """The row's number in `column`; NaN where there is none, which `problems` then says."""
+    value = row.get(column)
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) < 3e38:  # float32's largest; NaN too
-        problems.add(f"{place}: 'margin' is {value!r}, not a finite number")
+        problems.add(f"{place}: '{column}' is {value!r}, not a finite number")
     return number
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
 from rlhf_core.data.notes import Notes
-from rlhf_core.data.parsing import begins_with, parse
+from rlhf_core.data.parsing import begins_with, number_of, parse
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.tokens import Seen, digest_ids
@@ -48,6 +48,8 @@ class Texts:
     texts: list[Text]
     report: Report
     places: list[str]
+    values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """{column: float32 [texts]}: the columns of numbers that were asked for."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -57,13 +59,19 @@ class Texts:
         return self.places[i]
 
     def trees(self) -> list[Tree]:
-        """Each text as a tree of one branch."""
-        return [Tree(tokens[:0], (tokens,), (weights,)) for tokens, weights in self.texts]
+        """Each text as a tree of one branch; `values` are the values of its sequence."""
+        return [
+            Tree(
+                tokens[:0], (tokens,), (weights,), sequence_values={n: v[[i]] for n, v in self.values.items()}
+            )
+            for i, (tokens, weights) in enumerate(self.texts)
+        ]
 
     @property
     def fingerprint(self) -> str:
-        """Of what is trained on: tokens and weights, in order."""
-        return digest_ids([text.tokens for text in self.texts], *(text.weights for text in self.texts))
+        """Of what is trained on: tokens, weights and values, in order."""
+        weights = (text.weights for text in self.texts)
+        return digest_ids([text.tokens for text in self.texts], *weights, *self.values.values())
 
 
 def encode_texts(
@@ -74,6 +82,7 @@ def encode_texts(
     overlong: str = "filter",
     truncation_mode: str = "keep_end",
     chat_template: str | None = None,
+    values: Sequence[str] = (),
 ) -> Texts:
     """Tokenise demonstrations. Which tokens are learned depends on the columns:
 
@@ -81,9 +90,12 @@ def encode_texts(
     `rlhf_core.templates` finds them. Preferences: as prompt + completion with the chosen one.
 
     max_length: tokens; longer rows are dropped ("filter") or cut ("truncate", by `truncation_mode`).
+    values: columns of numbers, one a text, which an objective reads as `batch.sequence_values[column]`.
     Raises InputError naming file and row of the first few problems, and where no text is left.
     """
     cells.check_overlong(overlong)
+    problems = Problems()
+    numbers: dict[str, list[float]] = {column: [] for column in values}
     encoder = Encoder(tokenizer, chat_template)
     report = Report("texts", max_length)
     known, seen = Tokens("texts", encoder), Seen(report)
@@ -114,9 +126,14 @@ def encode_texts(
             seen.note(place, text.tokens)
             texts.append(text)
             places.append(place)
+            for column, found in numbers.items():
+                found.append(number_of(source.rows[i], column, place, problems))
+    problems.stop()
     report.kept = len(texts)
     report.require_some(records.name, lengths, "max_sequence_length")
-    return Texts(texts, report, places)
+    return Texts(
+        texts, report, places, {name: np.array(found, np.float32) for name, found in numbers.items()}
+    )
 
 
 def _encode(source: Source, encoder: Encoder) -> Arrays:

@@ -18,6 +18,7 @@ from rlhf_core.contracts import TRAINER, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
 from rlhf_core.options import TrainerConfig
+from rlhf_core.scoring import Scorer
 from rlhf_core.testing.findings import Broken, Findings, made, require_finite
 from rlhf_core.testing.runs import CRASH_AT, STOP_AT, Case, Ran, clockless
 
@@ -52,7 +53,7 @@ def check_trainer(
     config: it survives being written and read.
     plan: it says what would happen, and writes nothing.
     finishes: a run of a few updates ends.
-    outputs: every output is saved, announced and finite, and opens again.
+    outputs: every output is saved, announced and finite, and opens again; a reward model as rewards open it.
     metrics: finite numbers, `loss` among them, at rising steps.
     stop: a SIGTERM ends it after the update, with its state saved (tried in a process's main thread).
     resume: interrupted, it goes on where it was, to the same bits.
@@ -112,6 +113,8 @@ def _outputs(case: Case, whole: Ran) -> None:
         path = whole.outputs[name].path
         for parameter, values in weights(path).items():
             require_finite(values, f"'{name}': {parameter}")
+        if kind == "reward_model":
+            Scorer.load(path, mesh=make_mesh(devices=jax.devices()[:1]))
         if kind in HEADS:
             model = load_model(path, HEADS[kind], mesh=make_mesh(devices=jax.devices()[:1]))
             ids, mask = np.array([[3, 4, 5]]), np.ones((1, 3), int)

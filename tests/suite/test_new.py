@@ -102,7 +102,7 @@ def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     done = rlhf("new", "policy_loss", "rlhf-steady")
     assert (done.code, done.message) == (0, "")
     assert "the policy loss 'steady' is in rlhf-steady/src/rlhf_steady/__init__.py" in done.out
-    assert "pip install -e rlhf-steady" in done.out
+    assert "pip install -e 'rlhf-steady[test]'" in done.out
     text = (tmp_path / "rlhf-steady/pyproject.toml").read_text()
     assert 'dependencies = ["rlhf-core>=0.1,<0.2"]' in text
     assert 'steady = "rlhf_steady"' in text

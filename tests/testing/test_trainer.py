@@ -44,6 +44,7 @@ def train(
     rate: Callable[[Stage], float] = lambda stage: 0.1,
     spoil: float = 1.0,
     announces: bool = True,
+    kind: str = "point",
 ) -> None:
     file = stage.dir / "state.json"
     known = json.loads(file.read_text()) if file.exists() else {}
@@ -58,7 +59,7 @@ def train(
             if stops and stop.is_set():
                 raise Stopped("stopped, state saved")
     hook = stage.hook if announces else Silent()
-    artifacts.save_model(replace(stage, hook=hook), "model", "point", Weights(x * spoil))  # type: ignore[arg-type]
+    artifacts.save_model(replace(stage, hook=hook), "model", kind, Weights(x * spoil))  # type: ignore[arg-type]
 
 
 class Silent:
@@ -94,6 +95,10 @@ MUTANTS: dict[str, tuple[str, Trainer]] = {
     "no outputs": ("outputs", replace(good, outputs={})),
     "weights that are NaN": ("outputs", variant(spoil=np.nan)),
     "an output nobody hears of": ("outputs", variant(announces=False)),
+    "a reward model without a contract": (
+        "outputs",
+        replace(variant(kind="reward_model"), outputs={"model": "reward_model"}),
+    ),
     "a metric that is NaN": ("metrics", variant(measure=lambda x: {"loss": 0.0, "kl": float("nan")})),
     "an array as a metric": ("metrics", variant(measure=lambda x: {"loss": jnp.float32(0.5)})),
     "no loss": ("metrics", variant(measure=lambda x: {"x": 1.0})),
@@ -119,6 +124,8 @@ def test_what_is_said(failures: Any) -> None:
     assert "interrupted after update 2 and begins again at update 1" in said
     said = failures(check_trainer, MUTANTS["a checkpoint without the momentum"][1], rows=texts(4))["resume"]
     assert "'model' of a run that was interrupted differs in model.safetensors" in said
+    said = failures(check_trainer, MUTANTS["a reward model without a contract"][1], rows=texts(4))["outputs"]
+    assert "contract=Contract.of(tokenizer" in said
 
 
 def early(completions: list[str]) -> list[float]:

@@ -1,0 +1,56 @@
+"""Columns of numbers beside texts: they stay with their rows, travel to the objective, and are checked."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.errors import InputError
+from rlhf_core.rows import choose_layout, pack
+
+
+def row(prompt: str, completion: str, **columns: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion, **columns}
+
+
+def encoded(tiny: ModuleType, rows: list[dict[str, Any]], **options: Any) -> data.Texts:
+    return data.encode_texts(data.load(rows), tiny.make_tokenizer(), values=("rating",), **options)
+
+
+def test_values_stay_with_the_rows_that_are_kept_and_reach_the_batch(tiny: ModuleType) -> None:
+    rows = [
+        row("a", " b", rating=0.25),
+        row("a", " b c d e f g", rating=9.0),  # too long
+        row("a", " ", rating=None),  # empty: its number is not asked for
+        row("c", " d", rating="-1.5"),
+    ]
+    found = encoded(tiny, rows, max_length=4)
+    assert found.values["rating"].dtype == np.float32
+    np.testing.assert_array_equal(found.values["rating"], [0.25, -1.5])
+    trees = found.trees()
+    layout = choose_layout([tree.size for tree in trees], 1, hidden_size=8, max_tokens=32)
+    (batch,) = pack(trees, layout, sequence_names=("rating",))
+    assert sorted(batch.sequence_values["rating"][batch.last >= 0]) == [-1.5, 0.25]
+
+
+@pytest.mark.parametrize("wrong", [None, "good", float("nan"), float("inf"), True])
+def test_what_is_no_number_is_named(wrong: Any, tiny: ModuleType) -> None:
+    rows = [row("a", " b", rating=1), row("c", " d", rating=wrong), row("e", " f")]
+    with pytest.raises(InputError) as told:
+        encoded(tiny, rows, max_length=8)
+    assert [problem.partition(": ")[0][-5:] for problem in told.value.problems] == ["row 2", "row 3"]
+    assert f"'rating' is {wrong!r}, not a finite number" in told.value.problems[0]
+
+
+def test_other_values_are_other_data(tiny: ModuleType) -> None:
+    rows = [row("a", " b", rating=1.0), row("c", " d", rating=2.0)]
+    one = encoded(tiny, rows, max_length=8).fingerprint
+    rows[1]["rating"] = 3.0
+    assert encoded(tiny, rows, max_length=8).fingerprint != one
+    plain = data.encode_texts(data.load(rows), tiny.make_tokenizer(), max_length=8)
+    assert plain.fingerprint not in (one, "")
+    assert not plain.trees()[0].sequence_values

@@ -1,0 +1,161 @@
+"""The wheels of all distributions: what is in them, and how they work in an environment without the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from email import message_from_bytes
+from email.message import Message
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+DISTRIBUTIONS = {
+    "rlhf_core": ".",
+    "rlhf_sft": "plugins/sft",
+    "rlhf_reward": "plugins/reward",
+    "rlhf_grpo": "plugins/grpo",
+    "rlhf_dpo": "plugins/dpo",
+}
+"""{package: directory}; a distribution is called as its package, with "-"."""
+
+
+def command(
+    arguments: Sequence[str | Path], cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RLHF_"))}
+    return subprocess.run(
+        list(map(str, arguments)),
+        cwd=cwd,
+        env={**kept, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheels(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFile]:
+    """{package: its wheel}, built with the installed hatchling."""
+    out = tmp_path_factory.mktemp("wheels")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", out]
+    for directory in DISTRIBUTIONS.values():
+        done = command(build, repository / directory)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(out.iterdir())) == len(DISTRIBUTIONS)
+    return {package: zipfile.ZipFile(next(out.glob(f"{package}-*.whl"))) for package in DISTRIBUTIONS}
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: dict[str, zipfile.ZipFile], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheels, and with every library of ours but what is installed from the repository."""
+    place, libraries = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("libraries")
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if path.suffix != ".pth" and "rlhf" not in path.name:
+            (libraries / path.name).symlink_to(path)
+    made = command([sys.executable, "-m", "venv", "--without-pip", place], place)
+    assert made.returncode == 0, made.stderr
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(f"{libraries}\n")
+    install = pip(place, "install", "--no-deps", "--no-index", *(str(w.filename) for w in wheels.values()))
+    assert install.returncode == 0, install.stderr
+    return place
+
+
+def pip(environment: Path, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    front = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        environment / "bin/python",
+        "--disable-pip-version-check",
+    ]
+    return command([*front, verb, *arguments], environment)
+
+
+def metadata(wheel: zipfile.ZipFile, name: str) -> bytes:
+    (path,) = [each for each in wheel.namelist() if each.endswith(f".dist-info/{name}")]
+    return wheel.read(path)
+
+
+@pytest.mark.parametrize("package", DISTRIBUTIONS)
+def test_a_wheel_has_every_file_of_its_package(
+    package: str, wheels: dict[str, zipfile.ZipFile], repository: Path
+) -> None:
+    root = repository / DISTRIBUTIONS[package]
+    options = ("--cached", "--others", "--exclude-standard")
+    listed = command(["git", "ls-files", *options, "--", package], root)
+    if listed.returncode:
+        pytest.skip("not a git repository, so nothing says which files belong to a package")
+    wanted = {name for name in listed.stdout.splitlines() if (root / name).is_file()}
+    assert {f"{package}/__init__.py", f"{package}/py.typed"} <= wanted
+    assert {name for name in wheels[package].namelist() if ".dist-info/" not in name} == wanted
+
+
+@pytest.mark.parametrize("package", DISTRIBUTIONS)
+def test_its_metadata(package: str, wheels: dict[str, zipfile.ZipFile], repository: Path) -> None:
+    said: Message = message_from_bytes(metadata(wheels[package], "METADATA"))
+    project = tomllib.loads((repository / DISTRIBUTIONS[package] / "pyproject.toml").read_text())["project"]
+    assert (said["Name"], said["Version"]) == (package.replace("_", "-"), version("rlhf-core"))
+    assert (said["Requires-Python"], said["License-Expression"]) == (">=3.11", "Apache-2.0")
+    assert metadata(wheels[package], "licenses/LICENSE") == (repository / "LICENSE").read_bytes()
+    readme = (repository / DISTRIBUTIONS[package] / "README.md").read_bytes()
+    assert metadata(wheels[package], "METADATA").strip().endswith(readme.strip())
+    points = metadata(wheels[package], "entry_points.txt").decode()
+    for name, module in project["entry-points"]["rlhf"].items():
+        assert f"[rlhf]\n{name} = {module}\n" in points
+    if package == "rlhf_core":
+        assert "[console_scripts]\nrlhf = rlhf_core.cli:main\n" in points
+    else:  # a plugin needs core, of versions that it knows, and no other plugin
+        assert said.get_all("Requires-Dist") == ["rlhf-core<0.2,>=0.1"]
+
+
+PIPELINE = """
+[[stage]]
+name = "base"
+trainer = "sft"
+model = "model"
+train_data = "texts.jsonl"
+[[stage]]
+name = "policy"
+trainer = "grpo"
+model = "base.model"
+train_data = "prompts.jsonl"
+rewards = ["length"]
+"""
+
+
+def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Path, tmp_path: Path) -> None:
+    rlhf = environment / "bin/rlhf"
+    found = command(
+        [environment / "bin/python", "-c", "import rlhf_core; print(rlhf_core.__file__)"], tmp_path
+    )
+    assert Path(found.stdout.strip()).is_relative_to(environment), found.stdout + found.stderr
+    listed = command([rlhf, "plugins"], tmp_path, COLUMNS="160")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert all(package.replace("_", "-") in listed.stdout for package in DISTRIBUTIONS)
+    written = command([rlhf, "new", "reward", "concise"], tmp_path)
+    assert (written.returncode, written.stderr) == (0, "")
+    assert (tmp_path / "rlhf-concise/pyproject.toml").is_file()
+
+    removed = pip(environment, "uninstall", "--yes", "rlhf-grpo")
+    assert removed.returncode == 0, removed.stderr
+    (tmp_path / "pipeline.toml").write_text('dir = "run"\n' + PIPELINE)
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "model").mkdir()
+    for verb in ("check", "run"):
+        refused = command([rlhf, verb, "pipeline.toml"], tmp_path)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines() == [
+            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: dpo, reward, sft. Install the package "
+            "that has it, as a rule rlhf-grpo, or give its file with --plugin."
+        ]
+    assert not (tmp_path / "run").exists()
