@@ -113,6 +113,9 @@ def layout_for(
         trained_counts=[sum(trained_per_branch(tree)) for tree in trees] if reads_tokens else None,
         row_multiple=row_multiple(mesh),
         skips_unseen=skips_unseen(config, mesh),
+        updates=updates(
+            len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
+        ),
     )
 
 

@@ -21,7 +21,8 @@ from rlhf_core.layout import (
 )
 
 MAX_CLASSES = 3
-WORTH_A_CLASS = 0.98  # another class is another program to compile: it must save 2 %
+WORTH_A_CLASS = 0.02  # another class must save this share of the cost,
+CLASS_UPDATES = 20  # and in all of a run more than so many updates take: it is two more programs to compile
 OVERHEAD = {"cpu": 64}
 """What a micro-batch costs beside its slots, in slots: it reads all weights, and adds to all gradients."""
 OVERHEAD_ACCELERATOR = 512
@@ -44,6 +45,7 @@ def choose_layout(
     row_multiple: int = 1,
     longest: int | None = None,
     skips_unseen: bool = False,
+    updates: int | None = None,
 ) -> Layout:
     """The classes of rows that make updates over this data cheapest.
 
@@ -57,6 +59,7 @@ def choose_layout(
     row_multiple: rows of a micro-batch are a multiple of it (the devices that rows are sharded over).
     longest: tokens of the longest tree that may come, where that is more than the longest of the data.
     skips_unseen: attention skips what no token of a row sees, so that long rows cost no more than short ones.
+    updates: of the run; a short one is not worth the programs of several classes. None: many.
     """
     counts = np.asarray(token_counts, np.int64)
     if not len(counts):
@@ -68,6 +71,7 @@ def choose_layout(
         counts, trained, branches_per_tree, crossover, max_tokens, row_multiple, top, trees_per_update
     )
     times = search.candidates()
+    share = max(WORTH_A_CLASS, min(CLASS_UPDATES / max(updates, 1), 1.0) if updates is not None else 0.0)
     found = [search.evaluate((t,)) for t in times if t >= top]
     best = min(found, key=lambda c: c[0])
     for size in range(2, MAX_CLASSES + 1):
@@ -79,7 +83,7 @@ def choose_layout(
         )
         tried = sorted(tuple(sorted(s)) for s in sets if len(s) == size and max(s) >= top)
         found = sorted((search.evaluate(s) for s in tried), key=lambda c: c[0])[:KEPT]
-        if found and found[0][0] <= WORTH_A_CLASS ** (size - len(best[1].time)) * best[0]:
+        if found and found[0][0] <= (1 - share) ** (size - len(best[1].time)) * best[0]:
             best = found[0]
     return best[1]
 

@@ -336,6 +336,32 @@ def test_layout_costs_less_than_one_class_of_the_longest():
     assert layout.trained == (0,) * len(layout.time)
 
 
+def test_a_short_run_is_not_worth_several_programs():
+    sizes = np.where(np.arange(400) % 10 == 0, 1000, 40)
+    options = {"hidden_size": 32, "max_tokens": 8192, "trees_per_update": 40}
+    assert len(choose_layout(sizes, 2, **options, updates=5).time) == 1
+    assert len(choose_layout(sizes, 2, **options, updates=5000).time) > 1
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_rows_get_the_class_they_need_and_few_slots_are_empty(skips):
+    """Lengths as of preference pairs. With attention that skips, long rows cost nothing and are filled best."""
+    draw = np.random.default_rng(3)
+    sizes = np.minimum(draw.lognormal(5.6, 0.5, 1500).astype(int) + 20, 560)
+    layout = choose_layout(
+        sizes, 2, hidden_size=256, max_tokens=16384, trees_per_update=32, skips_unseen=skips
+    )
+    used = slots = 0
+    for update in range(20):
+        chosen = draw.choice(sizes, 32, replace=False)
+        trees = [Tree(np.ones(0, np.int32), (np.ones(n // 2, np.int32),) * 2) for n in chosen]
+        packed = pack(trees, layout, group=2)
+        assert sum(int((batch.last >= 0).sum()) for batch in packed) == 64, update
+        slots += sum(batch.rows.tokens.size for batch in packed)
+        used += sum(2 * (n // 2) for n in chosen)
+    assert used / slots > (0.9 if skips else 0.8)
+
+
 def test_layout_has_room_for_what_may_come():
     layout = choose_layout([50, 60], 4, hidden_size=64, max_tokens=2048, trained_counts=[20, 30], longest=700)
     assert layout.time[-1] >= 700
