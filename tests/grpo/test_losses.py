@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from rlhf_grpo import policy_loss
 from rlhf_grpo.functional import kept_by_entropy
+from rlhf_grpo.objective import Terms, combine
 
+from rlhf_core import LossOutput, PolicyInputs
 from rlhf_core.errors import InputError
 
 # Two sequences of three and two tokens.
@@ -259,3 +261,12 @@ def test_an_option_that_needs_an_array_says_so():
         loss(top_entropy_quantile=0.5)
     with pytest.raises(InputError, match=r"no policy loss named 'dappo'\. Did you mean 'dapo'"):
         loss(loss_type="dappo")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1)], ids=str)
+def test_a_loss_that_is_not_a_number_a_token_is_named(shape):
+    """A mean would be broadcast in silence, and averaged once more."""
+    values = jnp.ones((2, 3), jnp.float32)
+    inputs = PolicyInputs(values, values, values, values)
+    with pytest.raises(InputError, match=r"policy loss 'mine' returned an array of shape .*\[2, 3\]"):
+        combine(lambda _: LossOutput(jnp.ones(shape)), inputs, Terms("mine"), sequences=2)

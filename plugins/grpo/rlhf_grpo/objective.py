@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PolicyInputs
+from rlhf_core.errors import InputError
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objectives import trained_logps, trained_sequence, trained_weight
 from rlhf_grpo.correction import importance, mismatch
@@ -72,9 +73,16 @@ def combine(
     importance: float32 [N, T], what the policy loss is multiplied by, as `correction.importance` gives it.
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
+
+    Raises InputError for a loss that is not one number a token.
     """
     mask = inputs.mask
     out = loss(inputs)
+    if jnp.shape(out.loss) != mask.shape:
+        raise InputError(
+            f"policy loss '{terms.name}' returned an array of shape {list(jnp.shape(out.loss))}; wanted is a number a "
+            f"token, {list(mask.shape)} as its inputs are: leave the mean to the trainer"
+        )
     value = out.loss if kept is None else out.loss * kept
     value = value if importance is None else value * importance
     metrics: dict[str, Metric] = {
