@@ -201,6 +201,8 @@ class ModelFamily:
     save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
     adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
         kernel [layers, in, out] of each of `lora.targets`, which `prepare` merges; or without. None: it takes none.
+    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> [rows, n, hidden]: `hidden` of
+        these tokens alone, for a family that computes less for them. None: `hidden` is computed and read there.
     """
 
     name: tuple[str, ...]
@@ -218,6 +220,7 @@ class ModelFamily:
     load: Callable[..., Any]
     save: Callable[..., Any]
     adapt: Callable[..., Any] | None = None
+    hidden_at: Callable[..., Any] | None = None
 
 
 class PairwiseLoss(Protocol):

@@ -46,6 +46,5 @@ def trained_sequence(batch: Packed) -> jax.Array:
 def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
     """The reward head at every sequence's last token, float32 [rows, sequences]; meaningless where `last` is -1."""
     rows = batch.rows
-    hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
-    ends = jnp.take_along_axis(hidden, jnp.maximum(batch.last, 0)[:, :, None], axis=1)
-    return model.score(params, ends)
+    ends = jnp.maximum(batch.last, 0)
+    return model.score(params, model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, ends))

@@ -55,6 +55,32 @@ def attend(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
 
 
+def attend_at(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    at: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    *,
+    window: jax.Array | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """As `attend`, for the queries at the indices `at` alone.
+
+    at: int32 [B, n]; q: [B, K, G, n, h]. Returns [B, n, K·G·h].
+    """
+    batch, kv_heads, groups, count, head_dim = q.shape
+    query, key = at[:, :, None], jnp.arange(k.shape[2])
+    seen = (key <= query) & (query < visible_until[:, None])  # [B, n, s]
+    if window is not None:
+        seen &= jnp.take_along_axis(positions, at, axis=1)[:, :, None] - positions[:, None] < window
+    logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
+    logits = jnp.where(seen[:, None, None], capped(logits, softcap), MASKED)
+    mixed = _mix(logits, v, "bkgts,bksh->bkgth")
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, count, kv_heads * groups * head_dim)
+
+
 def attend_cached(
     q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, softcap: float | None = None
 ) -> jax.Array:

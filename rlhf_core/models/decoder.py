@@ -8,7 +8,6 @@ costs nothing at run time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,16 +17,16 @@ from flax import nnx
 from jax import lax
 
 from rlhf_core.errors import InputError
-from rlhf_core.models.attention import attend, attend_cached
+from rlhf_core.models import remat
+from rlhf_core.models.attention import attend, attend_at, attend_cached
 from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.layer_kinds import Kind, kinds
 from rlhf_core.models.layers import Embedding, Layer, RMSNorm
 from rlhf_core.models.linear import Linear
 from rlhf_core.models.lora import Lora, merge
 from rlhf_core.models.rope import kept_rotation, rotation
 
 Params = dict[str, Any]
-REMAT_ABOVE = 2 << 30
-"""Bytes of saved activations from which remat "auto" recomputes."""
 UNROLLED_LAYERS = 8
 """Up to this many layers are written out rather than scanned, where all activations are kept: no copies into and out of
 stacked ones."""
@@ -63,15 +62,22 @@ class Decoder(nnx.Module):
                 functools.reduce(getattr, target.split("."), self.layers).adapt(config.lora, rngs)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array, *, keep: bool = False
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        visible_until: jax.Array,
+        *,
+        keep: bool = False,
+        at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache)."""
+        """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache); with
+        `at`, int32 [B, n], the states [B, n, D] of those tokens alone."""
         c, dtype = self.config, compute_dtype(self.config)
         _check_length(c, tokens.shape[1])
         ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
         several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
 
-        def body(x: jax.Array, slice_: tuple[Any, _Kind]) -> tuple[jax.Array, Any]:
+        def body(x: jax.Array, slice_: tuple[Any, Kind]) -> tuple[jax.Array, Any]:
             layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
             rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
             q, k, v = layer.project(x, rope)
@@ -81,13 +87,26 @@ class Decoder(nnx.Module):
         over = c.attention or attend
         graph, stacked = self._stacked()
         x = self.embed_tokens(tokens, dtype)
-        policy = _policy(c, tokens.size)
+        policy = remat.policy(c, tokens.size, dtype.itemsize)
         if policy is not None:
             # In a loop: written out, XLA on CPU merges what is computed again with the first time.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        unroll = policy is None and c.num_layers <= UNROLLED_LAYERS
-        x, kept = lax.scan(body, x, (stacked, _kinds(c)), unroll=unroll)
-        return self.norm(x), kept
+        layers, unroll = (stacked, kinds(c)), policy is None and c.num_layers <= UNROLLED_LAYERS
+        if at is None or not unroll:
+            x, kept = lax.scan(body, x, layers, unroll=unroll)
+            return self.norm(x if at is None else _read(x, at)), kept
+        # Of the last layer, what only other tokens could read is not computed.
+        x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
+        last, kind = jax.tree.map(lambda each: each[-1], layers)
+        layer = nnx.merge(graph, last)
+        rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
+        _, k, v = layer.project(x, rope)
+        x, rope = _read(x, at), jax.tree.map(lambda angle: _read(angle, at), rope)
+        q, _, _ = layer.project(x, rope)
+        mixed = attend_at(
+            q, k, v, at, positions, visible_until, window=kind.window, softcap=c.attention_softcap
+        )
+        return self.norm(layer.finish(x, mixed)), None
 
     def _stacked(self) -> tuple[Any, Params]:
         graph, state = nnx.split(self.layers)
@@ -98,23 +117,6 @@ def compute_dtype(config: DecoderConfig) -> Any:
     return jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
 
 
-class _Kind(NamedTuple):
-    """What differs between layers, to scan over; None: nothing does."""
-
-    window: jax.Array | None
-    """int32 [layers], the largest number where a layer sees everything."""
-    rope: jax.Array | None
-    """int32 [layers], which of the config's ropes."""
-
-
-def _kinds(config: DecoderConfig) -> _Kind:
-    windows = [window or jnp.iinfo(jnp.int32).max for window in config.windows]
-    return _Kind(
-        jnp.asarray(windows, jnp.int32) if any(config.windows) else None,
-        jnp.asarray(config.layer_ropes, jnp.int32) if config.layer_ropes else None,
-    )
-
-
 def _check_length(config: DecoderConfig, length: int) -> None:
     """Raise InputError where rows or caches are longer than the rotary embedding is known for."""
     limits = [rope.original_length for rope in config.ropes if rope.kind == "longrope"]
@@ -123,23 +125,6 @@ def _check_length(config: DecoderConfig, length: int) -> None:
             f"rows of {length} tokens are longer than the original_max_position_embeddings of this model's longrope, "
             f"{min(limits)}, beyond which it turns positions differently; keep sequences and rows within them"
         )
-
-
-def _policy(config: DecoderConfig, tokens: int) -> Callable[..., Any] | None:
-    """What of a layer is kept for the backward pass; None: everything."""
-    name = config.remat
-    if name == "auto":
-        widths = (
-            8 * config.hidden_size
-            + 4 * config.num_heads * config.head_dim
-            + 4 * config.intermediate_size * max(config.experts_per_token, 1)
-        )
-        saved = tokens * config.num_layers * widths * compute_dtype(config).itemsize
-        name = "dots" if saved > REMAT_ABOVE else "none"
-    if name == "none":
-        return None
-    policies = jax.checkpoint_policies
-    return policies.dots_with_no_batch_dims_saveable if name == "dots" else policies.nothing_saveable
 
 
 @functools.cache
@@ -190,6 +175,23 @@ def hidden(
 ) -> jax.Array:
     """Hidden states [rows, time, hidden] after the last norm, compute dtype; inputs int32 [rows, time]."""
     return _merged(config, params)(tokens, positions, visible_until)[0]
+
+
+def hidden_at(
+    config: DecoderConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    at: jax.Array,
+) -> jax.Array:
+    """`hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
+    return _merged(config, params)(tokens, positions, visible_until, at=at)[0]
+
+
+def _read(x: jax.Array, at: jax.Array) -> jax.Array:
+    """x[b, at[b, j]]: [B, n, …] of [B, T, …]."""
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def unembedding(config: DecoderConfig, params: Params) -> tuple[jax.Array, float | None]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from rlhf_core.attention_kind import AttentionOver
 from rlhf_core.contracts import ModelFamily
@@ -68,6 +69,15 @@ class Definition:
     def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
         """[rows, time, hidden] after the last norm, in the compute dtype, of int32 [rows, time]."""
         return self.family.hidden(self.config, params, tokens, positions, visible_until)
+
+    def hidden_at(
+        self, params: Any, tokens: Any, positions: Any, visible_until: Any, at: jax.Array
+    ) -> jax.Array:
+        """`hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
+        if self.family.hidden_at is not None:
+            return self.family.hidden_at(self.config, params, tokens, positions, visible_until, at)
+        hidden = self.hidden(params, tokens, positions, visible_until)
+        return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
 
     def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
         """(kernel [hidden, vocab], soft cap or None)."""

@@ -23,6 +23,7 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
         axes=decoder.axes,
         init=decoder.init,
         hidden=decoder.hidden,
+        hidden_at=decoder.hidden_at,
         unembedding=decoder.unembedding,
         score=decoder.score,
         prefill=decoder.prefill,

@@ -37,6 +37,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     padding: unused places before and after change nothing.
     packing: nor do other sequences of the row; and two sequences may share their start.
     later tokens: no token sees those after it.
+    some tokens: `hidden_at` gives of them what `hidden` gives.
     cache: `prefill`, `repeat` and `decode` give what `hidden` gives of the whole.
     score: one number a position.
     saving: `load` gives back what `save` wrote, bit for bit.
@@ -75,6 +76,10 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
         require_close(changed[:-1], first[:-1], "with another last token, the states before it", rtol=1e-4)
         if np.allclose(changed[-1], first[-1], rtol=0, atol=1e-6):
             raise Broken("another last token leaves its own state as it was; does hidden read its tokens?")
+    with found.property("some tokens"):
+        at = np.array([[FIRST - 1, 0, FIRST - 2, 0]], np.int32)
+        some = jax.jit(definition.hidden_at)(params, *_row(tokens[:FIRST]), at)
+        require_close(some[0], first[at[0]], "hidden_at of the last, first and last but one", rtol=1e-4)
     with found.property("cache"):
         _cache(definition, params, tokens[:FIRST], first)
     with found.property("score"):

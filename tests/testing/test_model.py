@@ -20,7 +20,8 @@ FAMILIES = ("llama", "gemma2", "mixtral")
 
 
 def changed(**functions: Any) -> ModelFamily:
-    return dataclasses.replace(DECODER, **functions)
+    ours = {"hidden_at": None} if "hidden" in functions else {}
+    return dataclasses.replace(DECODER, **ours, **functions)
 
 
 def half(config: Any, key: Any) -> Any:
@@ -51,6 +52,10 @@ def seeing_the_end(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
     return states + 0.1 * jnp.tanh(states.sum(1, keepdims=True))
 
 
+def the_next(config: Any, *given: Any) -> Any:
+    return DECODER.hidden_at(config, *given[:-1], given[-1] + 1)
+
+
 def other_decode(config: Any, *given: Any) -> Any:
     hidden, cache = DECODER.decode(config, *given)
     return 1.01 * hidden, cache
@@ -72,6 +77,7 @@ MUTANTS: dict[str, tuple[set[str], Any]] = {
     "counting places": ({"padding", "packing"}, changed(hidden=counting_places)),
     "seeing the row": ({"packing"}, changed(hidden=seeing_the_row)),
     "seeing the end": ({"padding", "packing", "later tokens", "cache"}, changed(hidden=seeing_the_end)),
+    "the next": ({"some tokens"}, changed(hidden_at=the_next)),
     "another decode": ({"cache"}, changed(decode=other_decode)),
     "column": ({"score"}, changed(score=column)),
     "rounded": ({"saving"}, changed(save=rounded)),

@@ -1,0 +1,67 @@
+"""The states of a few tokens, for which the last layer computes nothing else, against those of all tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.components import load_file
+from rlhf_core.models import decoder
+
+reference: Any = load_file(Path(__file__).with_name("test_models_reference.py"))
+# A prompt with two branches; two sequences; unused slots. Tokens at their ends, one of them twice.
+UNTIL = np.array([[12] * 4 + [8] * 4 + [12] * 4 + [0] * 2, [5] * 5 + [12] * 7 + [0] * 2], np.int32)
+POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 0, 0], [*range(5), *range(7), 0, 0]], np.int32)
+AT = np.array([[7, 11, 0], [11, 4, 4]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        # Windows and caps; several ropes; fused projections; norms after; layers without rope; experts; a scaled rope.
+        *(
+            (name, {})
+            for name in ("gemma2", "gemma3", "phi3", "olmo2", "smollm3", "mixtral", "mistral, yarn")
+        ),
+        ("qwen3", {"remat": "full"}),  # in a loop over layers, where all is computed and read
+        ("gemma3", {"remat": "dots"}),
+    ],
+    ids=str,
+)
+def test_value_and_gradient_are_those_of_all_tokens_read_there(name: str, changes: dict[str, Any]) -> None:
+    config, params = reference.make(name, **changes)
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, config.vocab_size, (2, 14)).astype(np.int32)
+    weight = draw.standard_normal((2, 3, config.hidden_size)).astype(np.float32)
+
+    def few(p: Any) -> tuple[jax.Array, jax.Array]:
+        states = decoder.hidden_at(config, p, tokens, POSITIONS, UNTIL, jnp.asarray(AT))
+        return (states * weight).sum(), states
+
+    def read(p: Any) -> tuple[jax.Array, jax.Array]:
+        states = decoder.hidden(config, p, tokens, POSITIONS, UNTIL)
+        states = jnp.stack([states[row, AT[row]] for row in range(2)])
+        return (states * weight).sum(), states
+
+    (_, states), gradient = jax.jit(jax.value_and_grad(few, has_aux=True))(params)
+    (_, expected), wanted = jax.jit(jax.value_and_grad(read, has_aux=True))(params)
+    assert states.shape == (2, 3, config.hidden_size)
+    np.testing.assert_allclose(states, expected, rtol=1e-4, atol=1e-5)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(gradient), jax.tree.leaves(wanted), strict=True):
+        scale = float(jnp.abs(other).max()) + 1e-6
+        np.testing.assert_allclose(leaf, other, rtol=1e-3, atol=1e-4 * scale, err_msg=str(path))
+
+
+def test_a_model_of_one_layer() -> None:
+    config, params = reference.make("qwen3")
+    one = decoder.replace(config, num_layers=1, windows=config.windows[:1])
+    params = {**params, "layers": jax.tree.map(lambda leaf: leaf[:1], params["layers"])}
+    tokens = np.arange(28, dtype=np.int32).reshape(2, 14)
+    states = decoder.hidden_at(one, params, tokens, POSITIONS, UNTIL, jnp.asarray(AT))
+    whole = np.asarray(decoder.hidden(one, params, tokens, POSITIONS, UNTIL))
+    np.testing.assert_allclose(states, np.stack([whole[r, AT[r]] for r in range(2)]), rtol=1e-4, atol=1e-5)
