@@ -201,8 +201,7 @@ class ModelFamily:
     save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
     adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
         kernel [layers, in, out] of each of `lora.targets`, which `prepare` merges; or without. None: it takes none.
-    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> [rows, n, hidden]: `hidden` of
-        these tokens alone, for a family that computes less for them. None: `hidden` is computed and read there.
+    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> [rows, n, hidden]; None: `hidden`.
     """
 
     name: tuple[str, ...]
@@ -250,8 +249,7 @@ class Draw(Protocol):
     arrays that are the caller's, whole and equal on every process. Its log-probabilities are those of the policy,
     under softmax(logits / temperature), before penalty and filters.
 
-    An optional method `warm_up(params, lengths)` does, or starts to do in threads of its own, all that is slow once for
-    prompts of these lengths in tokens; it is called before the first call.
+    An optional method `warm_up(params, lengths)` does, or starts to do in threads, what is slow once for such lengths.
     """
 
     def __call__(

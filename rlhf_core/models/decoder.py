@@ -70,8 +70,8 @@ class Decoder(nnx.Module):
         keep: bool = False,
         at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """(hidden states [B, T, D] after the last norm, with `keep` every layer's keys and values as in Cache); with
-        `at`, int32 [B, n], the states [B, n, D] of those tokens alone."""
+        """(hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with `keep` every
+        layer's keys and values as in Cache)."""
         c, dtype = self.config, compute_dtype(self.config)
         _check_length(c, tokens.shape[1])
         ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
@@ -102,10 +102,8 @@ class Decoder(nnx.Module):
         rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
         _, k, v = layer.project(x, rope)
         x, rope = _read(x, at), jax.tree.map(lambda angle: _read(angle, at), rope)
-        q, _, _ = layer.project(x, rope)
-        mixed = attend_at(
-            q, k, v, at, positions, visible_until, window=kind.window, softcap=c.attention_softcap
-        )
+        q, cap = layer.project(x, rope)[0], c.attention_softcap
+        mixed = attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap)
         return self.norm(layer.finish(x, mixed)), None
 
     def _stacked(self) -> tuple[Any, Params]:
