@@ -190,18 +190,17 @@ class ModelFamily:
         tokens, positions, visible_until int32 [rows, time] as in `Rows`.
     unembedding(config, params) -> (kernel [hidden, vocab], softcap float | None).
     score(config, params, hidden [..., hidden]) -> float32 [...]: the reward head.
-    prefill(config, params, tokens, positions, visible_until, cache_length) -> (hidden, cache): as `hidden`, and the
-        key/value cache of the `time` tokens with room for `cache_length`.
+    prefill(config, params, tokens, positions, visible_until, cache_length) -> (hidden, key/value cache of the `time`
+        tokens with room for `cache_length`).
     repeat(config, cache, times) -> cache with every row repeated `times` times, neighbours together.
     prepare(config, params) -> params as `decode` reads them fastest; called once a rollout, inside jit.
     decode(config, params, cache, tokens [B], positions [B], visible [B, cache_length] bool, slot) -> (hidden
         [B, hidden], cache): one token a row, written at cache index `slot`; `visible` includes it.
-    load(config, directory, shardings) -> params: from a Hugging Face directory onto the given shardings; a missing
-        score head is left out of the result.
+    load(config, directory, shardings) -> params: from a Hugging Face directory; a missing score head is left out.
     save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
     adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
         kernel [layers, in, out] of each of `lora.targets`, which `prepare` merges; or without. None: it takes none.
-    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> [rows, n, hidden]; None: `hidden`.
+    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> `hidden` there. None: none.
     """
 
     name: tuple[str, ...]

@@ -70,8 +70,8 @@ class Decoder(nnx.Module):
         keep: bool = False,
         at: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """(hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with `keep` every
-        layer's keys and values as in Cache)."""
+        """(hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with `keep`
+        every layer's keys and values as in Cache)."""
         c, dtype = self.config, compute_dtype(self.config)
         _check_length(c, tokens.shape[1])
         ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
