@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import task
@@ -85,7 +84,7 @@ def untrained(seed: int, pairs: Sequence[Mapping[str, Any]]) -> list[np.ndarray]
     for draw in range(HEADS):
         # The scale does not matter: scores are linear in the head.
         normal = np.random.default_rng([seed, draw]).standard_normal
-        head = jax.tree.map(lambda x: jnp.asarray(normal(x.shape), x.dtype), model.params["score"])  # noqa: B023
+        head = {name: jnp.asarray(normal(x.shape), x.dtype) for name, x in model.params["score"].items()}
         changed = model.with_params({**model.params, "score": head})
         found.append(_score(Scorer(changed, contract), pairs))
     return found
