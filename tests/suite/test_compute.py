@@ -11,23 +11,24 @@ import numpy as np
 import pytest
 
 from rlhf_core import load_model
-from rlhf_core.models import DECODER
+from rlhf_core.models.definition import Definition
 
 
 @pytest.fixture
 def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(dtype, remat) of every config that a pass was traced with."""
     seen: list[tuple[str, str]] = []
-    original = DECODER.hidden
 
-    def hidden(config: Any, *arguments: Any) -> jax.Array:
-        states: jax.Array = original(config, *arguments)
-        seen.append((str(states.dtype), config.remat))
-        return states
+    def spied(original: Any) -> Any:
+        def hidden(definition: Definition, *arguments: Any) -> jax.Array:
+            states: jax.Array = original(definition, *arguments)
+            seen.append((str(states.dtype), definition.config.remat))
+            return states
 
-    monkeypatch.setattr(
-        "rlhf_core.models.definition.Definition.hidden", lambda d, *rest: hidden(d.config, *rest)
-    )
+        return hidden
+
+    for name in ("hidden", "hidden_at"):
+        monkeypatch.setattr(Definition, name, spied(getattr(Definition, name)))
     return seen
 
 
