@@ -22,6 +22,9 @@ class Ahead:
     def __init__(self) -> None:
         self._programs: dict[Hashable, Future[Any]] = {}
 
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._programs
+
     def compile(self, name: Hashable, lowered: Any) -> None:
         """Start to compile what `jax.jit(…).lower(…)` gave."""
         self._programs[name] = _threads().submit(lowered.compile)

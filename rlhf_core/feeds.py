@@ -44,7 +44,7 @@ class Feed(Protocol):
     """Of the data; a run is not continued on other data."""
 
     def shapes(self) -> Sequence[Packed]:
-        """An empty micro-batch of every shape there will be, so that all programs compile ahead of their use."""
+        """An empty micro-batch of every shape there will be; those of updates that read the state compile ahead."""
         ...
 
     def needs_state(self, step: int) -> bool:
@@ -58,6 +58,28 @@ class Feed(Protocol):
         ...
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None: ...
+
+
+KNOWN_UPDATES = 24
+"""Updates whose programs are compiled ahead."""
+
+
+def calls(feed: Feed, start: int, count: int, state: TrainState) -> list[tuple[Packed, bool]]:
+    """What `count` updates from `start` on compute: micro-batches, and whether another comes before in the update.
+
+    Each combination once, as first needed. Where one of the updates reads the state, only shapes are known: every one
+    at the head of an update, and for more than one update also after another.
+    """
+    steps = range(start, min(start + count, feed.total))
+    if any(map(feed.needs_state, steps)):
+        empties = feed.shapes()
+        return [(batch, follows) for follows in (False, True)[:count] for batch in empties]
+    found: dict[Any, tuple[Packed, bool]] = {}
+    for step in steps:
+        for number, batch in enumerate(feed.update(step, state).batches):
+            kind = number > 0, *(array.shape for array in jax.tree.leaves(batch))
+            found.setdefault(kind, (batch, number > 0))
+    return list(found.values())
 
 
 MICRO_BATCH_TOKENS = 16384

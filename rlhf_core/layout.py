@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 NO_CROSSOVER = 2**40
 """The crossover of attention that skips what no token sees: longer rows cost it nothing."""
+LONE_ROW = 0.12
+"""By how much such attention makes a micro-batch of one row dearer: block by block, one row keeps few cores busy."""
 
 
 class Layout(NamedTuple):
@@ -180,6 +182,9 @@ def rows_used(needed: NDArray[np.intp], rows: Sequence[int], chosen: Classes) ->
 def micro_batch_cost(used: NDArray[np.intp], layout: Layout) -> NDArray[np.float64]:
     """[updates]: relative cost of the micro-batches that hold these rows, [updates, classes]."""
     rows = np.asarray(layout.rows)
-    each = rows * np.array([row_cost(time, layout.crossover) for time in layout.time]) + layout.overhead
+    each = rows * np.array([row_cost(time, layout.crossover) for time in layout.time])
+    if layout.crossover == NO_CROSSOVER:
+        each = np.where(rows == 1, (1 + LONE_ROW) * each, each)
+    each = each + layout.overhead
     cost: NDArray[np.float64] = (-(-used // rows) * each).sum(1)
     return cost

@@ -21,14 +21,19 @@ from rlhf_core.layout import (
 )
 
 MAX_CLASSES = 3
-WORTH_A_CLASS = 0.02  # another class must save this share of the cost,
-CLASS_UPDATES = 20  # and in all of a run more than so many updates take: it is two more programs to compile
+WORTH_A_CLASS = 0.02
+"""Share of the cost that another class must save."""
+PROGRAM_UPDATES = 8
+"""A program takes about as long to compile as so many updates: each class may be two, as the first micro-batch of an
+update and as one that adds to others."""
 OVERHEAD = {"cpu": 64}
 """What a micro-batch costs beside its slots, in slots: it reads all weights, and adds to all gradients."""
 OVERHEAD_ACCELERATOR = 512
 """The same where there is no entry above."""
 MULTIPLES = (1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6)
 """Of the longest tree: rows that are tried."""
+PARTS, PARTS_OF = (1, 2, 3), (0.25, 0.5, 0.9)
+"""Rows of these parts of an update, by quantiles of the tokens of an update, are tried too."""
 KEPT = 6  # pairs of classes that a third is tried with
 SAMPLE = 384  # trees that a choice is tried on, at least
 UPDATES = 24  # updates that it is tried on, at least
@@ -68,10 +73,17 @@ def choose_layout(
     top = max(int(counts.max()), longest or 0)
     crossover = NO_CROSSOVER if skips_unseen else 6 * hidden_size
     search = _Search(
-        counts, trained, branches_per_tree, crossover, max_tokens, row_multiple, top, trees_per_update
+        counts,
+        trained,
+        branches_per_tree,
+        crossover,
+        max_tokens,
+        row_multiple,
+        top,
+        trees_per_update,
+        updates,
     )
     times = search.candidates()
-    share = max(WORTH_A_CLASS, min(CLASS_UPDATES / max(updates, 1), 1.0) if updates is not None else 0.0)
     found = [search.evaluate((t,)) for t in times if t >= top]
     best = min(found, key=lambda c: c[0])
     for size in range(2, MAX_CLASSES + 1):
@@ -83,7 +95,7 @@ def choose_layout(
         )
         tried = sorted(tuple(sorted(s)) for s in sets if len(s) == size and max(s) >= top)
         found = sorted((search.evaluate(s) for s in tried), key=lambda c: c[0])[:KEPT]
-        if found and found[0][0] <= (1 - share) ** (size - len(best[1].time)) * best[0]:
+        if found and found[0][0] <= (1 - WORTH_A_CLASS) ** (size - len(best[1].time)) * best[0]:
             best = found[0]
     return best[1]
 
@@ -92,6 +104,13 @@ def _round(time: float) -> int:
     """Up to a multiple of 32, 64 beyond 128, 128 beyond 1024."""
     step = 32 if time <= 128 else 64 if time <= 1024 else 128
     return step * -(-int(np.ceil(time)) // step)
+
+
+def programs(batches: NDArray[np.intp]) -> int:
+    """How many programs updates of so many micro-batches, [updates, classes], call: each starts with its largest."""
+    classes = np.arange(batches.shape[1])
+    first = np.where(batches > 0, classes, -1).max(1)[:, None] == classes
+    return int(first.any(0).sum() + (batches > first).any(0).sum())
 
 
 class _Search:
@@ -107,9 +126,11 @@ class _Search:
         row_multiple: int,
         top: int,
         per_update: int | None,
+        updates: int | None,
     ) -> None:
         self.counts, self.trained, self.branches, self.crossover = counts, trained, branches, crossover
         self.max_tokens, self.row_multiple, self.top = max_tokens, row_multiple, top
+        self.program = 0.0 if updates is None else PROGRAM_UPDATES / max(updates, 1)
         self.overhead = OVERHEAD.get(jax.default_backend(), OVERHEAD_ACCELERATOR)
         self.updates = self._sample(per_update or len(counts))
         self.totals = [int(counts[update].sum()) for update in self.updates]
@@ -118,7 +139,8 @@ class _Search:
     def candidates(self) -> list[int]:
         quantiles = np.quantile(self.counts, [0.1, 0.25, 0.5, 0.75, 0.9])
         multiples = [self.top * f for f in MULTIPLES]
-        longer = [t for t in multiples if _round(t) <= self.max_tokens]
+        parts = [total / n for total in np.quantile(self.totals, PARTS_OF) for n in PARTS]
+        longer = [t for t in (*multiples, *parts) if self.top < t and _round(t) <= self.max_tokens]
         return sorted({_round(t) for t in (*quantiles, self.top, *longer)})
 
     def _sample(self, per_update: int) -> list[NDArray[np.intp]]:
@@ -143,7 +165,8 @@ class _Search:
         return min(time, _round(max(expected, inside.max(initial=1))))
 
     def evaluate(self, times: tuple[int, ...]) -> tuple[float, Layout]:
-        """Mean cost of an update with these classes, and their layout with the rows that suit it."""
+        """Cost of an update with these classes, its share of compiling them included, and their layout with the rows
+        that suit it."""
         ones = self.shape(times, (1,) * len(times))
         needed = []
         for opened, kept in ways(len(times), self.crossover):
@@ -153,8 +176,10 @@ class _Search:
 
         def cost(rows: tuple[int, ...]) -> float:
             layout = ones._replace(rows=rows)
-            each = [micro_batch_cost(rows_used(n, rows, chosen), layout) for chosen, n in needed]
-            return float(np.min(each, axis=0).mean())
+            used = np.stack([rows_used(n, rows, chosen) for chosen, n in needed])
+            each = np.stack([micro_batch_cost(way, layout) for way in used])
+            best = used[each.argmin(0), np.arange(each.shape[1])]
+            return float(each.min(0).mean() * (1 + self.program * programs(-(-best // rows))))
 
         options = [self.row_options(time) for time in times]
         rows = tuple(each[0] for each in options)

@@ -58,7 +58,7 @@ def pack(
     sequence_names: Sequence[str] = (),
     group: int = 1,
 ) -> list[Packed]:
-    """The trees of one update as micro-batches of the layout's static shapes, shortest class first.
+    """The trees of one update as micro-batches of the layout's static shapes, longest class first.
 
     First fit, longest tree first; trees that no class fits are split. Nothing but the arguments matters.
     Empty rows fill the last micro-batch of a class; a class that is not needed gives none.
@@ -74,7 +74,7 @@ def pack(
     counts = [sum(trained_per_branch(part)) for part in whole] if any(layout.trained) else [0] * len(whole)
     placed = place(sizes, sequences, counts, layout)
     packed: list[Packed] = []
-    for kind, time in enumerate(layout.time):
+    for kind, time in reversed(list(enumerate(layout.time))):
         members = np.flatnonzero(placed.kind == kind)
         if not len(members):
             continue

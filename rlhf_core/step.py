@@ -105,30 +105,28 @@ class Programs:
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
         self._noise = has_noise(state.params)
         self._ahead = Ahead()
-        self._later: list[tuple[Any, Accumulated]] = []
+        self._done: Accumulated | None = None
 
-    def compile(self, state: TrainState, shapes: Sequence[Any]) -> None:
-        """Start to compile what updates with one micro-batch of these shapes call; a call waits for what it needs.
+    def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
+        """Start to compile what these calls need and `apply`, in this order; a call waits for what it needs.
 
-        shapes: micro-batches on the host, of which shapes and dtypes count.
+        calls: as `rlhf_core.feeds.calls` gives them, micro-batches of which shapes and dtypes count and whether another
+        came before in the update. What has been asked for already is not compiled again.
         """
         mesh = state.step.sharding.mesh
         key = _key(state, 0) if self._noise else None
-        for number, batch in enumerate(shapes):
+        for batch, follows in calls:
             rows = abstract_rows(mesh, batch)
-            first = self._accumulate.trace(state.params, rows, None, key)
-            self._ahead.compile(_name(rows, None), first.lower())
-            if number == 0:
-                self._ahead.compile("apply", self._apply.lower(state.trained(), first.out_info))
-            self._later.append((rows, first.out_info))
-
-    def compile_rest(self, state: TrainState) -> None:
-        """Start to compile what updates with several micro-batches call beside that."""
-        key = _key(state, 0) if self._noise else None
-        for rows, done in self._later:
-            lowered = self._accumulate.lower(state.params, rows, done, key)
-            self._ahead.compile(_name(rows, done), lowered)
-        self._later.clear()
+            if (name := _name(rows, follows)) in self._ahead:
+                continue
+            if self._done is None or not follows:
+                traced = self._accumulate.trace(state.params, rows, None, key)
+                self._done = traced.out_info
+            if follows:
+                traced = self._accumulate.trace(state.params, rows, self._done, key)
+            self._ahead.compile(name, traced.lower())
+            if "apply" not in self._ahead:
+                self._ahead.compile("apply", self._apply.lower(state.trained(), self._done))
 
     def wait(self) -> None:
         """Return once everything that was started to compile is compiled."""
@@ -139,7 +137,7 @@ class Programs:
     ) -> Accumulated:
         """Add micro-batch `number` of the update."""
         key = _key(state, number) if self._noise else None
-        self._ahead.wait(_name(batch, before))
+        self._ahead.wait(_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key)
         return done
 
@@ -155,8 +153,8 @@ class Programs:
         return sum(f._cache_size() for f in jitted)
 
 
-def _name(batch: Any, before: Accumulated | None) -> tuple[Any, ...]:
-    return before is None, *(x.shape for x in jax.tree.leaves(batch))
+def _name(batch: Any, follows: bool) -> tuple[Any, ...]:
+    return follows, *(x.shape for x in jax.tree.leaves(batch))
 
 
 def _folded(key: jax.Array, step: Any, number: Any) -> jax.Array:

@@ -12,7 +12,9 @@ import jax
 import pytest
 
 from rlhf_core.components import load_file
+from rlhf_core.runtime import compile_quickly
 
+compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
 CACHE = os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "rlhf-test-compilation-cache")

@@ -39,7 +39,7 @@ from rlhf_core import (
     plugins,
 )
 from rlhf_core.execution import execute
-from rlhf_core.feeds import Feed, TreeFeed, layout_for
+from rlhf_core.feeds import KNOWN_UPDATES, Feed, TreeFeed, calls, layout_for
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
@@ -78,7 +78,7 @@ def run_updates(task: works.Task) -> Row:
 def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: int) -> Row:
     """One update to start with, while what `fit` compiles is compiled, and then `count`, the last ones timed."""
     mesh, programs = state.step.sharding.mesh, Programs(objective, state)
-    programs.compile(state, feed.shapes())
+    programs.compile(state, calls(feed, 0, 1, state))
     guard, over, first_at = None, [], 0.0
     for step in range(1 + count):
         if guard is not None and feed.needs_state(step):
@@ -91,8 +91,10 @@ def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: in
         if guard is not None:
             int(guard)  # of the update before, while this one is computed
             over.append(time.perf_counter())
-        if step in (1, 2):  # as `fit` does
-            programs.compile_rest(state) if step == 1 else programs.wait()
+        if step == 1:  # as `fit` does
+            programs.compile(state, calls(feed, step, KNOWN_UPDATES, state))
+        elif step == 2:
+            programs.wait()
         guard = jax.numpy.copy(state.guard)
         if step == 0:
             int(guard)

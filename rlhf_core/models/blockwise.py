@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlhf_core.attention_kind import AttentionOver
 from rlhf_core.models.attention import MASKED
 
 LOWEST = 0.1 * MASKED
@@ -25,8 +26,14 @@ LOWEST = 0.1 * MASKED
 
 
 def block_size(time: int) -> int:
-    """Queries, and keys, of a block: 64, more in long rows, so that a row is at most 16 blocks."""
+    """Queries, and keys, of a block where nothing is known of the rows: 64, more in long ones, at most 16 blocks."""
     return 64 * math.ceil(time / (16 * 64))
+
+
+@functools.cache
+def in_blocks(block: int) -> AttentionOver:
+    """`attend_blocks` with blocks of this size: the same object for the same size, so that programs are shared."""
+    return functools.partial(attend_blocks, block=block)
 
 
 def attend_blocks(
@@ -38,10 +45,14 @@ def attend_blocks(
     *,
     window: jax.Array | None = None,
     softcap: float | None = None,
+    block: int | None = None,
 ) -> jax.Array:
-    """`attention.attend`, to float32 rounding, but for queries that see no key: they get 0."""
+    """`attention.attend`, to float32 rounding, but for queries that see no key: they get 0.
+
+    block: queries, and keys, of a block; None: what `block_size` says.
+    """
     time = q.shape[3]
-    block = block_size(time)
+    block = block or block_size(time)
     fill = -time % block
     if fill:
         q, k, v = (_filled(x, x.ndim - 2, fill) for x in (q, k, v))

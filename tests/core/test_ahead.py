@@ -71,9 +71,10 @@ def test_an_update_compiles_nothing_that_was_compiled_ahead(compiled: list[str],
         return Mean.of(scale * batch["x"]), {"seen": Mean.of(batch["x"])}
 
     mesh, programs = state.step.sharding.mesh, Programs(objective, state)
-    programs.compile(state, batches[:1])
-    programs.compile_rest(state)
+    programs.compile(state, [(batches[0], False)])
+    programs.compile(state, [(batches[0], False), (batches[0], True)])
     programs.wait()
+    assert sum("accumulate" in name or "apply" in name for name in compiled) == 3, compiled
     placed = [put_rows(mesh, batch) for batch in batches]
     jax.block_until_ready((placed, state.params))
     before = len(compiled)

@@ -15,15 +15,16 @@ from rlhf_core.attention_kind import ATTENTION
 from rlhf_core.errors import InputError
 from rlhf_core.layout import Layout
 from rlhf_core.models.attention import attend
-from rlhf_core.models.blockwise import attend_blocks, block_size
+from rlhf_core.models.blockwise import attend_blocks, block_size, in_blocks
 from rlhf_core.models.fused_attention import attend_cudnn
 from rlhf_core.rows import pack, tree
-from rlhf_core.suited import visited_share
+from rlhf_core.suited import suited_block, visited_share
 
 ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4
 WAYS = {
     "xla": attend,
     "blocks": attend_blocks,
+    "blocks of 32": in_blocks(32),
     "cudnn": functools.partial(attend_cudnn, implementation="xla"),
 }
 
@@ -138,9 +139,17 @@ def test_what_rows_visit() -> None:
     tokens = np.arange(256, dtype=np.int32)
     pair = tree([tokens + 1, tokens + 2])
     layout = Layout((512,), (1,), (32,), (0,))
-    assert visited_share(pack([pair], layout, group=2)) == 20 / 36
+    assert visited_share(pack([pair], layout, group=2), 64) == 20 / 36
     whole = tree([np.arange(512, dtype=np.int32)])
-    assert visited_share(pack([whole], layout)) == 1.0
+    assert visited_share(pack([whole], layout), 64) == 1.0
+
+
+def test_blocks_suit_what_rows_hold() -> None:
+    """Of a row of 4,096, short sequences are visited in small blocks, one long one in few."""
+    layout = Layout((4096,), (1,), (256,), (0,))
+    short = [tree([np.full(200, 7, np.int32)]) for _ in range(20)]
+    assert suited_block(pack(short, layout)) == 64
+    assert suited_block(pack([tree([np.full(4096, 7, np.int32)])], layout)) == 256
 
 
 def test_they_are_registered() -> None:

@@ -40,6 +40,15 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: x * 2 + len(sys.argv))(1.0)
 print(jax.device_count())
 """
+FLAGS = """
+import os
+from rlhf_core import runtime
+runtime.prepare()
+runtime.prepare()
+import jax
+jax.jit(abs)(1.0)  # an unknown flag ends the process
+print(*os.environ.get("XLA_FLAGS", "none").split())
+"""
 
 
 def run(script: str, *arguments: object, **environment: object) -> list[str]:
@@ -79,6 +88,19 @@ def test_what_the_user_chose_stands(tmp_path: Path) -> None:
     assert run(CACHE, HOME=tmp_path, **chosen)[:2] == [str(tmp_path / "env"), "1.0"]
     assert run(CACHE, tmp_path / "config", HOME=tmp_path)[:2] == [str(tmp_path / "config"), "0.25"]
     assert not (tmp_path / ".cache").exists()
+
+
+def test_programs_compile_quickly_on_cpu_unless_the_user_says_how() -> None:
+    quick = "--xla_backend_optimization_level=1"
+    assert run(FLAGS) == [quick]
+    assert run(FLAGS, XLA_FLAGS="--xla_cpu_multi_thread_eigen=true") == [
+        "--xla_cpu_multi_thread_eigen=true",
+        quick,
+    ]
+    assert run(FLAGS, XLA_FLAGS="--xla_backend_optimization_level=3") == [
+        "--xla_backend_optimization_level=3"
+    ]
+    assert run(FLAGS.replace("jax.jit(abs)", "abs"), JAX_PLATFORMS="cuda") == ["none"]
 
 
 def test_a_home_that_cannot_be_written_to_means_no_cache(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     artifacts.save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
 
 
-STATISTICS_PAIRS = 512
+STATISTICS_PAIRS = 128
 """Pairs of the training data that the stored mean and deviation are taken over where there is no evaluation data."""
 
 
