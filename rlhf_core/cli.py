@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import functools
+import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rlhf_core import __version__
+from rlhf_core.command_options import Devices, Output, Page, Pipeline, Plugins, RunDirectory, Sets
 from rlhf_core.errors import InputError, RunError, Stopped
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
@@ -25,36 +29,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Plugins = Annotated[
-    list[Path] | None,
-    typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
-]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="Override a field, or `seed=1`; repeatable."),
-]
-RunDirectory = Annotated[
-    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")
-]
-Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
-Output = Annotated[
-    Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
-]
-Page = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", metavar="FILE.html", help="Default: RUN/report.html, or compare.html here."
-    ),
-]
-
 
 def main() -> None:
     """Exit codes: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved."""
-    warnings.showwarning = _show_warning
+    warned: list[str] = []
+    warnings.showwarning = functools.partial(_show_warning, warned)
     try:
         app()
     except InputError as error:
-        _fail(str(error), BAD_INPUT)
+        _fail(_without(warned, str(error)), BAD_INPUT)
     except Stopped as stopped:
         _fail(str(stopped), STOPPED)
     except RunError as error:
@@ -84,11 +67,17 @@ def run(pipeline: Pipeline, sets: Sets = None, plugin: Plugins = None, dir: RunD
 
 
 @app.command()
-def check(pipeline: Pipeline, sets: Sets = None, plugin: Plugins = None, dir: RunDirectory = None) -> None:
+def check(
+    pipeline: Pipeline,
+    sets: Sets = None,
+    plugin: Plugins = None,
+    dir: RunDirectory = None,
+    devices: Devices = None,
+) -> None:
     """Everything that can be wrong with a pipeline, all at once; else what it would do. Uses no device."""
     from rlhf_core import commands
 
-    commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir)
+    commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir, devices=devices)
 
 
 @app.command(
@@ -289,8 +278,16 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    warned.append(str(message))
     typer.echo(f"warning: {message}", err=True)
+
+
+def _without(warned: Sequence[str], message: str) -> str:
+    """A message that quotes a warning, such as why a plugin failed, points at it: it was shown just before."""
+    for said in warned:
+        message = message.replace(f" {said}", "\0")
+    return re.sub("\0+", " See the warning above.", message)
 
 
 if __name__ == "__main__":

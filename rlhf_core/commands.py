@@ -29,9 +29,17 @@ SEQUENCES_AT_ONCE = 64
 
 
 def check(
-    pipeline: Path, *, sets: Sequence[str] = (), plugins: Sequence[Path] = (), dir: Path | None = None
+    pipeline: Path,
+    *,
+    sets: Sequence[str] = (),
+    plugins: Sequence[Path] = (),
+    dir: Path | None = None,
+    devices: int | None = None,
 ) -> None:
-    """Print what a pipeline would do, stage by stage. Raises InputError with every problem."""
+    """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
+
+    devices: how many memory is told for, each; None: memory in all.
+    """
     host = plugin_loading.load(files=list(plugins))
     planned = plan(read(pipeline, sets=sets, dir=dir), host)
     problems: list[str] = []
@@ -45,8 +53,16 @@ def check(
             ]
         except InputError as error:
             problems += error.problems
+    mesh = None
+    if devices is not None:
+        from rlhf_core.mesh import planned_mesh
+
+        try:
+            mesh = planned_mesh(devices, **planned.mesh)
+        except InputError as error:
+            problems += error.problems
     try:
-        said = previews(planned, host)
+        said = previews(planned, host, mesh=mesh)
     except InputError as error:
         problems += error.problems
     if problems:

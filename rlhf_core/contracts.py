@@ -40,20 +40,21 @@ class Kind(Generic[T]):
 
 
 class Rows(NamedTuple):
-    """The one batch layout, arrays [rows, time]. Several sequences, and trees with a shared prompt, fit one row."""
+    """The one batch layout, arrays [rows, time]. Several sequences, and trees with a shared prompt, fit one row.
+
+    tokens: int32, 0 where unused. positions: int32, position within the token's own sequence, prompt included.
+    visible_until: int32, the key at index k is seen by the queries q with k <= q < visible_until[k]; 0 where unused.
+    parent: int32, index in the row of the token whose hidden state predicts this one; -1 for a first token.
+    sequence: int32, which sequence of the row the token belongs to; -1 for a shared prompt and for unused.
+    weight: float32, 0 where the token is not trained on.
+    """
 
     tokens: jax.Array | np.ndarray
-    """int32, 0 where unused."""
     positions: jax.Array | np.ndarray
-    """int32, position within the token's own sequence, prompt included."""
     visible_until: jax.Array | np.ndarray
-    """int32, the key at index k is seen by the queries q with k <= q < visible_until[k]; 0 where unused."""
     parent: jax.Array | np.ndarray
-    """int32, index in the row of the token whose hidden state predicts this one; -1 for a first token."""
     sequence: jax.Array | np.ndarray
-    """int32, which sequence of the row the token belongs to; -1 for a shared prompt and for unused."""
     weight: jax.Array | np.ndarray
-    """float32, 0 where the token is not trained on."""
 
 
 class LossOutput(NamedTuple):
@@ -64,7 +65,7 @@ class LossOutput(NamedTuple):
 
 
 class PairInputs(NamedTuple):
-    """One element a preference pair, float32 [pairs], reward units; `margin` is 0 where the data has none."""
+    """One element a preference pair, float32 [pairs], reward units. chosen, rejected: scores. margin: 0 where none."""
 
     chosen: jax.Array
     rejected: jax.Array
@@ -73,24 +74,24 @@ class PairInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One element a token, [N, T]. Authors write element by element and use `sequence_mean` for the rest."""
+    """One element a token, float32 [N, T]. Authors write element by element and use `sequence_mean` for the rest.
+
+    logps: nats, differentiable: log-probability of the token under the policy.
+    old_logps: nats: under the policy that the ratio is taken against; no gradient.
+    advantages: unitless. mask: 1 where the token is trained on.
+    ref_logps, entropies: nats: under the reference policy; of the policy's distribution at the token; None: not kept.
+    sequence: int32 [N, T] in [0, sequences): which sequence of its row a token belongs to; None: a row is one sequence.
+    sequences: how many sequences a row holds at most (static).
+    """
 
     logps: jax.Array
-    """float32 [N, T], nats, differentiable: log-probability of the token under the policy."""
     old_logps: jax.Array
-    """float32 [N, T], nats: under the policy that the ratio is taken against; no gradient."""
     advantages: jax.Array
-    """float32 [N, T], unitless."""
     mask: jax.Array
-    """float32 [N, T], 1 where the token is trained on."""
     ref_logps: jax.Array | None = None
-    """float32 [N, T], nats: under the reference policy, or None where no reference is kept."""
     entropies: jax.Array | None = None
-    """float32 [N, T], nats: of the policy's distribution at the token, or None."""
     sequence: jax.Array | None = None
-    """int32 [N, T] in [0, sequences): which sequence of its row a token belongs to; None: a row is one sequence."""
     sequences: int = 1
-    """How many sequences a row holds at most (static)."""
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
         """Each token's sequence's sum of `x` over the mask, float32 [N, T]."""
@@ -100,9 +101,7 @@ class PolicyInputs:
         x = jnp.where(self.mask != 0, x * self.mask, 0.0)
         if self.sequence is None:
             return jnp.broadcast_to(x.sum(-1, keepdims=True), self.mask.shape)
-        member = (self.sequence[:, :, None] == jnp.arange(self.sequences)).astype(
-            x.dtype
-        )  # [N, T, sequences]
+        member = (self.sequence[:, :, None] == jnp.arange(self.sequences)).astype(x.dtype)  # [N, T, s]
         return jnp.einsum("nts,ns->nt", member, jnp.einsum("nts,nt->ns", member, x))
 
     def sequence_mean(self, x: jax.Array) -> jax.Array:
@@ -113,50 +112,50 @@ class PolicyInputs:
 
 
 class AdvantageInputs(NamedTuple):
-    """Rewards of one rollout, grouped by prompt."""
+    """Rewards of one rollout, grouped by prompt.
+
+    rewards: float32 [prompts, samples], the weighted sum over functions; NaN: not scored.
+    rewards_by_function: float32 [prompts, samples, functions]; NaN: the function does not apply.
+    weights: float32 [functions]. lengths: int32 [prompts, samples], completion tokens.
+    """
 
     rewards: jax.Array | np.ndarray
-    """float32 [prompts, samples], the weighted sum over functions; NaN: not scored."""
     rewards_by_function: jax.Array | np.ndarray
-    """float32 [prompts, samples, functions]; NaN: the function does not apply."""
     weights: jax.Array | np.ndarray
-    """float32 [functions]."""
     lengths: jax.Array | np.ndarray
-    """int32 [prompts, samples], completion tokens."""
 
 
 class RewardInputs(NamedTuple):
-    """What a reward function may ask for by name; every other dataset column is passed under its own name."""
+    """What a reward function may ask for by name; every other dataset column is passed under its own name.
+
+    prompts, completions: texts, or message lists for chat data, one a completion.
+    completion_ids: the sampled tokens, stop token included. columns: the dataset's others, one value a completion.
+    """
 
     prompts: Sequence[Any]
-    """Texts, or message lists for chat data, one a completion."""
     completions: Sequence[Any]
-    """Texts, or message lists for chat data."""
     completion_ids: Sequence[Sequence[int]]
-    """The sampled tokens, stop token included."""
     columns: Mapping[str, Sequence[Any]]
-    """The dataset's other columns, one value a completion."""
 
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """What a sampler is made for; equal on every process."""
+    """What a sampler is made for; equal on every process.
+
+    definition: the model without its parameters: `family`, `config`, and their functions. mesh: their devices.
+    options: to be honoured in full, or refused with an InputError that names the field.
+    stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions a prompt.
+    prompts_per_call: that will usually come at once; a call may bring any number. max_prompt_length: tokens at most.
+    """
 
     definition: Definition
-    """The model without its parameters: `family`, `config`, and their functions."""
     tokenizer: Any | None
     options: SamplingOptions
-    """To be honoured in full, or refused with an InputError that names the field."""
     mesh: Mesh
-    """The devices that hold the parameters."""
     stop_ids: tuple[int, ...]
-    """Tokens that end a completion, besides `options.stop_token_ids`."""
     num_generations: int
-    """Completions a prompt."""
     prompts_per_call: int
-    """Prompts that will usually come at once; a call may bring any number."""
     max_prompt_length: int
-    """Tokens; no prompt is longer."""
 
 
 @dataclass(frozen=True)

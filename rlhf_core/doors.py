@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, plugins, runtime
+from rlhf_core import data, events, plugins, runtime, stage_record
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.execution import execute
@@ -214,7 +214,8 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
     inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`.
-    Writes to `config.save_directory`, or to a fresh temporary directory. Continues a run that was interrupted there.
+    Writes to `config.save_directory`, or to a fresh temporary directory, all that a pipeline writes of a stage, and its
+    events.jsonl. Continues a run that was interrupted there.
     """
     runtime.prepare()
     last = _Last()
@@ -232,8 +233,23 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
         hook=host.hook,
         inputs={name: value for name, value in inputs.items() if value is not None},
     )
-    artifacts = execute(component, config, stage, host)
+    with _recorded(stage, config):
+        artifacts = execute(component, config, stage, host)
     return Result(next(iter(artifacts.values())), artifacts, last.metrics)
+
+
+@contextmanager
+def _recorded(stage: Stage, config: TrainerConfig) -> Iterator[None]:
+    """Keep stage.json and events.jsonl, as a pipeline does: for reports and loggers, nothing is refused for them."""
+    if not stage.is_main:
+        yield
+        return
+    record = stage_record.running(stage.name, stage.name, stage.seed, config.to_dict(), {})
+    continues = any((stage.dir / "checkpoints").glob("[0-9]*"))
+    with events.noted(stage.dir, stage.name, stage.devices(), continues=continues):
+        stage_record.write(stage.dir, record)
+        yield
+    stage_record.write(stage.dir, stage_record.done(record))
 
 
 def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -33,9 +33,12 @@ def note(directory: Path, stage: str, event: str, **about: Any) -> None:
 
 
 @contextmanager
-def noted(directory: Path, stage: str, mesh: Mesh, *, continues: bool) -> Iterator[None]:
+def noted(
+    directory: Path, stage: str, mesh: Mesh, *, continues: bool, told: Sequence[str] = ()
+) -> Iterator[None]:
     """Note a stage's beginning, with the machine; the warnings inside; and how it ended.
 
+    told: warnings that the stage's plan has shown, which are only noted when they come again.
     Events: "begun" or "continued" (with `machine`), "warning", "done", "stopped", "failed" (with `message`).
     """
     note(directory, stage, "continued" if continues else "begun", machine=machine(mesh))
@@ -43,7 +46,8 @@ def noted(directory: Path, stage: str, mesh: Mesh, *, continues: bool) -> Iterat
 
     def show_and_note(message: Warning | str, *rest: Any, **named: Any) -> None:
         note(directory, stage, "warning", message=str(message))
-        show(message, *rest, **named)
+        if str(message).removeprefix(f"stage '{stage}'.") not in told:
+            show(message, *rest, **named)
 
     warnings.showwarning = show_and_note
     try:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.advice import advise
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.best import Best
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.diagnosis import not_finite
 from rlhf_core.doors import run_alone as run_alone
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.feeds import Feed, Update
+from rlhf_core.feeds import KNOWN_UPDATES, Feed, Update, calls
 from rlhf_core.interval import Interval
 from rlhf_core.loggers import JsonLines
 from rlhf_core.mesh import put_rows
@@ -74,6 +75,8 @@ def fit(
     where `stop_when` gives a reason, with the state saved.
     Raises Stopped after SIGTERM or SIGINT, with the state saved.
     """
+    for line in advise(config, feed.total) if stage.is_main else ():
+        warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
     run = _Run(stage, config, objective, feed, schedule, evaluate, stop_when)
     checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
     try:
@@ -120,7 +123,7 @@ class _Run:
             JsonLines.cut(self.stage.dir / "metrics.jsonl", start)
         steps = Programs(self.objective, state)
         if start < feed.total:
-            steps.compile(state, feed.shapes())
+            steps.compile(state, calls(feed, start, 1, state))
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
         if start == 0 and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
             metrics = self.report(0, state, logs=False, evaluates=True)
@@ -140,9 +143,10 @@ class _Run:
                 raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
             state, measured = steps.apply(state, done)
             if step == start + 1:
-                steps.compile_rest(state)  # the first update is done by now; this one is being computed
+                # The first update is done by now; this one is being computed.
+                steps.compile(state, calls(feed, step, KNOWN_UPDATES, state))
             elif step == start + 2:
-                steps.wait()  # nothing compiles later
+                steps.wait()
             self.check(steps, state, checkpoints)  # the one before: this one is still being computed
             self.pending.append((step, jnp.copy(state.guard), update, measured))
             count = step + 1

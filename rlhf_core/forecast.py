@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data, optimizers
+from rlhf_core.advice import advise
 from rlhf_core.doors import asked_lora, open_records, require_model, told_of
 from rlhf_core.feeds import MICRO_BATCH_TOKENS
 from rlhf_core.memory import definition_of, memory_line, training_bytes
@@ -56,7 +57,8 @@ def plan_lines(
         said,
         f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
         tokens,
-        *([] if memory is None else [memory_line(memory[2], config.dtype)]),
+        *([] if memory is None else [memory_line(memory[2], config.dtype, stage.planned_mesh)]),
+        *(f"warning: {line}" for line in advise(config, total)),
     ]
 
 
@@ -75,8 +77,8 @@ def _beyond(positions: Any, trees: Sequence[Tree]) -> str:
 def training_memory(
     config: TrainerConfig, stage: Stage, head: Head, total: int, update_tokens: int, longest: int
 ) -> tuple[Definition, Mapping[str, Any], dict[str, int]] | None:
-    """The stage's model by definition and config.json, and the bytes that training it takes; None where nothing local
-    describes it.
+    """The stage's model by definition and config.json, and the bytes that training it takes, in all or on each device
+    of `stage.planned_mesh`; None where nothing local describes it.
 
     total: updates. update_tokens: of one update. longest: tokens of the longest row. Raises InputError for a model
     that could not be built.
@@ -100,5 +102,7 @@ def training_memory(
     return (
         definition,
         hf_config,
-        training_bytes(definition, tx, (-(-slots // longest), longest), config.frozen_parameters),
+        training_bytes(
+            definition, tx, (-(-slots // longest), longest), config.frozen_parameters, stage.planned_mesh
+        ),
     )

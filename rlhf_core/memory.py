@@ -12,14 +12,16 @@ import jax
 import numpy as np
 
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import rows_a_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.definition import define
 from rlhf_core.models.loading import complete_table
 from rlhf_core.partition import join, split
-from rlhf_core.state import fixed_parameters
+from rlhf_core.state import fixed_parameters, optimizer_shardings
 
 if TYPE_CHECKING:
     import optax
+    from jax.sharding import AbstractMesh
 
     from rlhf_core.models.config import Remat
     from rlhf_core.registry import Registry
@@ -79,16 +81,19 @@ def training_bytes(
     tx: optax.GradientTransformation,
     shape: tuple[int, int],
     frozen: str | Sequence[str] | None = None,
+    mesh: AbstractMesh | None = None,
 ) -> dict[str, int]:
-    """Bytes of {parameters, gradients, optimizer, activations} in all; activations in the definition's dtype, the rest
-    float32.
+    """Bytes of {parameters, gradients, optimizer, activations}, in all or on each device of `mesh`; activations in the
+    definition's dtype, the rest float32.
 
     shape: rows and time of a micro-batch. frozen: as `create_state` takes it. Activations are what the backward pass
-    keeps of the forward, before the compiler merges any of it: an upper estimate.
+    keeps of the forward, before the compiler merges any of it: an upper estimate. A device keeps those of its rows,
+    whole along `tensor`; what it gathers of other devices' parameters while it computes is not counted.
     """
     params = definition.abstract_params()
-    trained, fixed = split(params, fixed_parameters(params, frozen))
-    tokens = jax.ShapeDtypeStruct(shape, np.int32)
+    fixed_paths = fixed_parameters(params, frozen)
+    trained, fixed = split(params, fixed_paths)
+    tokens = jax.ShapeDtypeStruct((rows_a_device(mesh, shape[0]), shape[1]), np.int32)
 
     def kept(trained: Any, fixed: Any, tokens: Any) -> Any:
         return jax.vjp(lambda p: definition.hidden(join(p, fixed), tokens, tokens, tokens), trained)[1]
@@ -97,11 +102,18 @@ def training_bytes(
     for leaf in jax.tree.leaves(params):  # parameters that the backward pass reads are there anyway
         if (leaf.shape, leaf.dtype) in residuals:
             residuals.remove((leaf.shape, leaf.dtype))
+    optimizer = jax.eval_shape(tx.init, trained)
+    activations = sum(_size(*each) for each in residuals)
+    if mesh is not None:
+        shardings = definition.shardings(mesh)
+        placed = split(shardings, fixed_paths)[0]
+        optimizer = _part(optimizer, optimizer_shardings(optimizer, trained, placed, mesh))
+        params, trained = _part(params, shardings), _part(trained, placed)
     return {
         "parameters": _bytes(params),
         "gradients": _bytes(trained),
-        "optimizer": _bytes(jax.eval_shape(tx.init, trained)),
-        "activations": sum(_size(*each) for each in residuals),
+        "optimizer": _bytes(optimizer),
+        "activations": activations,
     }
 
 
@@ -115,11 +127,25 @@ def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
     return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
 
 
-def memory_line(parts: Mapping[str, int], dtype: str | None = None) -> str:
-    """One line: the sum of all parts, and each. dtype: of the computation; None: COMPUTE."""
+def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None) -> str:
+    """One line: the sum of all parts, and each. dtype: of the computation; None: COMPUTE. mesh: of the devices each of
+    which has these parts; None: they are in all."""
     listed = ", ".join(f"{name} {_human(size)}" for name, size in parts.items() if size)
     told = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
-    return f"memory at most about {_human(sum(parts.values()))} in all, {told}: {listed}"
+    where = "in all"
+    if mesh is not None:
+        axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        where = f"on {f'each of {mesh.size} devices' if mesh.size > 1 else '1 device'} ({axes})"
+    return f"memory at most about {_human(sum(parts.values()))} {where}, {told}: {listed}"
+
+
+def _part(tree: Any, shardings: Any) -> Any:
+    """The shapes of what one device holds of `tree`."""
+
+    def one(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def _bytes(tree: Any) -> int:

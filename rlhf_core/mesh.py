@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.errors import InputError
 
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 AXES = ("data", "fsdp", "tensor")
 RULES: Mapping[str, str | None] = {
     "embed": "fsdp",
@@ -31,22 +32,41 @@ def make_mesh(
     Raises InputError where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
+    sizes = _sizes(len(devices), data, fsdp, tensor)
+    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def planned_mesh(count: int, data: int = -1, fsdp: int = 1, tensor: int = 1) -> AbstractMesh:
+    """`make_mesh` of `count` devices that need not be there: shapes and shardings can be told, nothing computed."""
+    return AbstractMesh(_sizes(count, data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _sizes(count: int, data: int, fsdp: int, tensor: int) -> tuple[int, ...]:
+    """Of the axes, of `count` devices. Raises InputError where they do not fit."""
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise InputError(
             f"mesh: sizes are positive, one may be -1; got data={data}, fsdp={fsdp}, tensor={tensor}"
         )
     known = math.prod(s for s in sizes if s != -1)
-    if len(devices) % known or (-1 not in sizes and known != len(devices)):
+    if -1 not in sizes and known != count:
         raise InputError(
-            f"mesh: data={data} × fsdp={fsdp} × tensor={tensor} does not fit {len(devices)} device(s); "
+            f"mesh: data={data} × fsdp={fsdp} × tensor={tensor} does not fit {count} device(s); "
             "set one of them to -1"
         )
-    sizes = [len(devices) // known if s == -1 else s for s in sizes]
-    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+    left = count
+    for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
+        if size != -1 and left % size:
+            fits = max(d for d in range(1, size) if left % d == 0)
+            raise InputError(
+                f"mesh.{axis}: {size} does not fit {count} device(s), it must divide {left}; "
+                f"set mesh.{axis} = {fits}"
+            )
+        left //= 1 if size == -1 else size
+    return tuple(left if s == -1 else s for s in sizes)
 
 
-def param_shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
+def param_shardings(mesh: AnyMesh, axes: Any, abstract: Any) -> Any:
     """NamedShardings for a tree of parameters.
 
     axes: the same tree, with a tuple of logical axis names at every leaf. A mesh axis that does not divide its
@@ -63,18 +83,36 @@ def param_shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
     return jax.tree.map(one, abstract, axes)
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
+def row_sharding(mesh: AnyMesh) -> NamedSharding:
     """Rows are spread over `data` and `fsdp`, whatever follows the first axis."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
-def row_multiple(mesh: Mesh) -> int:
+def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
+    """`x` [rows, ...], its rows spread over the mesh of `like`, [rows, ...]; for use inside jit.
+
+    Without it the compiler follows the embedding table, which `fsdp` splits along the hidden dimension: then every
+    device computes all rows, and sums of activations go between the devices in place of parameters.
+    """
+    mesh = jax.typeof(like).sharding.mesh
+    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names) or x.shape[0] % row_multiple(mesh):
+        return x
+    spread: jax.Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+    return spread
+
+
+def row_multiple(mesh: AnyMesh) -> int:
     """The number of rows of a batch is a multiple of this."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def rows_a_device(mesh: AnyMesh | None, rows: int) -> int:
+    """How many of `rows` rows each device computes, the empty ones that fill them up included; all without a mesh."""
+    return rows if mesh is None else -(-rows // row_multiple(mesh))
 
 
 def put_rows(mesh: Mesh, batch: Any) -> Any:

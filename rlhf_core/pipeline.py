@@ -90,7 +90,9 @@ def run(plan: Plan, host: Host, *, say: Callable[[str], None] = print) -> Result
         for name, lines in said.items():
             say("\n  ".join([f"stage '{name}' will train on", *lines]))
         results = {
-            stage.name: _run_stage(stage, records[stage.name], mesh, host, is_main, say)
+            stage.name: _run_stage(
+                stage, records[stage.name], mesh, host, is_main, say, said.get(stage.name, [])
+            )
             for stage in plan.stages
         }
     if all(result.skipped for result in results.values()):
@@ -117,6 +119,7 @@ def _run_stage(
     host: Host,
     is_main: bool,
     say: Callable[[str], None],
+    said: Sequence[str],
 ) -> StageResult:
     from rlhf_core.execution import execute, read_outputs
     from rlhf_core.stage import Stage
@@ -137,7 +140,8 @@ def _run_stage(
         say(f"stage '{name}': begun on {record.then['started']}, continues")
     noted: AbstractContextManager[None] = nullcontext()
     if is_main:
-        noted = events.noted(stage.dir.parent, name, mesh, continues=record.state == "running")
+        told = [line.removeprefix("warning: ") for line in said]
+        noted = events.noted(stage.dir.parent, name, mesh, continues=record.state == "running", told=told)
         record.write_running()
     try:
         with noted:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import InputError
+from rlhf_core.contracts import TRAINER
+from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.stage import Stage
 from rlhf_core.tokenizer import load_tokenizer, settled
 
 if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh
+
     from rlhf_core.plan import Plan, StagePlan
     from rlhf_core.plugins import Host
 
 
-def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str, list[str]]:
+def previews(
+    plan: Plan, host: Host, without: Collection[str] = (), mesh: AbstractMesh | None = None
+) -> dict[str, list[str]]:
     """{stage: what its trainer says it would do}, without a device, but for the stages `without`.
 
-    Raises InputError with every problem that the trainers find, such as malformed rows.
+    mesh: of the devices that memory is told for, each; None: memory in all.
+
+    Raises InputError with every problem that the trainers find, such as malformed rows, and for every `plan` that
+    fails of itself.
     """
     lines: dict[str, list[str]] = {}
     problems: list[str] = []
@@ -35,17 +45,46 @@ def previews(plan: Plan, host: Host, without: Collection[str] = ()) -> dict[str,
                 sources[each.name] = None  # until it has loaded: a stage built on this one has nothing to add
                 inputs["tokenizer"] = _tokenizer(source, each, inherited)
                 sources[each.name] = source
-            stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs)
+            stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs, mesh)
             if each.name in without:
                 continue
-            said = [] if each.trainer.plan is None else each.trainer.plan(each.preview, stage)
-            lines[each.name] = [str(line) for line in said]
+            lines[each.name] = _asked(each, stage, host)
         except InputError as error:
             prefix = f"stage '{each.name}'"
             problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return lines
+
+
+def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
+    """What the trainer's `plan` says. Raises InputError where it fails of itself, with the plugin and the place."""
+    plan = planned.trainer.plan
+    if plan is None:
+        return []
+    try:
+        return [str(line) for line in plan(planned.preview, stage)]
+    except (InputError, RunError, Stopped):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the disk's fault, which the command tells
+        owner = host.registry.owner(TRAINER, planned.trainer_name)
+        raise InputError(
+            f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to plan: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, plan)}"
+        ) from error
+
+
+def _place(error: Exception, plan: Any) -> str:
+    """` (FILE line N)`: the innermost line of the package that `plan` is of."""
+    package = str(getattr(plan, "__module__", "")).partition(".")[0]
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == package
+    ]
+    return " ({} line {})".format(*frames[-1]) if frames else ""
 
 
 def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:

@@ -39,6 +39,7 @@ class Scorer:
 
     Programs are compiled for a few row shapes, chosen when scores are first asked for, and kept.
 
+    layout: those shapes, None before. The last bits of a score depend on them: a run that goes on sets what it had.
     normalize: scores are given less the contract's mean and divided by its standard deviation.
     """
 
@@ -53,7 +54,7 @@ class Scorer:
         self.model, self.contract, self.normalize = model, contract, normalize
         self._require(model.tokenizer)
         self.encoder = Encoder(model.tokenizer, contract.chat_template)
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None
 
     @classmethod
     def load(
@@ -209,8 +210,8 @@ class Scorer:
 
     def _layout_for(self, sizes: Sequence[int], longest: int, group: int) -> Layout:
         """The shapes chosen first, while every sequence fits; a tree that does not fit whole is split."""
-        if self._layout is None or longest > self._layout.time[-1]:
-            self._layout = choose_layout(
+        if self.layout is None or longest > self.layout.time[-1]:
+            self.layout = choose_layout(
                 sizes,
                 group,
                 hidden_size=self.model.definition.hidden_size,
@@ -218,7 +219,7 @@ class Scorer:
                 row_multiple=row_multiple(self.model.mesh),
                 longest=max(longest, self.contract.max_length or 0),
             )
-        return self._layout
+        return self.layout
 
 
 @functools.cache

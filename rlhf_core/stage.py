@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from jax.sharding import AbstractMesh, Mesh
 
     from rlhf_core.registry import Registry
 
@@ -26,6 +26,7 @@ class Stage:
     registry: names to components. hook: the pluggy relay, `stage.hook.rlhf_step_end(...)`.
     inputs: objects given from Python that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`,
         `rewards`; empty in a pipeline.
+    planned_mesh: the devices that `rlhf check --devices` asks about, which need not be there; None: not asked.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Stage:
     registry: Registry
     hook: Any
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    planned_mesh: AbstractMesh | None = None
 
     def devices(self) -> Mesh:
         """The mesh, where there must be one."""

@@ -7,12 +7,15 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError
-from rlhf_core.plan import Input, StagePlan
 
+if TYPE_CHECKING:
+    from rlhf_core.plan import Input, StagePlan
+
+FILE = "stage.json"
 FORMAT = 1
 SAMPLED_BYTES = 2**20
 UNCOMPARED = frozenset(
@@ -45,7 +48,7 @@ class StageRecord:
 
     def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
-        self.path = plan.dir / "stage.json"
+        self.path = plan.dir / FILE
         self.then: dict[str, Any] = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -131,19 +134,8 @@ class StageRecord:
             key: {"path": str(each.path), "reference": each.reference, "identity": identify(each.path)}
             for key, each in plan.inputs.items()
         }
-        self._write(
-            {
-                "format": FORMAT,
-                "name": plan.name,
-                "trainer": plan.trainer_name,
-                "state": "running",
-                "seed": plan.seed,
-                "config": plan.written.to_dict(),
-                "inputs": inputs,
-                "versions": artifacts.versions(),
-                "started": self.then.get("started", _now()),
-            }
-        )
+        record = running(plan.name, plan.trainer_name, plan.seed, plan.written.to_dict(), inputs)
+        self._write({**record, "started": self.then.get("started", record["started"])})
 
     def forget(self) -> None:
         """For a stage that failed before it saved anything: what was wrong with its input may now be mended."""
@@ -151,11 +143,38 @@ class StageRecord:
         self.then = {}
 
     def write_done(self) -> None:
-        self._write({**self.then, "state": "done", "finished": _now()})
+        self._write(done(self.then))
 
     def _write(self, record: dict[str, Any]) -> None:
-        artifacts.write_atomic(self.path, json.dumps(record, indent=2) + "\n")
+        write(self.plan.dir, record)
         self.then = record
+
+
+def running(
+    name: str, trainer: str, seed: int, config: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The record of a stage that begins now."""
+    return {
+        "format": FORMAT,
+        "name": name,
+        "trainer": trainer,
+        "state": "running",
+        "seed": seed,
+        "config": config,
+        "inputs": inputs,
+        "versions": artifacts.versions(),
+        "started": _now(),
+    }
+
+
+def done(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a stage that has ended well, now."""
+    return {**record, "state": "done", "finished": _now()}
+
+
+def write(directory: Path, record: Mapping[str, Any]) -> None:
+    """Put a stage's record into its directory."""
+    artifacts.write_atomic(directory / FILE, json.dumps(record, indent=2) + "\n")
 
 
 def identify(path: Path) -> str:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from rlhf_core.mesh import replicated
+from rlhf_core.mesh import AnyMesh, replicated
 from rlhf_core.models.lora import untrained
 from rlhf_core.partition import Path, join, matching, split
 
@@ -89,7 +88,7 @@ def fixed_parameters(params: Mapping[str, Any], frozen: str | Sequence[str] | No
     return untrained(params) | (matching(params, frozen) if frozen else frozenset())
 
 
-def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
+def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: AnyMesh) -> Any:
     """Each leaf of an optimizer state goes where the parameter of the same path ending and shape is, else everywhere.
 
     `tx.init` under jit would put its zeros on one device. Going by path and shape serves every optimizer that keeps

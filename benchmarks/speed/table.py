@@ -97,14 +97,10 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return sorted(last.values(), key=lambda row: (row["model"], row["work"], -row["beta"]))
 
 
-def main() -> None:
-    rows = newest(map(json.loads, RESULTS.read_text("utf-8").splitlines()))
-    text = FILE.read_text("utf-8")
-    for name, body in {
-        "seconds": seconds(rows),
-        "memory": memory(rows),
-        "first step": first_step(rows),
-    }.items():
+def put(bodies: Mapping[str, str], file: Path) -> None:
+    """Write each body between the marks of its name."""
+    text = file.read_text("utf-8")
+    for name, body in bodies.items():
         start, stop = f"<!-- {name}: written by table.py -->", f"<!-- end of {name} -->"
         text = re.sub(
             f"{start}.*?{stop}",
@@ -112,7 +108,12 @@ def main() -> None:
             text,
             flags=re.DOTALL,
         )
-    FILE.write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    rows = newest(map(json.loads, RESULTS.read_text("utf-8").splitlines()))
+    put({"seconds": seconds(rows), "memory": memory(rows), "first step": first_step(rows)}, FILE)
 
 
 if __name__ == "__main__":

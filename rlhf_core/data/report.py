@@ -47,6 +47,8 @@ class Report:
     else than it will be sampled after."""
     unlearned: list[str] = field(default_factory=list)
     """The chat template writes an earlier reply otherwise once the conversation goes on, so that it is not learned."""
+    unread: list[str] = field(default_factory=list)
+    """It has a margin, and the trainer, which lists it here, reads none."""
     reversed: list[str] = field(default_factory=list)
     """An earlier row prefers what this one rejects, and the other way round."""
     duplicates: list[str] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Report:
             ("of which the chat template leaves something out", self.left_out, False),
             ("whose reply does not follow the generation prompt", self.unlike, False),
             ("of which only the last replies are learned", self.unlearned, False),
+            ("whose margin is not read", self.unread, False),
             ("that reverse an earlier row", self.reversed, False),
             ("the same as an earlier row", self.duplicates, False),
         ]

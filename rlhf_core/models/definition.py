@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rlhf_core.attention_kind import AttentionOver
 from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import param_shardings
+from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
 from rlhf_core.partition import join, paths, split
@@ -58,7 +58,7 @@ class Definition:
         """The same dict with a tuple of logical axis names at every leaf."""
         return self.family.axes(self.config)
 
-    def shardings(self, mesh: Mesh) -> dict[str, Any]:
+    def shardings(self, mesh: AnyMesh) -> dict[str, Any]:
         """The same dict of NamedSharding."""
         return param_shardings(mesh, self.logical_axes(), self.abstract_params())
 

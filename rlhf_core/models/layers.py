@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from rlhf_core.mesh import with_rows_of
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.experts import Experts
 from rlhf_core.models.linear import ACTIVATIONS, Linear
@@ -145,5 +146,5 @@ class Embedding(nnx.Module):
         self.scale = config.embedding_scale
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        found = self.embedding[...].at[tokens].get(mode="clip").astype(dtype)
+        found = with_rows_of(self.embedding[...].at[tokens].get(mode="clip").astype(dtype), tokens)
         return found if self.scale == 1 else found * jnp.asarray(self.scale, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -25,6 +25,7 @@ def expand(
     """What was given, canonical, and what is wrong with it or to be said of it. base: what it will be merged into."""
     given = dict(data)
     problems = _aliases(given, cls._aliases())
+    _single_components(given, cls)
     problems += _without_effect(given, cls)
     problems += _flat_names(given, cls, base)
     problems += _wandb(given, _default(cls, base, "logger"))
@@ -61,6 +62,17 @@ def _aliases(given: dict[str, Any], aliases: Mapping[str, str]) -> list[Problem]
             problems.append(Problem(alias, f"another name of {name}, which is given too; remove one"))
         given.setdefault(name, value)
     return problems
+
+
+def _single_components(given: dict[str, Any], cls: type[TrainerConfig]) -> None:
+    """A name or a table where a list of components is wanted is a list of one: `logger = "wandb"`."""
+    for name, value in given.items():
+        annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
+        if get_origin(annotation) is list and isinstance(value, str | Mapping | Component):
+            (item,) = get_args(annotation)
+            owner = get_args(item)[0] if get_origin(item) is Annotated else item
+            if isinstance(owner, type) and issubclass(owner, Component):
+                given[name] = [value]
 
 
 def _flat_names(given: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None) -> list[Problem]:

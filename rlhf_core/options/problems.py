@@ -103,6 +103,7 @@ def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any])
         if isinstance(given[path], str):
             choices = [word.strip("'") for want in wants for word in want.split() if word.startswith("'")]
             message += "." + hint if (hint := near(given[path], (c.rstrip("',") for c in choices))) else ""
+            message += f"; write [{shown(given[path])}]" if wants == ["a list"] else ""
         problems.append(Problem(path, message))
     # What is wrong inside a table says more than that the table fitted no arm of a union.
     return [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]

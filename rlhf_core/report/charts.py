@@ -196,7 +196,7 @@ def _figure(id: str, *, log: bool = False, percent: bool = False) -> figure:
 
 
 def _plain() -> BasicTickFormatter:
-    return BasicTickFormatter(power_limit_low=-4, power_limit_high=6)
+    return BasicTickFormatter(power_limit_low=-8, power_limit_high=6)
 
 
 def _percent() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from markupsafe import Markup, escape
 
 from rlhf_core.report.charts import Chart
 from rlhf_core.report.groups import clock, number
+from rlhf_core.resolved import to_toml
 
 HERE = Path(__file__).parent / "page"
 BUDGET = 700_000
@@ -51,7 +52,7 @@ def render(template: str, page: Page, **context: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"number": number, "clock": clock, "breaks": breaks}
+    environment.filters |= {"number": number, "clock": clock, "breaks": breaks, "toml": toml}
     data = {
         chart.id: {
             "item": chart.item,
@@ -76,6 +77,11 @@ def render(template: str, page: Page, **context: Any) -> str:
 def breaks(name: str) -> Markup:
     """A metric's name, which may be broken after its slashes and underscores."""
     return Markup(str(escape(name)).replace("/", "/<wbr>").replace("_", "_<wbr>"))
+
+
+def toml(config: Mapping[str, Any]) -> str:
+    """A stage's fields as its file would have them."""
+    return to_toml({"stage": [config]}).partition("[[stage]]\n")[2]
 
 
 def packed(text: str) -> str:

@@ -141,7 +141,7 @@ def _stage_directories(given: Path, directory: Path) -> dict[str, Path]:
     if _is_stage(directory):
         if (directory.parent / RESOLVED).is_file():
             raise InputError(f"{given}: is one stage of a run; type: rlhf report {given.parent}")
-        return {directory.name: directory}
+        return {str(json_object(directory / "stage.json", []).get("name") or directory.name): directory}
     found = [path for path in directory.iterdir() if _is_stage(path)]
     if not found and not (directory / RESOLVED).is_file():
         raise InputError(
@@ -163,8 +163,8 @@ def _stage(
     active: bool,
     problems: list[str],
 ) -> StageRun:
-    record = _json(path / "stage.json", problems)
-    planned = _json(path / "plan.json", problems).get("updates")
+    record = json_object(path / "stage.json", problems)
+    planned = json_object(path / "plan.json", problems).get("updates")
     own = [event for event in said if event.get("stage") == name and "time" in event]
     metrics, times = read_metrics(rows(path / "metrics.jsonl", problems))
     first, last = (times[0], times[-1]) if times else (None, None)
@@ -243,7 +243,8 @@ def _in_use(directory: Path) -> bool:
         return False
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """What a file holds; empty where it is not there, or no object, which is named in `problems`."""
     text = _text(path, problems)
     try:
         found = json.loads(text) if text else {}

@@ -12,48 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.report.run import StageRun, rows
+from rlhf_core.report.run import StageRun, json_object, rows
+from rlhf_core.report.sides import Completions, Text, same_places, same_prompts
 
 READ = 60
 """Files of completions that are read for the distributions, evenly spread over the run."""
 LONGEST = 4000
 """Characters of a text that are shown."""
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Where in the order of their rewards the completions that are shown lie."""
 PERCENTILES = (5, 25, 50, 75, 95)
-
-
-@dataclass(frozen=True)
-class Text:
-    """One completion. rewards: {label: value, None where the function did not apply}."""
-
-    prompt: str
-    completion: str
-    reward: float | None
-    rewards: Mapping[str, float | None]
-    length: int | None
-    finished: bool
-
-
-@dataclass(frozen=True)
-class Side:
-    """Completions that stand opposite each other. at: their place, or their prompt; before, after: may be missing."""
-
-    at: str
-    before: Text | None
-    after: Text | None
-
-
-@dataclass(frozen=True)
-class Completions:
-    """The first and the last completions that were kept, of `updates` (first, last).
-
-    sides, same_prompts: see `opposite`.
-    """
-
-    updates: tuple[int, int]
-    sides: tuple[Side, ...]
-    same_prompts: bool
 
 
 @dataclass(frozen=True)
@@ -78,39 +44,41 @@ class ScoredPair:
 
 
 def completions(stage: StageRun, problems: list[str]) -> tuple[Completions | None, list[Spread]]:
-    """What the stage's completions show; (None, []) where it kept none."""
+    """What the stage's completions show, and how rewards and lengths of its rollouts are spread; (None, []) without."""
     kept = _numbered(stage.dir / "samples", "update-*.jsonl")
     at = sorted(kept)
     if len(at) > READ:
         at = [at[i] for i in np.unique(np.linspace(0, len(at) - 1, READ).astype(int))]
     read = {step: found for step in at if (found := list(_texts(kept[step], problems)))}
-    if not read:
-        return None, []
-    steps = list(read)
-    spreads = [
-        _spread("reward", read, lambda text: text.reward),
-        _spread("length", read, lambda text: text.length),
-    ]
-    return opposite(read, (steps[0], steps[-1])), [each for each in spreads if each is not None]
-
-
-def opposite(read: Mapping[int, Sequence[Text]], ends: tuple[int, int]) -> Completions:
-    """The same prompts early and late, where the kept files have any; else the same places in the order of rewards."""
-    early, late = (_by_prompt(read, reverse) for reverse in (True, False))
-    again = [prompt for prompt in late if early[prompt][0] < late[prompt][0]]
-    if again:
-        sides = [
-            Side(prompt, _middle(early[prompt][1]), _middle(late[prompt][1]))
-            for prompt in again[: len(SHARES)]
+    spreads = []
+    if read:
+        spreads = [
+            _spread("reward", read, lambda text: text.reward),
+            _spread("length", read, lambda text: text.length),
         ]
-        return Completions(ends, tuple(sides), True)
-    first, last = (_ordered(read[end]) for end in ends)
-    names = ("lowest reward", "a quarter up", "middle", "three quarters up", "highest reward")
-    sides = [
-        Side(name, _place(first, share), _place(last, share) if ends[0] != ends[1] else None)
-        for name, share in zip(names, SHARES, strict=True)
-    ]
-    return Completions(ends, tuple(sides), False)
+    opposite = _fixed_prompts(stage, problems) or (_of_rollouts(read) if read else None)
+    return opposite, [each for each in spreads if each is not None]
+
+
+def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
+    """The first answers to the prompts that were asked again and again, and those of the trained model."""
+    kept = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
+    best = json_object(stage.dir / "best.json", problems).get("model")
+    trained = best if isinstance(best, int) and best in kept else max(kept, default=0)
+    ends = sorted({min(kept), trained} if kept else ())
+    read = [(step, found) for step in ends if (found := list(_texts(kept[step], problems)))]
+    if not read:
+        return None
+    (first, early), (last, late) = read[0], read[-1]
+    return same_prompts((first, last), early, late if len(read) > 1 else None)
+
+
+def _of_rollouts(read: Mapping[int, Sequence[Text]]) -> Completions:
+    """The first rollout opposite the last one: the prompts that they share, else what stands at the same place."""
+    first, last = min(read), max(read)
+    late = read[last] if last != first else None
+    shared = None if late is None else same_prompts((first, last), read[first], late)
+    return shared or same_places((first, last), read[first], late)
 
 
 def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
@@ -175,29 +143,6 @@ def _shown(value: Any) -> str:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def _by_prompt(read: Mapping[int, Sequence[Text]], backwards: bool) -> dict[str, tuple[int, list[Text]]]:
-    """{prompt: (step, its completions)} of the first step that has the prompt, or of the last."""
-    found: dict[str, tuple[int, list[Text]]] = {}
-    for step in sorted(read, reverse=backwards):
-        groups: dict[str, list[Text]] = {}
-        for text in read[step]:
-            groups.setdefault(text.prompt, []).append(text)
-        found |= {prompt: (step, texts) for prompt, texts in groups.items()}
-    return found
-
-
-def _ordered(texts: Sequence[Text]) -> list[Text]:
-    return sorted(texts, key=lambda text: -np.inf if text.reward is None else text.reward)
-
-
-def _middle(texts: Sequence[Text]) -> Text:
-    return _place(_ordered(texts), 0.5)
-
-
-def _place(ordered: Sequence[Text], share: float) -> Text:
-    return ordered[round(share * (len(ordered) - 1))]
 
 
 def _spread(name: str, read: Mapping[int, Sequence[Text]], of: Any) -> Spread | None:

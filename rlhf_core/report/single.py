@@ -15,6 +15,7 @@ from rlhf_core.report.flow import pictures
 from rlhf_core.report.page import Page, render, slug, stretches
 from rlhf_core.report.run import Run, StageRun
 from rlhf_core.report.series import Points
+from rlhf_core.report.sides import Completions
 from rlhf_core.report.timing import Part, parts
 
 LEAST = 2
@@ -53,7 +54,7 @@ class StageView:
     key: tuple[KeyRow, ...]
     rows: tuple[Row, ...]
     groups: tuple[tuple[str, tuple[Chart, ...]], ...]
-    completions: samples.Completions | None
+    completions: Completions | None
     pairs: tuple[samples.ScoredPair, ...]
     parts: tuple[Part, ...]
 

@@ -6,11 +6,8 @@ map, whose pages the system drops when it needs them. Devices are the CPU's, so 
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,10 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_core.components import load_file
 from rlhf_core.models import fresh_model
 
+jobs: Any = load_file(Path(__file__).parents[1] / "processes.py")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc"),
@@ -40,12 +39,7 @@ WHOLE = 7 * LARGEST + 2 * 4 * 512 * SIDE
 SLACK = 8 * 2**20
 """Bytes of Python's own, and of thread stacks."""
 PROGRAM = """
-import sys
-import jax
-process, count, devices, port, source, out = *map(int, sys.argv[1:5]), *sys.argv[5:]
-jax.config.update("jax_num_cpu_devices", devices)
-if count > 1:
-    jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=process)
+source, out = arguments
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import load_model
 def wait(word):
@@ -65,17 +59,19 @@ wait("saved")
 class Process:
     """The program above, run from one word it says to the next."""
 
-    def __init__(self, log: Path, *arguments: object) -> None:
+    def __init__(self, log: Path, *arguments: object, devices: int) -> None:
         self.log = log
-        command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-            "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed is the system's at once, as large arrays' memory is
-        }
+        # What is freed is the system's at once, as large arrays' memory is.
+        environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
         with log.open("w") as out:
-            self.process: Any = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True
+            self.process: Any = jobs.start(
+                PROGRAM,
+                *arguments,
+                devices=devices,
+                environment=environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
             )
         self.status = Path(f"/proc/{self.process.pid}/status")
 
@@ -118,11 +114,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_more_than_the_shards_and_two_parameters(
     source: Path, tmp_path: Path, count: int, devices: int
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = jobs.free_port()
     processes = [
-        Process(tmp_path / f"{i}.log", i, count, devices, port, source, tmp_path / "out")
+        Process(tmp_path / f"{i}.log", i, count, port, source, tmp_path / "out", devices=devices)
         for i in range(count)
     ]
     try:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from rlhf_core.models import load_model
 
 FILE = Path(__file__).with_name("mesh_cases.py")
 cases: Any = load_file(FILE)
+processes: Any = load_file(FILE.parents[1] / "processes.py")
 SHAPES = ((8, 1, 1), (1, 4, 2), (2, 2, 2))
 PLACES_ONLY = ("phi3, fused", "olmo2, norms over all heads")
 """Families that differ from others in where their parameters lie only: one shape is enough."""
@@ -73,21 +70,16 @@ def test_adapters_saved_from_a_mesh(shape: tuple[int, int, int], tmp_path: Path)
 
 
 PROGRAM = """
-import sys
-import jax
-process, count, port, file, source, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-jax.config.update("jax_num_cpu_devices", 4 // count)
-if count > 1:
-    jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=process)
 from pathlib import Path
 import numpy as np
 from rlhf_core.components import load_file
 from rlhf_core.mesh import make_mesh
-cases = load_file(Path(file))
+file, source, out = map(Path, arguments)
+cases = load_file(file)
 sizes = {"data": 1, "fsdp": 2, "tensor": 2}
-model = cases.opened("gemma2", Path(source), make_mesh(**sizes))
-model.save(Path(out) / "saved")
-np.savez(Path(out) / f"{process}.npz", **cases.measured(model))
+model = cases.opened("gemma2", source, make_mesh(**sizes))
+model.save(out / "saved")
+np.savez(out / f"{process}.npz", **cases.measured(model))
 """
 
 
@@ -95,28 +87,9 @@ np.savez(Path(out) / f"{process}.npz", **cases.measured(model))
 def test_two_processes_agree_with_one(tmp_path: Path) -> None:
     """Each reads its own part of the files, and the first writes them all."""
     cases.write("gemma2", tmp_path / "model")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(FILE.resolve().parents[2])}
-    running = []
-    for process, count in ((0, 1), (0, 2), (1, 2)):
-        out = tmp_path / str(count)
-        out.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", PROGRAM, str(process), str(count), port, str(FILE)]
-        command += [str(tmp_path / "model"), str(out)]
-        running.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    try:
-        for process in running:
-            text, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, text
-    finally:
-        for process in running:
-            process.kill()
+    for count in "12":
+        (tmp_path / count).mkdir()
+    processes.alone_and_in_two(PROGRAM, lambda i, n: [FILE, tmp_path / "model", tmp_path / str(n)])
     alone, first, second = (dict(np.load(tmp_path / path)) for path in ("1/0.npz", "2/0.npz", "2/1.npz"))
     cases.assert_close(first, alone)
     for name, value in first.items():

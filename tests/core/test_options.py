@@ -50,7 +50,8 @@ class FakeRegistry:
         ("model", 3, "expected text or a table, got 3"),
         ("loss", 3, "expected a name or a table, got 3"),
         ("kl", "k1", "expected a table, got 'k1'"),
-        ("logger", "wandb", "expected a list, got 'wandb'"),
+        ("logger", 3, "expected a list, got 3"),
+        ("progress_metrics", "loss", "expected a list, got 'loss'; write ['loss']"),
         (
             "frozen_parameters",
             "(",
@@ -148,6 +149,8 @@ def test_build_checks_every_component_and_keeps_the_place() -> None:
         "stage 'policy'.advantage.x: unknown to advantage",
         "stage 'policy'.rewards[1].name: no reward named 'tan'",
     )
+    with pytest.raises(InputError, match=r"logger\[0\]\.name: no logger named 'wandbb'"):
+        build(PolicyConfig, {"logger": "wandbb"}, registry=FakeRegistry())
 
 
 def test_build_gives_what_the_constructor_gives() -> None:

@@ -93,6 +93,17 @@ def test_other_spellings() -> None:
     ]
 
 
+def test_one_component_is_a_list_of_one() -> None:
+    assert PolicyConfig(logger="wandb").logger == [Component(name="wandb")]
+    assert PolicyConfig(logger={"name": "wandb", "project": "p"}) == PolicyConfig(
+        logger=[{"name": "wandb", "project": "p"}]
+    )
+    assert PolicyConfig(rewards="length").to_dict() == PolicyConfig(rewards=["length"]).to_dict()
+    assert PolicyConfig().replace(logger=Component(name="console")).logger == [Component(name="console")]
+    assert PolicyConfig(logger="console", use_wandb=True) == PolicyConfig(logger=["console", "wandb"])
+    assert problems(rewards={"weight": 2.0}) == ["rewards[0].name: missing; it has no default"]
+
+
 def test_use_wandb() -> None:
     assert PolicyConfig(use_wandb=True).logger == [Component(name="wandb")]
     config = PolicyConfig(use_wandb=True, logger=["console"])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from rlhf_core.components import load_file
+
+processes: Any = load_file(Path(__file__).parents[1] / "processes.py")
 PROGRAM = """
-import sys
-import jax
-process, count, port, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-jax.config.update("jax_num_cpu_devices", 4 // count)
-if count > 1:
-    jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=process)
 import numpy as np
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
@@ -33,33 +27,14 @@ sampler = Sampler(
     definition, options, mesh=mesh, stop_ids=(3,), num_generations=2, prompts_per_call=4, max_prompt_length=32
 )
 prompts = [np.arange(1 + i, dtype=np.int32) for i in range(6)]
-np.savez(out, **sampler(params, prompts, jax.random.key(0))._asdict())
+np.savez(arguments[0], **sampler(params, prompts, jax.random.key(0))._asdict())
 """
 
 
 @pytest.mark.slow
 def test_every_process_gets_every_rollout(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    outs, running = [], []
-    for process, count in ((0, 1), (0, 2), (1, 2)):
-        outs.append(tmp_path / f"{process}_of_{count}.npz")
-        command = [sys.executable, "-c", PROGRAM, str(process), str(count), port, str(outs[-1])]
-        running.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    try:
-        for process in running:
-            text, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, text
-    finally:
-        for process in running:
-            process.kill()
-    alone, first, second = (np.load(path) for path in outs)
+    processes.alone_and_in_two(PROGRAM, lambda i, n: [tmp_path / f"{i}_of_{n}.npz"])
+    alone, first, second = (np.load(tmp_path / f"{name}.npz") for name in ("0_of_1", "0_of_2", "1_of_2"))
     for name in ("tokens", "lengths", "finished", "logps"):
         np.testing.assert_array_equal(first[name], second[name])
     np.testing.assert_array_equal(first["tokens"], alone["tokens"])

@@ -1,5 +1,7 @@
 """The DPO trainer from Python: metrics, the reference read once, continuing, what it learns, what it refuses."""
 
+import warnings
+
 import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
@@ -167,6 +169,24 @@ def test_what_is_wrong_is_told(tiny, tmp_path):
     rows = [*tiny.pairs(3), {"prompt": "a", "chosen": None, "rejected": " b"}]
     with pytest.raises(InputError, match=r"stage 'dpo'.train_data: dataset row 4: 'chosen' is null"):
         DPOTrainer(model=model, train_dataset=rows).train()
+
+
+def test_margins_are_not_read_which_is_told(tiny, tmp_path):
+    """A reward model's loss has a margin; no loss here has."""
+    rows = [{key: x for key, x in row.items() if key != "margin"} for row in tiny.pairs(8)]
+    config = DPOConfig(**{**SHORT, "max_training_steps": 1}, save_directory=tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        plain = DPOTrainer(config, model=tiny.make_model(), train_dataset=rows).train()
+    rows = [
+        {**row, "margin": margin} for row, margin in zip(rows, [0, 1.5, None, -2, 0, 0, 0, 0], strict=True)
+    ]
+    told = r"stage 'dpo'\.train_data: 8 pairs: 8 kept, 2 whose margin is not read \(dataset rows 2, 4\)"
+    with pytest.warns(UserWarning, match=told):
+        with_margins = DPOTrainer(
+            config.replace(save_directory=tmp_path / "b"), model=tiny.make_model(), train_dataset=rows
+        ).train()
+    assert with_margins.metrics["loss"] == plain.metrics["loss"]
 
 
 def test_a_run_is_not_continued_on_other_held_out_pairs(tiny, tmp_path):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import subprocess
-import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +16,10 @@ from rlhf_grpo.config import WeightedReward
 from rlhf_grpo.rewards import Reward, make_rewards
 
 from rlhf_core import REWARD, Registry, RewardInputs
+from rlhf_core.components import load_file
 from rlhf_core.errors import InputError, RunError
 
+processes = load_file(Path(__file__).parents[1] / "processes.py")
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
 SOON = 0.2  # seconds that the slow ones below are given
 
@@ -191,9 +191,7 @@ def test_the_config_says_timeout_and_policy():
 
 
 PROGRAM = """
-import random, sys, warnings
-import jax
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
+import random, warnings
 import numpy as np
 from rlhf_core import RewardInputs
 from rlhf_core.errors import RunError
@@ -235,30 +233,12 @@ for ends in (Reward("breaks", 1.0, breaks), Reward("other", 1.0, Mesh(1)), Rewar
 
 @pytest.mark.slow
 def test_two_processes_share_one_outcome():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(process), port],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    lines = []
-    try:
-        for process in running:
-            said, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
-            lines.append([line for line in said.splitlines() if not line.startswith("[Gloo]")])
-    finally:
-        for process in running:
-            process.kill()
-    first, second = lines
+    port = processes.free_port()
+    running = [processes.start(PROGRAM, i, 2, port, devices=1, stderr=subprocess.PIPE) for i in range(2)]
+    first, second = (
+        [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+        for said in processes.finish(running, timeout=120)
+    )
     assert first[0] == second[0]
     bits, *failures = first[0].split()
     table = np.frombuffer(bytes.fromhex(bits)).reshape(3, 3)

@@ -58,7 +58,7 @@ def make(tiny, tmp_path):
 
     def make(reference=None, reward=length, **options):
         config = GRPOConfig(**{"total_batch_size": 6, "num_generations": G, "log_steps": 4, **options})
-        rewards = [Reward("length", 1.0, reward)]
+        rewards = [Reward("length", 1.0, reward() if isinstance(reward, type) else reward)]
         return RolloutFeed(
             stage,
             config,
@@ -182,12 +182,29 @@ def test_the_kl_may_be_taken_from_the_rewards(make):
     assert [plain[i][1] for i in range(3)] != [taxed[i][1] for i in range(3)]
 
 
+class Rising:
+    """Asks for more at every call."""
+
+    calls = 0
+
+    def __call__(self, completion_ids):
+        self.calls += 1
+        return [float(len(ids) > self.calls) for ids in completion_ids]
+
+    def snapshot(self):
+        return {"calls": self.calls}
+
+    def restore(self, kept):
+        self.calls = kept["calls"]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"steps_per_generation": 2, "num_iterations": 2, "reference": 9, "top_entropy_quantile": 0.5},
         {"num_iterations": 3, "entropy_coef": 0.1},
         {"mask_truncated_completions": True},
+        {"reward": Rising},
         {"dynamic_sampling": {"max_rounds": 3}, "num_iterations": 2, "reward": short_prompts_differ},
     ],
     ids=", ".join,
@@ -213,7 +230,7 @@ def test_resumed_at_any_update_the_rest_is_the_same(make, options):
 def test_a_checkpoint_between_rollouts_holds_nothing(make):
     feed = make(num_iterations=2)
     feed.update(0, state(0))
-    assert feed.snapshot(2) == ({"extra_rounds": 0}, {})
+    assert feed.snapshot(2) == ({"extra_rounds": 0, "rewards": {}}, {})
     assert feed.snapshot(1)[0]["rollout"] == 0
 
 

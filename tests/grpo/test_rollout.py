@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rlhf_grpo.drawing import Draw
 from rlhf_grpo.rewards import Reward
 from rlhf_grpo.rollout import (
     Rollout,
@@ -13,8 +14,8 @@ from rlhf_grpo.rollout import (
     measure,
     reward_inputs,
     rollout_metrics,
-    write_samples,
 )
+from rlhf_grpo.samples import write_samples
 
 from rlhf_core import data
 from rlhf_core.sampling import Rollouts
@@ -136,10 +137,10 @@ def test_samples_file(prompts, rollout, tokenizer, tmp_path):
     inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
     rewards = [SimpleNamespace(label="right"), SimpleNamespace(label="short")]
     total = np.array([2.0, 1.0, 1.0, 3.0, 3.0, np.nan])
-    write_samples(tmp_path / "samples", 12, inputs, rewards, rollout, total)
-    rows = [
-        json.loads(line) for line in (tmp_path / "samples" / "update-000012.jsonl").read_text().splitlines()
-    ]
+    drawn = Draw(rollout.prompts, rollout.samples, inputs, rollout.rewards, total)
+    path = tmp_path / "samples" / "some.jsonl"
+    write_samples(path, drawn, rewards, rollout.advantages)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 6
     assert rows[1] == {
         "prompt": prompts.raw[4],

@@ -242,8 +242,8 @@ def test_samples_say_what_was_drawn_and_how_it_was_judged(tiny, train):
 
     run = train([early, number_back], rows, steps_per_generation=3, max_training_steps=3)
     files = sorted(path.name for path in (run.directory / "samples").iterdir())
-    assert files == ["update-000000.jsonl"]
-    lines = tiny.read_rows(run.directory / "samples" / files[0])
+    assert files == ["evaluation-000000.jsonl", "evaluation-000003.jsonl", "update-000000.jsonl"]
+    lines = tiny.read_rows(run.directory / "samples" / files[-1])
     assert len(lines) == 24  # a rollout serves three updates
     prompts = {row["prompt"]: row["number"] for row in rows}
     for first in range(0, 24, 4):

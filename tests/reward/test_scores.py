@@ -1,10 +1,14 @@
 """A sequence's score is its own: whatever is beside it in a batch, on either side of it, or in its row."""
 
+import json
+from types import SimpleNamespace
+
+import jax
 import numpy as np
 import pytest
 from rlhf_reward.reward import ModelReward
 
-from rlhf_core.mesh import put_rows
+from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.objectives import sequence_scores
 from rlhf_core.rows import Layout, pack, tree
 from rlhf_core.scoring import Contract, Scorer
@@ -97,3 +101,23 @@ def test_the_scorer_and_the_reward_function_read_the_same(tiny, model, tmp_path)
     reward.setup(Stage())
     assert_same(reward(prompts, completions, number=[1, 2, 3, 4]), expected)
     assert_same(reward(prompts[::-1], completions[::-1]), expected[::-1])
+
+
+def test_a_run_that_goes_on_scores_in_the_shapes_it_had(tiny, model, tmp_path):
+    """Others would change the last bits, and with them everything that follows."""
+    model.save(tmp_path)
+    few, many = ["a b c"], ["d e f g h i j k l m"] * 40
+    meshes = [tiny.one_device(), tiny.one_device(), make_mesh(devices=jax.devices()[:4])]
+    first, again, elsewhere = (ModelReward(str(tmp_path)) for _ in meshes)
+    for reward, mesh in zip((first, again, elsewhere), meshes, strict=True):
+        reward.setup(SimpleNamespace(devices=lambda mesh=mesh: mesh))
+    assert first.snapshot() == {}
+    again.restore({})
+    first(few, [" x"])
+    kept = json.loads(json.dumps(first.snapshot()))
+    for reward in (again, elsewhere):
+        reward.restore(kept)
+    assert again.snapshot() == first.snapshot()
+    assert again(many, [" x y"] * 40) == first(many, [" x y"] * 40)
+    assert len(elsewhere(few, [" x"])) == 1  # its mesh takes rows by four: shapes of its own
+    assert elsewhere.snapshot() != first.snapshot()

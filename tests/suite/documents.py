@@ -43,7 +43,7 @@ def links(page: Path) -> list[str]:
 
 def commands(text: str) -> list[str]:
     """The lines after "$ " of a console block, continued ones joined, comments left out."""
-    lines = re.findall(r"^\$ (.*(?:\\\n.*)*)", text, re.MULTILINE)
+    lines = re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE)
     return [re.sub(r"\\\n\s*", "", line).partition(" #")[0].strip() for line in lines]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -91,6 +92,10 @@ def _plan(config: FakeConfig, stage: Stage) -> list[str]:
     assert stage.mesh is None
     if config.fail == "plan":
         raise InputError("train.jsonl row 7: no column 'text'")
+    if config.fail == "full plan":
+        raise OSError(28, "No space left on device", "cache")
+    if config.fail == "broken plan":
+        json.loads("{'a'")  # the place that helps is this line, not one of the library
     return [f"{config.size} bytes from {config.model}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -257,3 +258,29 @@ def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleT
         "stage 'rm': train.jsonl row 7: no column 'text'",
         "stage 'policy': train.jsonl row 7: no column 'text'",
     )
+
+
+def test_a_plan_that_fails_is_told_with_its_plugin_and_place(
+    pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
+) -> None:
+    source = Path(str(fake.__file__))
+    line = next(n for n, text in enumerate(source.read_text().splitlines(), 1) if "json.loads" in text)
+    plugin = ["--plugin", str(source), "--dir", "runs/a"]
+    for command in ("check", "run"):
+        sets = ["--set", "base.fail=broken plan", "--set", "policy.fail=plan"]
+        ended = rlhf(command, "p.toml", *plugin, *sets)
+        assert ended.code == 2
+        assert ended.message.splitlines() == [
+            f"stage 'base'.trainer: 'fake' (from {source}) failed to plan: JSONDecodeError: Expecting property name "
+            f"enclosed in double quotes: line 1 column 2 (char 1) ({source} line {line})",
+            "stage 'policy': train.jsonl row 7: no column 'text'",
+        ]
+
+
+def test_a_full_disk_is_not_the_plans_fault(
+    pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
+) -> None:
+    source = str(fake.__file__)
+    ended = rlhf("check", "p.toml", "--plugin", source, "--dir", "runs/a", "--set", "rm.fail=full plan")
+    assert ended.code == 1
+    assert ended.message.startswith("no space left on the disk while writing cache")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,6 +103,29 @@ def test_bad_input_is_exit_code_2_without_a_traceback(tmp_path: Path) -> None:
         assert done.returncode == 2, arguments
         assert done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_why_a_plugin_failed_is_said_once(
+    pipeline: Path,
+    fake: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rlhf: Callable[..., Any],
+) -> None:
+    info = tmp_path / "site" / "rlhf_brk-0.3.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf-brk\nVersion: 0.3.0\n")
+    (info / "entry_points.txt").write_text("[rlhf]\nbrk = made_up_that_is_not_there\n")
+    monkeypatch.syspath_prepend(info.parent)
+    pipeline.write_text(pipeline.read_text().replace('trainer = "fake"', 'trainer = "brk"'))
+    for command in ("check", "run"):
+        ended = rlhf(command, "p.toml", "--plugin", str(FAKE_TRAINERS), "--dir", "runs/a")
+        assert ended.code == 2
+        assert ended.warned.count("No module named 'made_up_that_is_not_there'") == 1
+        assert "No module" not in ended.message
+        lines = ended.message.splitlines()
+        assert [line.split(":")[0] for line in lines] == ["stage 'base'.trainer", "stage 'policy'.trainer"]
+        assert all(line.endswith(" See the warning above.") for line in lines)
 
 
 def test_markup_in_messages_is_left_alone(

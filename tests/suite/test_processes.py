@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rlhf_core import components
+
+processes: Any = components.load_file(Path(__file__).parents[1] / "processes.py")
 pytestmark = pytest.mark.slow
 
 STAGE = """
@@ -68,24 +71,16 @@ def start(directory: Path, name: str, **environment: str) -> subprocess.Popen[st
     )
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Path):
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     for name, rows in (("texts", tiny.texts(11)), ("pairs", tiny.pairs(11)), ("prompts", tiny.prompts(11))):
         tiny.write_rows(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "pipeline.toml").write_text(PIPELINE)
     (tmp_path / "local.py").write_text(LOCAL)
-    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
     runs = [start(tmp_path, "many", **job, JAX_PROCESS_ID=str(i)) for i in range(2)]
     runs.append(start(tmp_path, "one", XLA_FLAGS="--xla_force_host_platform_device_count=2"))
-    for run in runs:
-        said, _ = run.communicate(timeout=600)
-        assert run.returncode == 0, said
+    processes.finish(runs, timeout=600)
     for stage in ("sft", "reward", "dpo", "grpo"):
         ours, theirs = (
             load_file(tmp_path / run / stage / "artifacts" / "model" / "model.safetensors")

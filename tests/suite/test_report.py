@@ -96,6 +96,68 @@ def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> N
     assert "once" not in page.text
 
 
+def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str, Any]]:
+    """Rows of fixed prompts; the rewards of one prompt's completions are v, v + 1, …"""
+    return [
+        {
+            "prompt": f"asked {i}",
+            "completion": f"answer {i} of {step}, {k}",
+            "reward": value + k,
+            "rewards": {"model": value, "brevity": None if k else 0.5},
+            "length": 4 + step,
+            "finished": True,
+        }
+        for i, value in enumerate(values)
+        for k in range(group)
+    ]
+
+
+def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
+    page = page_of(run)
+    assert "at update 0 and at update 20, each with the middle one of its 3 completions" in page.text
+    for i in range(2):
+        assert page.text.count(f"asked {i}") == 1
+        for step in (0, 20):
+            assert f"answer {i} of {step}, 1" in page.text  # the middle one of three
+            assert f"answer {i} of {step}, 0" not in page.text
+    assert "of 10" not in page.text
+    assert "completion 0 4" not in page.text  # of a rollout
+    words = " ".join(page.text.split())
+    assert "reward2.5→9" in words  # means of 1, 2, 3, 2, 3, 4 and of 7, 8, 9, 9, 10, 11
+    assert "model1.5→8" in words
+    assert "brevity0.5→0.5" in words
+    for told in (
+        "mean of 3: 2",
+        "mean of 3: 3",
+        "mean of 3: 8",
+        "mean of 3: 10",
+    ):  # of each prompt, each time
+        assert told in words
+    assert "tokens4→24" in words
+    assert "brevity –" in page.text
+
+
+def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in (0, 10, 20):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, [1.0]))
+    (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
+    page = page_of(run)
+    assert "answer 0 of 10, 0" in page.text
+    assert "of 20" not in page.text
+
+
+def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
+    page = page_of(run)
+    assert "Update 0, the only one that was kept." in page.text
+    assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
+
+
 def test_ten_thousand_steps_stay_small_and_keep_their_extremes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "long", steps=10_000)
     rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]

@@ -13,22 +13,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DPOInputs:
-    """One element a preference pair, float32 [pairs]. Log-probabilities are sums over a completion's tokens, nats."""
+    """One element a preference pair, float32 [pairs]. Log-probabilities are sums over a completion's tokens, nats.
+
+    logps_chosen, logps_rejected: under the policy; differentiable.
+    ref_logps_chosen, ref_logps_rejected: under the reference; no gradient.
+    tokens_chosen, tokens_rejected: how many tokens the completion has, 1 at least.
+    beta: β, above 0: how strongly the policy is held to the reference.
+    """
 
     logps_chosen: jax.Array
-    """Under the policy; differentiable."""
     logps_rejected: jax.Array
-    """The same of the rejected completion."""
     ref_logps_chosen: jax.Array
-    """Under the reference; no gradient."""
     ref_logps_rejected: jax.Array
-    """The same of the rejected completion."""
     tokens_chosen: jax.Array
-    """How many tokens the completion has, 1 at least."""
     tokens_rejected: jax.Array
-    """The same of the rejected completion."""
     beta: float
-    """β, above 0: how strongly the policy is held to the reference."""
 
     @property
     def ratio_chosen(self) -> jax.Array:

@@ -124,6 +124,7 @@ def _pairs(
         )
         if field == "train_data":
             encoded.report.require_differences(records.name)
+    encoded.report.unread += [encoded.where(i) for i, pair in enumerate(encoded.pairs) if pair.margin]
     tell(encoded.report, stage, field)
     return encoded
 

@@ -25,7 +25,7 @@ Outcome = np.ndarray | BaseException | None
 DONE, SKIPPED, STOPPED = 0, 1, 2
 
 
-def score(rewards: Sequence[Reward], inputs: RewardInputs) -> np.ndarray:
+def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True) -> np.ndarray:
     """Every function on every completion: float64 [N, functions], NaN where one does not apply or its call is skipped.
 
     Asynchronous functions and those with a timeout run at the same time, after the others. Of several processes the
@@ -33,7 +33,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs) -> np.ndarray:
     processes, one after another. Every process makes this call and returns, or raises, the same.
 
     Raises RunError, with the label, for whatever a function raises (with on_error "skip" only for values that are no
-    rewards), and where no function applies to any completion. Counts skipped calls in `Reward.failures`.
+    rewards), and, if `needed`, where no function applies to any completion. Counts skipped calls in `Reward.failures`.
     """
     outcomes = _call(rewards, inputs)
     states = _agreed([_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)])
@@ -54,7 +54,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs) -> np.ndarray:
         elif isinstance(outcome, np.ndarray):
             table[:, f] = outcome
     table = _of_first_process(table)
-    if np.isnan(table).all():
+    if needed and np.isnan(table).all():
         raise RunError(
             "; ".join(
                 [

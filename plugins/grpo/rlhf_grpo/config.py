@@ -145,6 +145,12 @@ class GRPOConfig(TrainerConfig):
         default=None, description="correct for a sampler that is not exactly the policy; none: do not"
     )
     evaluation: Evaluation = Field(default=Evaluation(), description="how eval_data is used")
+    num_preview_samples: int = Field(
+        default=8,
+        ge=0,
+        description="prompts of eval_data, else of train_data, whose completions before the first update, at every "
+        "evaluation and after the last are written to samples/, with every reward; 0: none",
+    )
     limits: Limits = Field(default=Limits(), description="when a collapsing run stops")
     mask_truncated_completions: bool = Field(
         default=False, description="do not train on completions that did not stop by themselves"

@@ -75,7 +75,7 @@ def draw(
     for number in range(max_rounds):
         chosen = batches(number)
         wanted = len(chosen)
-        each_round = _answer(sample, prompts, tokenizer, rewards, chosen, number)
+        each_round = answer(sample, prompts, tokenizer, rewards, chosen, number)
         drawn.append(each_round)
         kept += int((~_equal(each_round)).sum())
         if kept >= wanted:
@@ -108,18 +108,21 @@ def draw(
     return whole.take(np.sort(order)), metrics, len(drawn)
 
 
-def _answer(
+def answer(
     sample: Sample,
     prompts: Prompts,
     tokenizer: Any,
     rewards: Sequence[Reward],
     chosen: NDArray[np.int64],
-    number: int,
+    number: int = 0,
+    *,
+    needed: bool = True,
 ) -> Draw:
+    """Completions of the `chosen` prompts, int64 [P], scored. needed: see `score`."""
     ids = [prompts.ids[i] for i in chosen]
     samples = sample(ids, number)
     inputs = reward_inputs(prompts, chosen.tolist(), samples, tokenizer)
-    return Draw(chosen, samples, inputs, *measure(rewards, inputs))
+    return Draw(chosen, samples, inputs, *measure(rewards, inputs, needed=needed))
 
 
 def _equal(draw: Draw) -> NDArray[np.bool_]:

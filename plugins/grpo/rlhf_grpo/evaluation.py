@@ -1,8 +1,9 @@
-"""Held-out prompts: mean rewards and pass@k of the policy as it is."""
+"""Fixed prompts, answered with the same random keys whenever they are: what differs is the policy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import comb
 from typing import TYPE_CHECKING, Any
 
@@ -10,34 +11,44 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_grpo.rollout import measure, reward_inputs
+from rlhf_core.sampling import Rollouts
+from rlhf_grpo.drawing import Draw, answer
+from rlhf_grpo.samples import write_samples
 
 if TYPE_CHECKING:
-    from rlhf_core import TrainState
+    from rlhf_core import Stage, TrainState
     from rlhf_core.data import Prompts
     from rlhf_grpo.rewards import Reward
 
 KEY_NUMBER = 2**31 - 1
-"""Folded into the state's key for evaluations; rollouts count from 0."""
+"""Folded into the state's key for fixed prompts; rollouts count from 0."""
 
 
-def evaluator(
-    sampler: Any,
-    prompts: Prompts,
-    tokenizer: Any,
-    rewards: Sequence[Reward],
-    *,
-    count: int,
-    pass_threshold: float | None,
-) -> Callable[[TrainState], dict[str, float]]:
-    """A function of the state: metrics over completions of the first `count` prompts, by the contract's names."""
-    chosen = list(range(count))
-    ids = [prompts.ids[i] for i in chosen]
+@dataclass(frozen=True)
+class FixedPrompts:
+    """The first `count` prompts of a data set, `shown` of them, evenly spread, to be read.
 
-    def evaluate(state: TrainState) -> dict[str, float]:
-        # The same keys every time: a difference between two evaluations is the policy's.
-        samples = sampler(state.params, ids, jax.random.fold_in(state.key, KEY_NUMBER))
-        each, total = measure(rewards, reward_inputs(prompts, chosen, samples, tokenizer))
+    Of these DIR/samples/evaluation-NNNNNN.jsonl has the completions with every reward after update NNNNNN. group:
+    completions a prompt. kept: the updates whose file this process has written.
+    """
+
+    stage: Stage
+    sampler: Any
+    prompts: Prompts
+    tokenizer: Any
+    rewards: Sequence[Reward]
+    group: int
+    count: int
+    shown: int
+    pass_threshold: float | None = None
+    kept: set[int] = field(default_factory=set)
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Metrics over completions of all prompts, by the contract's names."""
+        drawn = self._answer(state, np.arange(self.count))
+        if self.shown:
+            self._keep(int(state.step), drawn.take(self._spread()))
+        total, samples = drawn.total, drawn.samples
         scored = total[~np.isnan(total)]
         metrics = {
             "reward": float(scored.mean()),
@@ -45,14 +56,37 @@ def evaluator(
             "completions/mean_length": float(np.mean(samples.lengths)),
             "completions/clipped_ratio": float(np.mean(~samples.finished)),
         }
-        for f, reward in enumerate(rewards):
-            own = each[:, f][~np.isnan(each[:, f])]
+        for f, reward in enumerate(self.rewards):
+            own = drawn.each[:, f][~np.isnan(drawn.each[:, f])]
             metrics[f"rewards/{reward.label}/mean"] = float(own.mean()) if len(own) else float("nan")
-        if pass_threshold is not None:
-            metrics |= pass_at_k((total >= pass_threshold).reshape(count, -1))
+        if self.pass_threshold is not None:
+            metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
         return metrics
 
-    return evaluate
+    def preview(self, step: int, state: TrainState) -> None:
+        """Keep what is to be read of `state`, after `step` updates, unless an evaluation has done so."""
+        if self.shown and step not in self.kept:
+            self._keep(step, self._answer(state, self._spread(), needed=False))
+
+    def _spread(self) -> NDArray[np.int64]:
+        return np.linspace(0, self.count - 1, min(self.shown, self.count)).astype(np.int64)
+
+    def _answer(self, state: TrainState, chosen: NDArray[np.int64], *, needed: bool = True) -> Draw:
+        key = jax.random.fold_in(state.key, KEY_NUMBER)
+        # A completion's key goes by its number among those of all prompts, whichever of them are answered.
+        numbers = (chosen[:, None] * self.group + np.arange(self.group)).reshape(-1)
+
+        def sample(ids: Sequence[np.ndarray], _: int) -> Rollouts:
+            drawn: Rollouts = self.sampler(state.params, ids, key, numbers)
+            return drawn
+
+        return answer(sample, self.prompts, self.tokenizer, self.rewards, chosen, needed=needed)
+
+    def _keep(self, step: int, drawn: Draw) -> None:
+        self.kept.add(step)
+        if self.stage.is_main:
+            path = self.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl"
+            write_samples(path, drawn, self.rewards)
 
 
 def pass_at_k(passed: NDArray[np.bool_]) -> dict[str, float]:

@@ -18,13 +18,9 @@ from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.drawing import Sample, draw
 from rlhf_grpo.minibatches import sequence_kl, with_advantages, with_entropy_scale, with_kept
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.rewards import Reward
-from rlhf_grpo.rollout import (
-    Rollout,
-    advantage_inputs,
-    group_trees,
-    write_samples,
-)
+from rlhf_grpo.rewards import Reward, restore, snapshots
+from rlhf_grpo.rollout import Rollout, advantage_inputs, group_trees
+from rlhf_grpo.samples import write_samples
 
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
@@ -55,11 +51,13 @@ class RolloutFeed:
         layout: Layout,
         reference: Reference | None,
         aggregation: str,
+        preview: Callable[[int, TrainState], None] | None = None,
     ) -> None:
+        """preview: called once, with 0 and the state that nothing was done to, when the first rollout is there."""
         self.stage, self.config, self.prompts, self.tokenizer = stage, config, prompts, tokenizer
         self.sampler, self.rewards, self.advantage = sampler, rewards, advantage
         self.read, self.layout, self.reference = read, layout, reference
-        self.aggregation = aggregation
+        self.aggregation, self.preview = aggregation, preview
         self.mesh = stage.devices()
         self.fingerprint = prompts.fingerprint
         rollouts = updates(len(prompts), config.prompts_per_rollout, config.num_train_epochs, None)
@@ -138,7 +136,10 @@ class RolloutFeed:
         self.packed = [self.finished(minibatch) for minibatch in packed]
         logged = (step + config.updates_per_rollout) // config.log_steps > step // config.log_steps
         if self.stage.is_main and (number == 0 or logged):
-            write_samples(self.stage.dir / "samples", step, drawn.inputs, self.rewards, self.rollout, total)
+            path = self.stage.dir / "samples" / f"update-{step:06d}.jsonl"
+            write_samples(path, drawn._replace(total=total), self.rewards, self.rollout.advantages)
+        if number == 0 and self.preview is not None:
+            self.preview(step, state)
 
     def sample_with(self, state: TrainState, number: int) -> Sample:
         key, size = jax.random.fold_in(state.key, number), self.config.num_generations
@@ -215,7 +216,7 @@ class RolloutFeed:
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Little between rollouts; in the middle of one, the rollout and what its first policy said of it."""
-        host: dict[str, Any] = {"extra_rounds": self.extra_rounds}
+        host: dict[str, Any] = {"extra_rounds": self.extra_rounds, "rewards": snapshots(self.rewards)}
         arrays: dict[str, np.ndarray] = {}
         if self.config.sync_ref_model and self.reference is not None:
             arrays |= self.reference.snapshot()
@@ -232,6 +233,7 @@ class RolloutFeed:
         if self.config.sync_ref_model and self.reference is not None:
             self.reference.restore(arrays)
         self.extra_rounds = host["extra_rounds"]
+        restore(self.rewards, host["rewards"])
         if "rollout" not in host:
             return
         self.rollout = Rollout.from_arrays(host["rollout"], arrays)

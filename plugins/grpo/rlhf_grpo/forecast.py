@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_core import data
+from rlhf_core.advice import advise as advise_shared
 from rlhf_core.doors import open_records, require_model
 from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_line
+from rlhf_core.mesh import rows_a_device
 from rlhf_core.stopping import stop_table
 from rlhf_grpo.advice import advise, notes
 from rlhf_grpo.inputs import open_prompts, open_rewards
@@ -48,8 +50,9 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         context = hf_config.get("max_position_embeddings")
         if config.keeps_reference:
             parts["reference"] = parts["gradients"]  # a copy of what is trained
-        parts["rollout cache"] = cache_bytes(definition, completions, longest + length)
-        lines.append(memory_line(parts, config.dtype))
+        sampled = rows_a_device(stage.planned_mesh, config.prompts_per_rollout) * config.num_generations
+        parts["rollout cache"] = cache_bytes(definition, sampled, longest + length)
+        lines.append(memory_line(parts, config.dtype, stage.planned_mesh))
     told = advise(
         config,
         updates=total,
@@ -57,6 +60,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         context=context,
         longest_prompt=longest,
     )
+    told += advise_shared(config, total)
     return [*lines, *(f"warning: {line}" for line in told), *(f"note: {line}" for line in notes(config))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,3 +177,15 @@ def set_up(rewards: Sequence[Reward], columns: Sequence[str], stage: Stage) -> N
     for reward in rewards:
         if hasattr(reward.function, "setup"):
             reward.function.setup(stage)
+
+
+def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:
+    """{label: what a checkpoint keeps of it} for functions that are objects with `snapshot`."""
+    return {r.label: r.function.snapshot() for r in rewards if hasattr(r.function, "snapshot")}
+
+
+def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
+    """Give each reward back what `snapshots` kept of it."""
+    for reward in rewards:
+        if reward.label in kept:
+            reward.function.restore(kept[reward.label])

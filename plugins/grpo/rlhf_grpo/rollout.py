@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import AdvantageInputs, RewardInputs
-from rlhf_core.artifacts import write_atomic
 from rlhf_core.data import Prompts
 from rlhf_core.encoding import continuations
 from rlhf_core.rows import Tree
@@ -77,9 +74,11 @@ def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, to
     return RewardInputs(raw, completions, ids, columns)
 
 
-def measure(rewards: Sequence[Reward], inputs: RewardInputs) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards by function, float64 [N, functions], and their weighted sum, float64 [N]."""
-    each = score(rewards, inputs)
+def measure(
+    rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`."""
+    each = score(rewards, inputs, needed=needed)
     return each, total_reward(each, np.array([reward.weight for reward in rewards]))
 
 
@@ -150,32 +149,3 @@ def group_trees(
             )
         )
     return trees
-
-
-def write_samples(
-    directory: Path,
-    step: int,
-    inputs: RewardInputs,
-    rewards: Sequence[Reward],
-    rollout: Rollout,
-    total: np.ndarray,
-) -> None:
-    """DIR/samples/update-NNNNNN.jsonl: every completion with every reward and its advantage."""
-    lines = []
-    for i, text in enumerate(inputs.completions):
-        each = {r.label: _number(rollout.rewards[i, f]) for f, r in enumerate(rewards)}
-        line = {
-            "prompt": inputs.prompts[i],
-            "completion": text,
-            "reward": _number(total[i]),
-            "rewards": each,
-            "advantage": float(rollout.advantages[i]),
-            "length": int(rollout.samples.lengths[i]),
-            "finished": bool(rollout.samples.finished[i]),
-        }
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    write_atomic(directory / f"update-{step:06d}.jsonl", "".join(lines))
-
-
-def _number(x: float) -> float | None:
-    return None if np.isnan(x) else float(x)

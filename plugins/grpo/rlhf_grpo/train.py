@@ -9,13 +9,13 @@ import numpy as np
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, SAMPLER, SamplerInputs, artifacts, optimizers
 from rlhf_core.doors import Result, door_inputs, open_model, run_alone
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit import fit
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.suited import with_attention
 from rlhf_grpo.advice import advise
 from rlhf_grpo.config import GRPOConfig
-from rlhf_grpo.evaluation import evaluator
+from rlhf_grpo.evaluation import FixedPrompts
 from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.inputs import open_prompts, open_rewards, require_known
 from rlhf_grpo.limits import watch
@@ -60,6 +60,17 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     _warm_up(sampler, model, prompts.ids)
     layout = group_layout(config, sizes, model.definition.hidden_size, stage.devices())
     model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
+    held_out = _held_out(config, stage, model, rewards)
+    asked = held_out or FixedPrompts(
+        stage,
+        sampler,
+        prompts,
+        model.tokenizer,
+        rewards,
+        config.num_generations,
+        count=len(prompts),
+        shown=config.num_preview_samples,
+    )
     feed = RolloutFeed(
         stage,
         config,
@@ -72,8 +83,11 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         layout,
         reference,
         getattr(loss, "aggregation", "token_mean"),
+        asked.preview,
     )
     feed.compile(model.params)
+    if held_out is not None:
+        _warm_up(held_out.sampler, model, held_out.prompts.ids[: held_out.count])
     if stage.is_main:
         context = model.hf_config.get("max_position_embeddings")
         for line in advise(
@@ -94,10 +108,12 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         ),
         feed,
         schedule=schedule,
-        evaluate=_evaluation(config, stage, model, rewards),
+        evaluate=None if held_out is None else held_out.evaluate,
         after_update=_reference_sync(config, reference) if config.sync_ref_model and reference else None,
         stop_when=watch(config.limits),
     )
+    if held_out is None:
+        _last_preview(asked, fitted.state, stage)
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
 
@@ -136,10 +152,8 @@ def _warm_up(sampler: Any, model: Model, ids: Sequence[np.ndarray]) -> None:
         sampler.warm_up(model.params, [len(prompt) for prompt in ids])
 
 
-def _evaluation(
-    config: GRPOConfig, stage: Stage, model: Model, rewards: list[Reward]
-) -> Callable[[TrainState], dict[str, float]] | None:
-    """None without `eval_data`."""
+def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Reward]) -> FixedPrompts | None:
+    """The prompts of `eval_data`; None without."""
     prompts = open_prompts(config, stage, model.tokenizer, "eval_data", needed=False)
     if prompts is None:
         return None
@@ -149,13 +163,29 @@ def _evaluation(
     size = config.eval_batch_size or max(config.total_batch_size // own.num_generations, 1)
     steps = config.max_evaluation_steps
     count = min(len(prompts), size * steps if steps is not None else len(prompts))
-    sampler = _sampler(
-        config, stage, model, prompts, config.evaluation_sampling, own.num_generations, min(size, count)
+    return FixedPrompts(
+        stage,
+        _sampler(
+            config, stage, model, prompts, config.evaluation_sampling, own.num_generations, min(size, count)
+        ),
+        prompts,
+        model.tokenizer,
+        rewards,
+        own.num_generations,
+        count=count,
+        shown=config.num_preview_samples,
+        pass_threshold=own.pass_threshold,
     )
-    _warm_up(sampler, model, prompts.ids[:count])
-    return evaluator(
-        sampler, prompts, model.tokenizer, rewards, count=count, pass_threshold=own.pass_threshold
-    )
+
+
+def _last_preview(asked: FixedPrompts, state: TrainState, stage: Stage) -> None:
+    """A reward that fails now must not cost the trained model."""
+    try:
+        asked.preview(int(state.step), state)
+    except RunError as error:
+        warnings.warn(
+            f"stage '{stage.name}': completions after training were not kept: {error}", stacklevel=2
+        )
 
 
 def _reference_sync(config: GRPOConfig, reference: Reference) -> Callable[[int, TrainState], None]:

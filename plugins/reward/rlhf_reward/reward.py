@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.mesh import row_multiple
+from rlhf_core.rows import Layout
 from rlhf_core.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -39,3 +41,17 @@ class ModelReward:
             raise RuntimeError("setup(stage) comes before the first call")
         scores = self._scorer.score_completions(prompts, completions, columns.get("tools"))
         return [float(score) for score in scores]
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the last bits of scores depend on beside the texts: the shapes that were chosen for the first ones."""
+        layout = None if self._scorer is None else self._scorer.layout
+        return {} if layout is None else layout._asdict()
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """The inverse of `snapshot`, after `setup`; on a mesh that these shapes do not fit, others are chosen."""
+        if self._scorer is None or not kept:
+            return
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()}
+        layout = Layout(**values)
+        if not any(rows % row_multiple(self._scorer.model.mesh) for rows in layout.rows):
+            self._scorer.layout = layout

@@ -1,0 +1,36 @@
+"""Arguments and flags that commands take: those shared by several, and those with much to say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="Override a field, or `seed=1`; repeatable."),
+]
+RunDirectory = Annotated[
+    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")
+]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        "--devices", min=1, metavar="N", help="Tell the memory of each of N devices; they need not be here."
+    ),
+]
+Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
+]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE.html", help="Default: RUN/report.html, or compare.html here."
+    ),
+]

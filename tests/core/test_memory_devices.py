@@ -1,0 +1,128 @@
+"""Memory of each device of a mesh that is only planned, against what eight virtual devices hold."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rlhf_core import optimizers
+from rlhf_core.errors import InputError
+from rlhf_core.memory import memory_line, training_bytes
+from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_a_device
+from rlhf_core.metrics import Mean
+from rlhf_core.models import fresh_model
+from rlhf_core.state import create_state
+from rlhf_core.step import Programs
+
+SHAPES = ((8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 1, 8))
+UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
+"""Sizes that 8 does not divide, some not even 4: they stay whole on an axis of that size."""
+
+
+def held(tree: Any) -> set[int]:
+    """Bytes of `tree` on each device, as a set: of one number where all hold as much."""
+    on = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            on[shard.device] += shard.data.nbytes
+    return set(on.values())
+
+
+def model_on(tiny: ModuleType, mesh: Any, head: Any = "lm", **sizes: Any) -> Any:
+    return fresh_model({"vocab_size": 48, **tiny.SIZES, **sizes}, head, mesh=mesh)
+
+
+@pytest.mark.parametrize("sizes", [{}, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parameters_and_optimizer_are_exact(
+    shape: tuple[int, int, int], sizes: dict[str, int], tiny: ModuleType
+) -> None:
+    model = model_on(tiny, make_mesh(*shape), **sizes)
+    told = training_bytes(model.definition, optimizers.adamw(1e-3), (8, 16), mesh=planned_mesh(8, *shape))
+    assert held(model.params) == {told["parameters"]} == {told["gradients"]}
+    assert held(create_state(model, optimizers.adamw(1e-3)).opt_state) == {told["optimizer"]}
+    alone = training_bytes(model.definition, optimizers.adamw(1e-3), (8, 16))
+    whole = shape[0] == 8 or (sizes == UNEVEN and 8 in shape)
+    assert (told["parameters"] == alone["parameters"]) == whole
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon", "sgd"])
+def test_optimizers_that_keep_other_shapes(name: str, tiny: ModuleType) -> None:
+    model, tx = model_on(tiny, make_mesh(2, 2, 2), "score"), getattr(optimizers, name)(1e-3)
+    told = training_bytes(model.definition, tx, (8, 16), mesh=planned_mesh(8, 2, 2, 2))
+    assert held(create_state(model, tx).opt_state) == {told["optimizer"]}
+
+
+def test_what_is_not_trained(tiny: ModuleType) -> None:
+    """Adapters alone have gradients and a state; frozen parameters have none."""
+    shape, tx = (2, 2, 2), optimizers.adamw(1e-3)
+    adapted = model_on(tiny, make_mesh(*shape)).with_lora(rank=4)
+    for model, frozen in ((adapted, None), (model_on(tiny, make_mesh(*shape)), "embed_tokens|norm")):
+        state = create_state(model, tx, frozen=frozen)
+        told = training_bytes(model.definition, tx, (8, 16), frozen, planned_mesh(8, *shape))
+        assert held(model.params) == {told["parameters"]}
+        assert held(state.trained().params) == {told["gradients"]}
+        assert held(state.opt_state) == {told["optimizer"]}
+        assert told["gradients"] < told["parameters"]
+
+
+def test_gradients_of_a_step_are_placed_so(tiny: ModuleType) -> None:
+    mesh = make_mesh(1, 4, 2)
+    model = model_on(tiny, mesh)
+
+    def objective(params: Any, tokens: Any) -> tuple[Mean, dict[str, Any]]:
+        return Mean.of(model.definition.hidden(params, tokens, tokens, tokens + 8)), {}
+
+    state = create_state(model, optax.identity())
+    done = Programs(objective, state).accumulate(state, put_rows(mesh, np.zeros((8, 8), np.int32)), None)
+    told = training_bytes(model.definition, optax.identity(), (8, 8), mesh=planned_mesh(8, fsdp=4, tensor=2))
+    assert held(done.grads) == {told["gradients"]}
+
+
+def test_activations_are_those_of_a_devices_rows(tiny: ModuleType) -> None:
+    definition, tx = model_on(tiny, None).definition, optax.identity()
+
+    def activations(rows: int, mesh: Any = None) -> int:
+        return training_bytes(definition, tx, (rows, 32), mesh=mesh)["activations"]
+
+    assert activations(16, planned_mesh(8)) == activations(16, planned_mesh(8, fsdp=8)) == activations(2)
+    assert activations(16, planned_mesh(8, tensor=8)) == activations(16)
+    assert activations(3, planned_mesh(8)) == activations(1)  # five devices compute empty rows
+    assert [rows_a_device(planned_mesh(8, fsdp=2, tensor=2), n) for n in (1, 4, 5)] == [1, 1, 2]
+
+
+def test_devices_that_are_not_here(tiny: ModuleType) -> None:
+    many = planned_mesh(4096, fsdp=16)
+    assert dict(many.shape) == {"data": 256, "fsdp": 16, "tensor": 1}
+    definition = model_on(tiny, None).definition
+    alone = training_bytes(definition, optax.identity(), (1, 8))
+    kernels = training_bytes(definition, optax.identity(), (1, 8), mesh=many)
+    assert alone["parameters"] / 16 <= kernels["parameters"] < alone["parameters"] / 12
+    assert memory_line({"parameters": 1000, "activations": 0}, "bfloat16", many) == (
+        "memory at most about 1 kB on each of 4096 devices (data 256, fsdp 16, tensor 1), computed in bfloat16: "
+        "parameters 1 kB"
+    )
+    assert "on 1 device (data 1, fsdp 1, tensor 1)" in memory_line({"parameters": 1}, None, planned_mesh(1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"tensor": 3}, r"mesh.tensor: 3 does not fit 8 device\(s\), it must divide 8; set mesh.tensor = 2"),
+        ({"tensor": 16}, r"mesh.tensor: 16 does not fit 8 device\(s\), .*; set mesh.tensor = 8"),
+        ({"fsdp": 4, "tensor": 4}, r"mesh.fsdp: 4 does not fit 8 device\(s\), it must divide 2; set .* = 2"),
+        ({"data": 5, "fsdp": -1}, r"mesh.data: 5 does not fit 8 device\(s\), it must divide 8; set .* = 4"),
+        ({"data": 2}, r"mesh: data=2 × fsdp=1 × tensor=1 does not fit 8 device\(s\); set one of them to -1"),
+        ({"data": 0}, "mesh: sizes are positive, one may be -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(InputError, match=f"^{told}"):
+        planned_mesh(8, **sizes)
+    with pytest.raises(InputError, match=f"^{told}"):
+        make_mesh(**sizes, devices=jax.devices()[:8])

@@ -1,0 +1,62 @@
+"""Settings that cannot act are told in the plan, once in a run, and by the Python door; they are noted all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlhf_core.advice import advise
+from rlhf_core.options import TrainerConfig
+
+WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
+TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"
+SETS = ["--set", "policy.warmup_steps=9", "--set", "policy.top_p=0.9", "--set", "policy.learning_rate=1e-6"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, []),
+        ({"warmup_steps": 4}, []),
+        (
+            {"warmup_steps": 5},
+            ["warmup_steps=5: the run has 4 updates, so that the learning rate ends at 0.8 of 1"],
+        ),
+        (
+            {"learning_rate_end": 0.0},
+            ["learning_rate_end=0: cannot act: scheduler is 'constant'; linear, cosine and wsd fall to it"],
+        ),
+        ({"learning_rate_end": 0.1, "scheduler": "wsd"}, []),
+    ],
+)
+def test_what_is_said(settings: dict[str, Any], told: list[str]) -> None:
+    assert list(advise(TrainerConfig(learning_rate=1.0, **settings), 4)) == told
+
+
+def test_a_run_of_one_update() -> None:
+    (said,) = advise(TrainerConfig(warmup_steps=2), 1)
+    assert "the run has 1 update, so" in said
+
+
+@pytest.mark.slow
+def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) -> None:
+    checked = rlhf("check", "policy.toml", *SETS)
+    assert f"warning: {WARMUP}" in checked.out
+    assert f"warning: {TOP_P}" in checked.out
+    ended = rlhf("run", "policy.toml", *SETS)
+    assert ended.code == 0
+    shown = ended.out + ended.warned + ended.message
+    assert (shown.count(WARMUP), shown.count(TOP_P)) == (1, 1)
+    rows = [json.loads(line) for line in (place.path / "run/events.jsonl").read_text().splitlines()]
+    noted = [row["message"] for row in rows if row["event"] == "warning"]
+    assert f"stage 'policy'.{WARMUP}" in noted
+    assert any(TOP_P in message for message in noted)
+
+
+@pytest.mark.slow
+def test_the_python_door_tells_it(short: Any) -> None:
+    with pytest.warns(UserWarning, match=r"stage 'sft'\.warmup_steps=7: the run has 6 updates"):
+        short.train("sft", warmup_steps=7)

@@ -1,0 +1,93 @@
+"""`rlhf check --devices N`: memory of each device, of every trainer's stage, without touching one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from rlhf_core import cli
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import load_model
+
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+DPO = """
+dir = "run"
+[[stage]]
+name = "direct"
+trainer = "dpo"
+model = "model"
+train_data = "pairs.jsonl"
+max_training_steps = 2
+total_batch_size = 4
+max_sequence_length = 32
+"""
+
+
+def memory(rlhf: Callable[..., Any], pipeline: str, *more: str) -> tuple[str, dict[str, float]]:
+    """(where, {part: bytes}) as `rlhf check` tells it, its lines joined."""
+    ended = rlhf("check", pipeline, *more)
+    assert ended.code == cli.DONE, ended.message
+    cells = [line.split("│")[-2].strip() for line in ended.out.splitlines() if line.count("│") > 4]
+    said = " ".join(cells)
+    found = re.search(
+        r"memory at most about ([\d.,]+ [kMG]?B) (.*?), float32: ((?:[a-z ]+ [\d.,]+ [kMG]?B,? ?)+)", said
+    )
+    assert found, said
+    parts = re.findall(r"([a-z ]+?) ([\d.]+) ([kMG]?B)", found[3])
+    sizes = {name.strip(): float(number) * UNITS[unit] for name, number, unit in parts}
+    number, unit = found[1].split()
+    assert float(number) * UNITS[unit] == pytest.approx(sum(sizes.values()), rel=0.02)
+    return found[2], sizes
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "head"), [("base", "lm"), ("rm", "score"), ("policy", "lm"), ("direct", "lm")]
+)
+def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) -> None:
+    """Parameters as eight devices hold them; and the same stage on one device, where nothing is divided."""
+    place.write("direct.toml", DPO)
+    mesh = ("--set", "mesh.data=2", "--set", "mesh.fsdp=-1", "--set", "mesh.tensor=2")
+    where, parts = memory(rlhf, f"{pipeline}.toml", "--devices", "8", *mesh)
+    assert where == "on each of 8 devices (data 2, fsdp 2, tensor 2)"
+    params = load_model(place.path / "model", head, mesh=make_mesh(2, 2, 2)).params
+    device = jax.devices()[0]
+    shards = [s for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards if s.device == device]
+    held = sum(shard.data.nbytes for shard in shards)
+    assert parts["parameters"] == pytest.approx(held, rel=0.01)
+    assert parts["optimizer"] == pytest.approx(2 * held, rel=0.01)  # AdamW's moments
+    where, whole = memory(rlhf, f"{pipeline}.toml")
+    assert where == "in all"
+    assert memory(rlhf, f"{pipeline}.toml", "--devices", "1")[1] == whole
+    assert set(parts) == set(whole)
+    if pipeline == "policy":
+        assert parts["reference"] == parts["gradients"]
+        # 2 prompts × 2 completions on four shares of the rows: one prompt each, two of them empty.
+        assert parts["rollout cache"] == pytest.approx(whole["rollout cache"] / 2, rel=0.01)
+
+
+def test_no_device_is_touched(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("devices were asked for")
+
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, refuse)
+    assert (
+        "1024 devices (data 256, fsdp 4, tensor 1)"
+        in memory(rlhf, "policy.toml", "--devices", "1024", "--set", "mesh.fsdp=4")[0]
+    )
+
+
+def test_a_mesh_that_does_not_fit_is_told_with_all_else(place: Any, rlhf: Any) -> None:
+    arguments = ["check", "base.toml", "--devices", "8", "--set", "mesh.tensor=3"]
+    ended = rlhf(*arguments)
+    told = "mesh.tensor: 3 does not fit 8 device(s), it must divide 8; set mesh.tensor = 2"
+    assert (ended.code, ended.message) == (cli.BAD_INPUT, told)
+    place.write("corpus.jsonl", '{"prompt": "a"}\n')
+    ended = rlhf(*arguments)
+    assert ended.code == cli.BAD_INPUT
+    assert told in ended.message
+    assert "corpus.jsonl" in ended.message
