@@ -21,7 +21,9 @@ class SeedField(NamedTuple):
     """What happens instead, whatever the value."""
 
 
-_GENERATION = "GRPO writes completions of rollouts and of fixed prompts to samples/, a reward stage scored pairs"
+_GENERATION = (
+    "GRPO writes completions of rollouts and of fixed prompts to samples/, a reward stage scored pairs"
+)
 _ESURGE = "completions are drawn by what `sampler` names"
 _WORKERS = "batches are made between updates, while the device computes; no worker processes are needed"
 _HOST = "token ids stay in host memory, batches go to the device one at a time"
