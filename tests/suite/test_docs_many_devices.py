@@ -21,11 +21,12 @@ PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
 FILES = {name: text for _, text in documents.blocks(PAGE) if (name := documents.named(text))}
 
 JOIN = """#!{python}
-import sys
+import os, sys
 from rlhf_core import runtime
 runtime.prepare()
 import jax
-print(f"process {{jax.process_index()}} of {{jax.process_count()}}:", *sys.argv[1:], flush=True)
+said = " ".join([f"process {{jax.process_index()}} of {{jax.process_count()}}:", *sys.argv[1:]])
+os.write(1, (said + "\\n").encode())  # in one piece: both processes write to one pipe
 """
 STUBS = {
     # What the launchers do, on this machine alone; quoting is theirs too.
