@@ -189,12 +189,11 @@ class ModelFamily:
         tokens, positions, visible_until int32 [rows, time] as in `Rows`.
     unembedding(config, params) -> (kernel [hidden, vocab], softcap float | None).
     score(config, params, hidden [..., hidden]) -> float32 [...]: the reward head.
-    prefill(config, params, tokens, positions, visible_until, cache_length) -> (hidden, key/value cache of the `time`
-        tokens with room for `cache_length`).
-    repeat(config, cache, times) -> cache with every row repeated `times` times, neighbours together.
+    prefill(config, params, tokens, positions, visible_until) -> (hidden, key/value cache, rows first, of these tokens).
+    ring(config, cache, length, slot) -> cache of `length` slots: the last token in slot - 1, the others before it, round.
     prepare(config, params) -> params as `decode` reads them fastest; called once a rollout, inside jit.
-    decode(config, params, cache, tokens [B], positions [B], visible [B, cache_length] bool, slot) -> (hidden
-        [B, hidden], cache): one token a row, written at cache index `slot`; `visible` includes it.
+    decode(config, params, cache, tokens [B], positions [B], visible [B, length] bool, slot) -> (hidden [B, hidden],
+        cache): one token a row, written in `slot`, which `visible` includes. Slots are used round, as in `ring`.
     load(config, directory, shardings) -> params: from a Hugging Face directory; a missing score head is left out.
     save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
     adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
@@ -211,7 +210,7 @@ class ModelFamily:
     unembedding: Callable[..., Any]
     score: Callable[..., Any]
     prefill: Callable[..., Any]
-    repeat: Callable[..., Any]
+    ring: Callable[..., Any]
     prepare: Callable[..., Any]
     decode: Callable[..., Any]
     load: Callable[..., Any]

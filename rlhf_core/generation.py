@@ -1,4 +1,4 @@
-"""The sampling loop as one compiled program: prefill, then a token a step until every sequence has ended."""
+"""The sampling loop as one compiled program: prefill, then a token a step in every slot until no sequence is left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jax import lax
 
 from rlhf_core.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
 from rlhf_core.logprobs import unembed
-from rlhf_core.mesh import replicated, row_sharding
+from rlhf_core.mesh import replicated, row_multiple
+from rlhf_core.slots import CUT, ENDED, Queue, Written, each_shard, most_steps, put, spread, take
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import Mesh
 
     from rlhf_core.models import Definition
     from rlhf_core.sampling import SamplingOptions
@@ -30,20 +31,33 @@ class Plan:
     mesh: Mesh
     stop_ids: tuple[int, ...]
     num_generations: int
+    slots: int
+    """Sequences that are decoded at once, in each shard of rows."""
+    last_slots: int
+    """The same once no more are left; 0: as before."""
     key_type: str
 
 
-class _State(NamedTuple):
-    """The loop's own arrays; the model's cache is carried beside them. What no option asks for is None."""
+class _Slots(NamedTuple):
+    """The sequence in each slot, all shards' together [B]. What no option asks for is None."""
 
-    sampled: jax.Array  # int32, tokens sampled so far
-    last: jax.Array  # int32 [B], the token sampled last
-    done: jax.Array  # bool [B]
-    tokens: jax.Array  # int32 [B, C]
-    logps: jax.Array  # float32 [B, C]
-    lengths: jax.Array  # int32 [B]
+    keys: jax.Array  # uint32 [B, words], the sequence's own
+    drawn: jax.Array  # int32 [B], tokens sampled so far
+    position: jax.Array  # int32 [B], of the last token
+    last: jax.Array  # int32 [B], the last token: of the prompt, or sampled
+    free: jax.Array  # bool [B], the sequence has ended, or there is none
     seen: jax.Array | None  # bool [B, V], tokens of the prompt and the completion
     matched: jax.Array | None  # int32 [B], how much of a stop string the completion ends in
+
+
+class _Carry(NamedTuple):
+    """The model's cache is used as a ring: step s writes its place s mod length."""
+
+    step: jax.Array  # int32
+    slots: _Slots
+    queue: Queue
+    written: Written
+    cache: Any
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -51,90 +65,140 @@ def generate(
     params: Any,
     prompts: jax.Array,
     lengths: jax.Array,
+    last: jax.Array,
     ids: jax.Array,
     key_data: jax.Array,
     stop_table: jax.Array | None,
     *,
     plan: Plan,
 ) -> Any:
-    """The fields of `Rollouts`, for P prompts and G completions each, B = P · G, replicated.
+    """(`Written`, the step at which each sequence began [N], its slot [N]), for P prompts and G completions each,
+    N = P · G, replicated. `rlhf_core.slots.read` makes completions of it.
 
-    prompts: int32 [P, time], left-padded; lengths: int32 [P], 0: the row is not wanted; ids: uint32 [P · G].
+    prompts: int32 [P, time], left-padded, without their last tokens; lengths: int32 [P], with them, 0: the prompt is
+    not wanted, nor those after it in its shard; last: int32 [P], the last tokens; ids: uint32 [N].
     stop_table: unsigned [states, V], of `rlhf_core.stopping`; None: no stop strings.
     """
     model, options, groups = plan.definition, plan.options, plan.num_generations
-    time, longest = prompts.shape[1], options.max_completion_length
-    cache_length = time + longest - 1  # the last token is sampled and never fed back
-    slots = jnp.arange(cache_length)
+    shards, longest = row_multiple(plan.mesh), options.max_completion_length
+    sequences, rows = len(ids) // shards, shards * plan.slots
+    cache_length = prompts.shape[1] + longest  # a completion's last token is never fed back, its prompt's is
+    place = jnp.arange(cache_length)
     stops = jnp.asarray(plan.stop_ids, jnp.int32)
 
-    first = time - lengths[:, None]  # the index of a prompt's first token
-    used = slots[:time] >= first
-    positions = jnp.maximum(slots[:time] - first, 0)
-    states, cache = model.prefill(params, prompts, positions, jnp.where(used, time, 0), cache_length)
-    cache = model.repeat(cache, groups)
-    states, lengths, first = (jnp.repeat(x, groups, axis=0) for x in (states[:, -1], lengths, first))
+    used = jnp.arange(prompts.shape[1]) >= prompts.shape[1] - (lengths[:, None] - 1)
+    positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)
+    _, read = model.prefill(params, prompts, positions, jnp.where(used, prompts.shape[1], 0))
     prepared = model.prepare(params)
     kernel, softcap = model.unembedding(params)
-    kernel = kernel.astype(states.dtype)
-    uniforms = _uniforms(jax.random.wrap_key_data(key_data, impl=plan.key_type), ids, longest)
+    key = jax.random.wrap_key_data(key_data, impl=plan.key_type)
 
-    def sample(state: _State, hidden: jax.Array) -> _State:
-        """The next token of every row that is not done."""
-        logits = unembed(hidden, kernel, softcap)
-        uniform = lax.dynamic_index_in_dim(uniforms, state.sampled, 1, False)
-        token, logp = _choose(logits, uniform, options, state.seen)
-        token, logp = jnp.where(state.done, 0, token), jnp.where(state.done, 0.0, logp)
+    def begin(queue: Queue, index: jax.Array, slot: jax.Array) -> tuple[_Slots, Any]:
+        """Sequences `index` of each shard, int32 [shards, n], about to feed their prompts' last tokens."""
+        prompt = index // groups
+        own_ids, length, token = take(ids, index), take(lengths, prompt), take(last, prompt)
+        seen = None
+        if options.repetition_penalty != 1:
+            none = jnp.zeros((len(token), kernel.shape[1]), jnp.bool_)
+            seen = _mark(_mark(none, *take((prompts, used), prompt)), token[:, None], True)
+        waiting = (index < queue.wanted[:, None]).reshape(-1)
+        slots = _Slots(
+            jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(own_ids),
+            jnp.zeros_like(token),
+            length - 1,
+            token,
+            ~waiting,
+            seen,
+            None if stop_table is None else jnp.zeros_like(token),
+        )
+        return slots, model.ring(take(read, prompt), cache_length, slot)
+
+    def fill(carry: _Carry) -> _Carry:
+        """One free slot of each shard gets the next sequence of its queue."""
+        queue = carry.queue
+        free = carry.slots.free.reshape(shards, -1)
+        needed = free.any(1) & queue.waits()
+        slot = jnp.argmax(free, axis=1).astype(jnp.int32)
+        index = jnp.minimum(queue.begun, sequences - 1)
+        new = begin(queue, index[:, None], carry.step % cache_length)
+        slots, cache = put((carry.slots, carry.cache), slot, new, needed)
+        note = each_shard(lambda x, i, value, use: x.at[i].set(jnp.where(use, value, x[i])))
+        when = jnp.broadcast_to(carry.step, (shards,))
+        queue = Queue(
+            queue.wanted,
+            queue.begun + needed,
+            note(queue.step, index, when, needed),
+            note(queue.slot, index, slot, needed),
+        )
+        return _Carry(carry.step, slots, queue, carry.written, cache)
+
+    def fillable(carry: _Carry) -> jax.Array:
+        return (carry.slots.free.reshape(shards, -1).any(1) & carry.queue.waits()).any()
+
+    def step(carry: _Carry, columns: jax.Array | None = None) -> _Carry:
+        """The next token of every sequence. columns: of `written` by slots, int32 [shards, slots]; None: the slots."""
+        slots, slot = carry.slots, carry.step % cache_length
+        age = slot - place + jnp.where(place > slot, cache_length, 0)  # steps ago, round
+        visible = age <= slots.position[:, None]
+        hidden, cache = model.decode(prepared, carry.cache, slots.last, slots.position, visible, slot)
+        logits = unembed(hidden, kernel.astype(hidden.dtype), softcap)
+        token, logp = _choose(logits, _uniforms(slots.keys, slots.drawn, plan.key_type), options, slots.seen)
         stopped = (token[:, None] == stops).any(-1)
-        matched = state.matched
+        matched = slots.matched
         if stop_table is not None:
             matched = stop_table[matched, token].astype(jnp.int32)
             stopped |= matched == stop_table.shape[0] - 1
-        return _State(
-            state.sampled + 1,
+        cut = slots.drawn == longest - 1
+        ends = jnp.where(slots.free, 0, jnp.where(stopped, ENDED, jnp.where(cut, CUT, 0)))
+        new = Written(token, logp, ends.astype(jnp.int8))
+        rows = jax.tree.map(lambda x: x[None], new if columns is None else take(new, columns))
+        written = jax.tree.map(
+            lambda whole, row: lax.dynamic_update_slice(whole, row, (carry.step, 0)), carry.written, rows
+        )
+        slots = _Slots(
+            slots.keys,
+            slots.drawn + 1,
+            slots.position + 1,
             token,
-            state.done | stopped,
-            lax.dynamic_update_slice(state.tokens, token[:, None], (0, state.sampled)),
-            lax.dynamic_update_slice(state.logps, logp[:, None], (0, state.sampled)),
-            state.lengths + ~state.done,
-            None if state.seen is None else _mark(state.seen, token[:, None], True),
+            slots.free | stopped | cut,
+            None if slots.seen is None else _mark(slots.seen, token[:, None], True),
             matched,
         )
+        return _Carry(carry.step + 1, slots, carry.queue, written, cache)
 
-    def step(carry: tuple[_State, Any]) -> tuple[_State, Any]:
-        state, cache = carry
-        slot = time + state.sampled - 1
-        visible = (slots >= first) & (slots <= slot)
-        hidden, cache = model.decode(prepared, cache, state.last, slot - first[:, 0], visible, slot)
-        return sample(state, hidden), cache
+    def many(carry: _Carry) -> jax.Array:
+        """More sequences are left than fit the last slots."""
+        left = (~carry.slots.free).reshape(shards, -1).sum(1)
+        return carry.queue.waits().any() | (left > plan.last_slots).any()
 
-    def going(carry: tuple[_State, Any]) -> jax.Array:
-        return (carry[0].sampled < longest) & ~carry[0].done.all()
+    def step_full(carry: _Carry) -> _Carry:
+        return step(lax.while_loop(fillable, fill, carry))
 
-    def row_zeros(dtype: Any, *shape: int) -> Any:
-        return _constrained(jnp.zeros((len(ids), *shape), dtype), row_sharding(plan.mesh))
-
-    seen = None
-    if options.repetition_penalty != 1:
-        each = (jnp.repeat(x, groups, axis=0) for x in (prompts, used))
-        seen = _mark(row_zeros(jnp.bool_, kernel.shape[1]), *each)
-    start = _State(
-        jnp.int32(0),
-        row_zeros(jnp.int32),
-        lengths == 0,
-        row_zeros(jnp.int32, longest),
-        row_zeros(jnp.float32, longest),
-        row_zeros(jnp.int32),
-        seen,
-        None if stop_table is None else row_zeros(jnp.int32),
+    wanted = (lengths > 0).reshape(shards, -1).sum(1, dtype=jnp.int32) * groups
+    first = jnp.broadcast_to(jnp.arange(plan.slots, dtype=jnp.int32), (shards, plan.slots))
+    none = jnp.zeros((shards, sequences), jnp.int32)
+    queue = Queue(
+        wanted, jnp.minimum(wanted, plan.slots), none, lax.dynamic_update_slice(none, first, (0, 0))
     )
-    state, _ = lax.while_loop(going, step, (sample(start, states), cache))
+    steps = most_steps(sequences, plan.slots, longest)
+    written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
+    slots, cache = spread(plan.mesh, begin(queue, first, jnp.int32(0)))
+    end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
+    if plan.last_slots:
+        order = jnp.argsort(end.slots.free.reshape(shards, -1), axis=1)  # stable: those that go on come first
+        columns = jnp.minimum(
+            jnp.argsort(order, axis=1), plan.last_slots - 1
+        )  # of ended ones: never read again
+        slots, cache = take((end.slots, end.cache), order[:, : plan.last_slots])
+        end = lax.while_loop(
+            lambda carry: ~carry.slots.free.all(),
+            functools.partial(step, columns=columns),
+            end._replace(slots=slots, cache=cache),
+        )
     # Replicated, so that every process of a multi-process run can read all of it.
-    return _constrained((state.tokens, state.lengths, state.logps, state.done), replicated(plan.mesh))
-
-
-def _constrained(arrays: Any, sharding: NamedSharding) -> Any:
-    return lax.with_sharding_constraint(arrays, sharding)
+    slot = end.queue.slot + plan.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    out = (end.written, end.queue.step.reshape(-1), slot.reshape(-1))
+    return lax.with_sharding_constraint(out, replicated(plan.mesh))
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:
@@ -143,14 +207,14 @@ def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Arr
     return jax.vmap(lambda row, token, use: row.at[token].max(use))(seen, tokens, used)
 
 
-def _uniforms(key: jax.Array, ids: jax.Array, count: int) -> jax.Array:
-    """float32 [B, count, 2] in [0, 1), two numbers for each token of each sequence."""
+def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
+    """float32 [B, 2] in [0, 1): for the token `counts`, int32 [B], of the sequences with these keys, uint32 [B, …]."""
 
-    def of_sequence(id_: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(key, id_)
-        return jax.vmap(lambda t: jax.random.uniform(jax.random.fold_in(own, t), (2,)))(jnp.arange(count))
+    def of_sequence(key: jax.Array, count: jax.Array) -> jax.Array:
+        own = jax.random.wrap_key_data(key, impl=key_type)
+        return jax.random.uniform(jax.random.fold_in(own, count), (2,))
 
-    return jax.vmap(of_sequence)(ids)
+    return jax.vmap(of_sequence)(keys, counts)
 
 
 def _choose(

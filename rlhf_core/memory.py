@@ -122,7 +122,7 @@ def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
     tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
 
     def cache(params: Any, tokens: Any) -> Any:
-        return definition.prefill(params, tokens, tokens, tokens, length)[1]
+        return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
 
     return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
 

@@ -1,7 +1,7 @@
 """Completions sampled from a policy, with the log-probability of every token.
 
-A prompt is prefilled once, however many completions it gets, and its cache repeated. Prompts are padded on
-the left to one of a few lengths, so that all rows write the same cache slot. The loop is one program.
+A prompt is prefilled once, however many completions it gets. Sequences are decoded in a few slots; one that ends makes
+room for the next. Prompts are padded on the left to one of a few lengths. Prefill and loop are one program.
 Each sequence has a key of its own: what it samples does not depend on its neighbours or on how calls are cut.
 """
 
@@ -17,8 +17,9 @@ from pydantic import Field
 from rlhf_core.ahead import Ahead
 from rlhf_core.errors import InputError
 from rlhf_core.generation import Plan, generate
-from rlhf_core.mesh import abstract_rows, put_rows, replicated, row_multiple
+from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
 from rlhf_core.options import Options
+from rlhf_core.slots import read
 from rlhf_core.stopping import stop_table
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import SamplerInputs
     from rlhf_core.models import Definition
 
+SLOTS = {"cpu": 32}
+"""Sequences a device decodes at once. On a CPU more of them take longer in proportion."""
+SLOTS_ACCELERATOR = 256
+"""The same where there is no entry above: up to there a step reads weights, and more sequences cost little."""
+LAST_SLOTS = 4
+"""The last sequences, once a quarter of the slots holds them, are decoded by themselves: not where that is fewer."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
 
@@ -80,8 +87,8 @@ class Sampler:
 
     definition: a language model; its parameters are given with every call and may be spread over `mesh`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
-    prompts_per_call: prompts on the devices at once, rounded up to a multiple of the mesh's rows; there are
-        num_generations times as many sequences.
+    prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
+        are sampled in `slots_a_device` slots a device, one after another.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: needed for options.stop_strings only. They are looked for in a completion's bytes as `token_bytes`
         gives them, wherever token borders lie, and never across the border of prompt and completion.
@@ -152,8 +159,9 @@ class Sampler:
         for start in range(0, count, self.prompts_per_call):
             chosen = order[start : start + self.prompts_per_call]
             batch = self._batch([prompts[i] for i in chosen], lengths[chosen], ids[chosen])
+            rows = self._rows(len(chosen))
             for whole, part in zip(out, self._run(params, batch, key), strict=True):
-                whole[chosen] = part.reshape(-1, *whole.shape[1:])[: len(chosen)]
+                whole[chosen] = part.reshape(-1, *whole.shape[1:])[rows]
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
@@ -170,7 +178,7 @@ class Sampler:
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
             tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
             ids = np.zeros(rows * self.num_generations, np.uint32)
-            batch = abstract_rows(self.mesh, (tokens, none, ids))
+            batch = abstract_rows(self.mesh, (tokens, none, none, ids))
             key_data, plan = self._plan(jax.random.key(0))
             lowered = generate.lower(params, *batch, key_data, self._stop_table, plan=plan)
             self._ahead.compile(time, lowered)
@@ -180,15 +188,19 @@ class Sampler:
         self._ahead.wait(batch[0].shape[1])
         key_data, plan = self._plan(key)
         rows = put_rows(self.mesh, batch)
-        return jax.device_get(generate(params, *rows, key_data, self._stop_table, plan=plan))
+        written, step, slot = jax.device_get(generate(params, *rows, key_data, self._stop_table, plan=plan))
+        return read(written, step, slot, self.options.max_completion_length)
 
     def _plan(self, key: jax.Array) -> tuple[np.ndarray, Plan]:
+        slots = slots_a_device(self.mesh, self.prompts_per_call * self.num_generations)
         plan = Plan(
             self.definition,
             self.options,
             self.mesh,
             self.stop_ids,
             self.num_generations,
+            slots,
+            slots // 4 if slots >= 4 * LAST_SLOTS else 0,
             str(jax.random.key_impl(key)),
         )
         return np.asarray(jax.random.key_data(key)), plan
@@ -222,22 +234,45 @@ class Sampler:
 
     def _batch(
         self, prompts: Sequence[np.ndarray], lengths: np.ndarray, ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Left-padded tokens int32 [P, time], lengths int32 [P], 0 where unused, ids uint32 [P · G]."""
+    ) -> tuple[np.ndarray, ...]:
+        """The rows of `generate`: prompts, lengths, last tokens and ids."""
         time = bucket(int(lengths.max()), self.max_prompt_length)
-        tokens = np.zeros((self.prompts_per_call, time), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, time - len(prompt) :] = prompt
-        unused = self.prompts_per_call - len(prompts)
-        return tokens, np.pad(lengths, (0, unused)), np.pad(ids, ((0, unused), (0, 0))).reshape(-1)
+        count = self.prompts_per_call
+        tokens, last, sizes = (
+            np.zeros((count, time), np.int32),
+            np.zeros(count, np.int32),
+            np.zeros(count, np.int32),
+        )
+        own = np.zeros((count, self.num_generations), np.uint32)
+        rows = self._rows(len(prompts))
+        for row, prompt in zip(rows, prompts, strict=True):
+            tokens[row, time - len(prompt) + 1 :] = prompt[:-1]
+            last[row] = prompt[-1]
+        sizes[rows], own[rows] = lengths, ids
+        return tokens, sizes, last, own.reshape(-1)
+
+    def _rows(self, count: int) -> np.ndarray:
+        """Where `count` prompts stand: dealt out, so that shards have as many, and those of a shard stand first."""
+        shards = row_multiple(self.mesh)
+        i = np.arange(count)
+        return i % shards * (self.prompts_per_call // shards) + i // shards
+
+
+def slots_a_device(mesh: AnyMesh | None, sequences: int) -> int:
+    """How many of `sequences` each device of a mesh decodes at once; None: of one device."""
+    most = SLOTS.get(jax.default_backend(), SLOTS_ACCELERATOR)
+    return min(rows_a_device(mesh, sequences), most)
 
 
 def bucket(length: int, longest: int) -> int:
-    """The padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`."""
+    """The padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`.
+
+    A prompt's last token is not among those that are prefilled.
+    """
     size = SHORTEST_BUCKET
-    while size < length:
+    while size < length - 1:
         size *= 2
-    return min(size, longest)
+    return min(size, max(longest - 1, 1))
 
 
 def make_sampler(inputs: SamplerInputs) -> Sampler:

@@ -205,28 +205,27 @@ def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> ja
 
 
 def prefill(
-    config: DecoderConfig,
-    params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    visible_until: jax.Array,
-    cache_length: int,
+    config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """(hidden states as `hidden`, the cache): `cache_length` slots, the first `time` of them filled."""
-    _check_length(config, cache_length)
+    """(hidden states as `hidden`, the cache of these tokens)."""
     states, (keys, values) = _merged(config, params)(tokens, positions, visible_until, keep=True)
-    room = (0, cache_length - tokens.shape[1])
-    none = (0, 0)
-    return states, Cache(
-        tuple(jnp.pad(layer, (none, none, none, room)) for layer in keys),
-        tuple(jnp.pad(layer, (none, none, room, none)) for layer in values),
-        jnp.pad(positions, (none, room)),
+    return states, Cache(tuple(keys), tuple(values), positions)
+
+
+def ring(config: DecoderConfig, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
+    """`cache` as one of `length` slots, its last token in slot - 1, those before it going back from there, round."""
+    _check_length(config, length)
+
+    def turned(x: jax.Array, axis: int) -> jax.Array:
+        room = [(0, 0)] * x.ndim
+        room[axis] = (length - x.shape[axis], 0)
+        return jnp.roll(jnp.pad(x, room), slot, axis)
+
+    return Cache(
+        tuple(turned(layer, 3) for layer in cache.keys),
+        tuple(turned(layer, 2) for layer in cache.values),
+        turned(cache.positions, 1),
     )
-
-
-def repeat(config: DecoderConfig, cache: Cache, times: int) -> Cache:
-    """Every row `times` times, neighbours together."""
-    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), cache)
 
 
 def prepare(config: DecoderConfig, params: Params) -> Params:

@@ -87,15 +87,13 @@ class Definition:
         """Rewards float32 [...] of hidden states [..., hidden]."""
         return self.family.score(self.config, params, hidden)
 
-    def prefill(
-        self, params: Any, tokens: Any, positions: Any, visible_until: Any, cache_length: int
-    ) -> tuple[jax.Array, Any]:
-        """(hidden states as `hidden`, a cache of `cache_length` slots whose first `time` are filled)."""
-        return self.family.prefill(self.config, params, tokens, positions, visible_until, cache_length)
+    def prefill(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> tuple[jax.Array, Any]:
+        """(hidden states as `hidden`, the cache of these tokens)."""
+        return self.family.prefill(self.config, params, tokens, positions, visible_until)
 
-    def repeat(self, cache: Any, times: int) -> Any:
-        """The cache with every row `times` times, neighbours together."""
-        return self.family.repeat(self.config, cache, times)
+    def ring(self, cache: Any, length: int, slot: Any) -> Any:
+        """The cache as one of `length` slots, its last token in slot - 1, those before it going back, round."""
+        return self.family.ring(self.config, cache, length, slot)
 
     def prepare(self, params: Any) -> Any:
         """The parameters as `decode` reads them fastest."""

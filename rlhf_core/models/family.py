@@ -27,7 +27,7 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
         unembedding=decoder.unembedding,
         score=decoder.score,
         prefill=decoder.prefill,
-        repeat=decoder.repeat,
+        ring=decoder.ring,
         prepare=decoder.prepare,
         decode=decoder.decode,
         load=weights.load,

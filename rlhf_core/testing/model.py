@@ -38,7 +38,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     packing: nor do other sequences of the row; and two sequences may share their start.
     later tokens: no token sees those after it.
     some tokens: `hidden_at` gives of them what `hidden` gives.
-    cache: `prefill`, `repeat` and `decode` give what `hidden` gives of the whole.
+    cache: `prefill`, `ring` and `decode` give what `hidden` gives of the whole.
     score: one number a position.
     saving: `load` gives back what `save` wrote, bit for bit.
     mesh: the same on all devices there are.
@@ -154,24 +154,32 @@ def _packing(hidden: Any, params: Any, tokens: Any, first: Any, second: Any) -> 
 def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None:
     prompt = 3
     ids, positions, until = (np.pad(x, ((0, 0), (1, 0))) for x in _row(tokens[:prompt]))
-    length = 1 + FIRST
-    prefill = jax.jit(definition.prefill, static_argnums=4)
-    states, cache = prefill(params, ids, positions, np.where(until > 0, until + 1, 0), length)
+    prefill = jax.jit(definition.prefill)
+    states, read = prefill(params, ids, positions, np.where(until > 0, until + 1, 0))
     require_close(states[0, 1:], whole[:prompt], "prefill of a left-padded prompt", rtol=1e-4)
-    cache = definition.repeat(cache, 2)
+    for x in jax.tree.leaves(read):
+        if x.shape[:1] != (1,):
+            raise Broken(
+                f"prefill of one row gives a cache with an array {list(x.shape)}; rows are the first axis"
+            )
+    # Two rows, in fewer slots than there are tokens and padding: what is written goes round.
+    length, first = FIRST, FIRST - 2
+    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), read)
+    cache = jax.jit(definition.ring, static_argnums=1)(twice, length, np.int32(first))
     prepared, decode = definition.prepare(params), jax.jit(definition.decode)
     for i in range(prompt, FIRST):
-        visible = (np.arange(length) >= 1) & (np.arange(length) <= i + 1)
+        slot = (first + i - prompt) % length
+        visible = (slot - np.arange(length)) % length <= i
         state, cache = decode(
             prepared,
             cache,
             np.full(2, tokens[i], np.int32),
             np.full(2, i, np.int32),
             np.stack([visible, visible]),
-            np.int32(i + 1),
+            np.int32(slot),
         )
         for row in state:
-            require_close(row, whole[i], f"decode of token {i}, cache index {i + 1}", rtol=1e-4)
+            require_close(row, whole[i], f"decode of token {i}, in slot {slot} of {length}", rtol=1e-4)
     kernel, softcap = definition.unembedding(params)
     logits = unembed(state, kernel.astype(state.dtype), softcap)
     if logits.shape != (2, definition.vocab_size):

@@ -52,39 +52,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 hidden = jax.jit(decoder.hidden, static_argnums=0)
-prefill = jax.jit(decoder.prefill, static_argnums=(0, 5))
-repeat = jax.jit(decoder.repeat, static_argnums=(0, 2))
+prefill = jax.jit(decoder.prefill, static_argnums=0)
+ring = jax.jit(decoder.ring, static_argnums=(0, 2))
 decode = jax.jit(decoder.decode, static_argnums=0)
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_prefill_repeat_and_decode_equal_the_whole_forward_pass(name: str) -> None:
+def test_prefill_ring_and_decode_equal_the_whole_forward_pass(name: str) -> None:
     config = parse(SIZES | FAMILIES[name])
     params = decoder.init(config, jax.random.key(0))
     draw = np.random.default_rng(0)
     lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
     prompts = draw.integers(0, 31, (2, time)).astype(np.int32)
     completions = draw.integers(0, 31, (2 * copies, steps)).astype(np.int32)
-    length = time + steps + 2  # two slots more than are needed
+    length, first = time + steps, time + 2  # two slots up to the ring's end, then round
     mask = np.arange(time)[None] >= time - lengths[:, None]  # left-padded
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
     until = np.where(mask, time, 0).astype(np.int32)
 
-    states, cache = prefill(config, params, prompts, positions, until, length)
-    assert [x.shape for x in cache.keys] == [(2, 2, config.head_dim, length)] * 3
-    assert [x.shape for x in cache.values] == [(2, 2, length, config.head_dim)] * 3
+    states, cache = prefill(config, params, prompts, positions, until)
+    assert [x.shape for x in cache.keys] == [(2, 2, config.head_dim, time)] * 3
+    assert [x.shape for x in cache.values] == [(2, 2, time, config.head_dim)] * 3
     np.testing.assert_allclose(
         states, hidden(config, params, prompts, positions, until), rtol=1e-5, atol=1e-6
     )
-    cache = repeat(config, cache, copies)
+    cache = ring(
+        config, jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), cache), length, np.int32(first)
+    )
 
-    seen = np.zeros((2 * copies, length), bool)
-    seen[:, :time] = np.repeat(mask, copies, 0)
     found, used = [], params
     for i in range(steps):
-        seen[:, time + i] = True
+        slot = (first + i) % length
         at = np.repeat(lengths, copies).astype(np.int32) + i
-        state, cache = decode(config, used, cache, completions[:, i], at, jnp.asarray(seen), time + i)
+        seen = (slot - np.arange(length)) % length <= at[:, None]
+        state, cache = decode(config, used, cache, completions[:, i], at, seen, np.int32(slot))
         found.append(np.asarray(state))
         used = decoder.prepare(config, params)  # only the first token goes through plain parameters
     assert decode._cache_size() <= 2 * len(FAMILIES)  # the slot is traced: no compilation a step

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from rlhf_core.errors import InputError
 from rlhf_core.models import Architecture, decoder_family, find_family, fresh_model, load_model
 from rlhf_core.models.config import Rope
-from rlhf_core.models.decoder import abstract, hidden, prefill
+from rlhf_core.models.decoder import abstract, hidden, prefill, ring
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.parse import parse
 
@@ -126,7 +126,7 @@ def test_longrope_refuses_rows_that_it_would_turn_otherwise() -> None:
     with pytest.raises(InputError, match=r"rows of 9 tokens .* original_max_position_embeddings .* 8"):
         jax.eval_shape(partial(hidden, config), params, rows, rows, rows)
     with pytest.raises(InputError, match="rows of 12 tokens"):
-        jax.eval_shape(lambda p, x: prefill(config, p, x[:, :4], x[:, :4], x[:, :4], 12), params, rows)
+        jax.eval_shape(lambda p, x: ring(config, prefill(config, p, *[x[:, :4]] * 3)[1], 12, 0), params, rows)
 
 
 @pytest.mark.parametrize(

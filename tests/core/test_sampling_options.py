@@ -187,10 +187,11 @@ def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
 def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:
     """The shapes that the loop carries."""
     sampler = make_sampler(model, **options)
-    plan = generation.Plan(model.definition, sampler.options, model.mesh, (), 4, "threefry2x32")
+    plan = generation.Plan(model.definition, sampler.options, model.mesh, (), 4, 16, 0, "threefry2x32")
     arrays = [
         np.zeros((4, 32), np.int32),
         np.ones(4, np.int32),
+        np.zeros(4, np.int32),
         np.zeros(16, np.uint32),
         np.zeros(2, np.uint32),
     ]

@@ -11,8 +11,9 @@ from rlhf_core.doors import open_records, require_model
 from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_line
 from rlhf_core.mesh import rows_a_device
+from rlhf_core.sampling import slots_a_device
 from rlhf_core.stopping import stop_table
-from rlhf_grpo.advice import advise, notes
+from rlhf_grpo.advice import advise
 from rlhf_grpo.inputs import open_prompts, open_rewards
 from rlhf_grpo.rewards import check_columns
 
@@ -50,8 +51,10 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         context = hf_config.get("max_position_embeddings")
         if config.keeps_reference:
             parts["reference"] = parts["gradients"]  # a copy of what is trained
-        sampled = rows_a_device(stage.planned_mesh, config.prompts_per_rollout) * config.num_generations
-        parts["rollout cache"] = cache_bytes(definition, sampled, longest + length)
+        asked = rows_a_device(stage.planned_mesh, config.prompts_per_rollout)
+        slots = slots_a_device(None, asked * config.num_generations)
+        cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, asked, longest)
+        parts["rollout cache"] = cache
         lines.append(memory_line(parts, config.dtype, stage.planned_mesh))
     told = advise(
         config,
@@ -61,7 +64,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         longest_prompt=longest,
     )
     told += advise_shared(config, total)
-    return [*lines, *(f"warning: {line}" for line in told), *(f"note: {line}" for line in notes(config))]
+    return [*lines, *(f"warning: {line}" for line in told)]
 
 
 def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, str]:

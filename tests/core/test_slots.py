@@ -1,0 +1,120 @@
+"""Sequences that take turns in a few slots: nothing but the number of steps depends on it."""
+
+from __future__ import annotations
+
+import heapq
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import sampling
+from rlhf_core.mesh import make_mesh
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions
+from rlhf_core.slots import CUT, ENDED, Written, most_steps, read
+
+NEW, GROUP = 24, 3
+KEY = jax.random.key(2)
+ALL = 1000
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType) -> Any:
+    return tiny.make_model(scale=6.0)
+
+
+def ask(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    slots: int,
+    *,
+    last: int = ALL,
+    mesh: Any = None,
+    **options: Any,
+) -> Rollouts:
+    """Nine prompts, three completions each."""
+    monkeypatch.setitem(sampling.SLOTS, "cpu", slots)
+    monkeypatch.setattr(sampling, "LAST_SLOTS", last)
+    rng = np.random.default_rng(0)
+    words = len(model.tokenizer)
+    prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
+    mesh = model.mesh if mesh is None else mesh
+    sampler = Sampler(
+        model.definition,
+        SamplingOptions(max_completion_length=NEW, **options),
+        mesh=mesh,
+        stop_ids=tuple(range(3, 3 + words // 10)),
+        num_generations=GROUP,
+        prompts_per_call=len(prompts),
+        max_prompt_length=40,
+        tokenizer=model.tokenizer,
+    )
+    return sampler(jax.device_put(model.params, model.definition.shardings(mesh)), prompts, KEY)
+
+
+def assert_same(found: Rollouts, expected: Rollouts) -> None:
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.logps, expected.logps, atol=2e-5)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalty": {"repetition_penalty": 1.3, "temperature": 0.8},
+    "strings": {"stop_strings": ("a", "e")},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_number_of_slots_changes_nothing(
+    options: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ask(model, monkeypatch, ALL, **OPTIONS[options])
+    assert len(set(expected.lengths.tolist())) > 5
+    assert 0 < expected.finished.sum() < len(expected.finished)
+    cases = ((1, ALL), (4, ALL), (8, 1), (20, 2)) if options == "plain" else ((4, 1),)
+    for slots, last in cases:
+        assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
+
+
+def test_nor_does_a_mesh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
+    expected = ask(model, monkeypatch, ALL)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    for slots, last in ((2, ALL), (4, 1)):
+        assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
+
+
+def test_a_slot_is_given_to_the_next_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are those of a queue in Python, and stay below what is set aside for them."""
+    written: list[Written] = []
+    monkeypatch.setattr(sampling, "read", lambda *given: written.append(given[0]) or read(*given))
+    lengths = ask(model, monkeypatch, ALL).lengths
+    for slots in (1, 4, 8):
+        ask(model, monkeypatch, slots)
+        order = np.argsort([1, 5, 33, 2, 17, 40, 8, 3, 11], kind="stable")
+        busy = [0] * slots
+        for each in lengths.reshape(-1, GROUP)[order].reshape(-1):
+            heapq.heappush(busy, heapq.heappop(busy) + int(each))
+        used = np.flatnonzero((written[-1].ends > 0).any(1))
+        assert used[-1] + 1 == max(busy)
+        assert len(written[-1].ends) == most_steps(len(lengths), slots, NEW)
+
+
+def test_what_was_written_is_read_up_to_the_end() -> None:
+    tokens = np.arange(1, 13, dtype=np.int32).reshape(6, 2)
+    ends = np.zeros((6, 2), np.int8)
+    ends[1, 0], ends[4, 0], ends[2, 1], ends[3, 1] = ENDED, CUT, CUT, ENDED
+    out = read(Written(tokens, -tokens.astype(np.float32), ends), [0, 2, 0, 3], [0, 0, 1, 1], 3)
+    found, lengths, logps, finished = out
+    assert found.tolist() == [[1, 3, 0], [5, 7, 9], [2, 4, 6], [8, 0, 0]]
+    assert lengths.tolist() == [2, 3, 3, 1]
+    assert logps.tolist() == (-found).tolist()
+    assert finished.tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(("sequences", "slots", "steps"), [(7, 3, 30), (6, 3, 20), (1, 1, 10), (3, 8, 10)])
+def test_steps_set_aside(sequences: int, slots: int, steps: int) -> None:
+    assert most_steps(sequences, slots, 10) == steps
