@@ -190,7 +190,7 @@ class ModelFamily:
     unembedding(config, params) -> (kernel [hidden, vocab], softcap float | None).
     score(config, params, hidden [..., hidden]) -> float32 [...]: the reward head.
     prefill(config, params, tokens, positions, visible_until) -> (hidden, key/value cache, rows first, of these tokens).
-    ring(config, cache, length, slot) -> cache of `length` slots: the last token in slot - 1, the others before it, round.
+    ring(config, cache, length, slot) -> cache of `length` slots: the last token in slot - 1, the rest before it, round.
     prepare(config, params) -> params as `decode` reads them fastest; called once a rollout, inside jit.
     decode(config, params, cache, tokens [B], positions [B], visible [B, length] bool, slot) -> (hidden [B, hidden],
         cache): one token a row, written in `slot`, which `visible` includes. Slots are used round, as in `ring`.

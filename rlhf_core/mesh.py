@@ -14,6 +14,8 @@ from rlhf_core.errors import InputError
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
+"""Those that rows are spread over."""
 RULES: Mapping[str, str | None] = {
     "embed": "fsdp",
     "heads": "tensor",
@@ -88,8 +90,18 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 
 def row_sharding(mesh: AnyMesh) -> NamedSharding:
-    """Rows are spread over `data` and `fsdp`, whatever follows the first axis."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    """Rows are spread over ROW_AXES, whatever follows the first axis."""
+    return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+
+
+def mesh_of_rows(x: jax.Array) -> AbstractMesh | None:
+    """The mesh that the rows of `x`, [rows, ...], can be spread over: that of the arrays it is made from, if it divides
+    them and the compiler places them, as it does not within `jax.shard_map`. Otherwise None.
+    """
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names) or set(mesh.axis_types) != {AxisType.Auto}:
+        return None
+    return None if x.shape[0] % row_multiple(mesh) else mesh
 
 
 def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -98,16 +110,13 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
     Without it the compiler follows the embedding table, which `fsdp` splits along the hidden dimension: then every
     device computes all rows, and sums of activations go between the devices in place of parameters.
     """
-    mesh = jax.typeof(like).sharding.mesh
-    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names) or x.shape[0] % row_multiple(mesh):
-        return x
-    spread: jax.Array = jax.lax.with_sharding_constraint(x, row_sharding(mesh))
-    return spread
+    mesh = mesh_of_rows(like)
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
 
 def row_multiple(mesh: AnyMesh) -> int:
     """The number of rows of a batch is a multiple of this."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def rows_a_device(mesh: AnyMesh | None, rows: int) -> int:

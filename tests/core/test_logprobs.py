@@ -1,61 +1,21 @@
-"""Log-probabilities and entropies against float64 NumPy: values, gradients, sharding and memory."""
+"""Log-probabilities and entropies against float64 NumPy: values, gradients and memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core import logprobs
+from rlhf_core.components import load_file
 from rlhf_core.logprobs import entropy_from_logits, logps_from_logits, token_logps
-from rlhf_core.mesh import make_mesh, row_sharding
 
-ROWS, LENGTH, DIM, VOCAB = 4, 7, 16, 31
-
-
-def problem(dtype: Any = np.float32) -> tuple[Any, Any, np.ndarray, np.ndarray, np.ndarray]:
-    """hidden, kernel, targets (one of five unused), and a cotangent for each result."""
-    rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(ROWS, LENGTH, DIM)), dtype)
-    kernel = jnp.asarray(rng.normal(size=(DIM, VOCAB)), dtype)
-    targets = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
-    targets[rng.random((ROWS, LENGTH)) < 0.2] = -1
-    assert (targets == -1).any()
-    return hidden, kernel, targets, rng.normal(size=(ROWS, LENGTH)), rng.normal(size=(ROWS, LENGTH))
-
-
-def reference(
-    hidden: Any,
-    kernel: Any,
-    targets: np.ndarray,
-    g: np.ndarray,
-    h: np.ndarray,
-    temperature: float,
-    softcap: float | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """log p, H and the gradients of Σ g log p + h H wrt hidden and kernel, float64, token by token."""
-    hidden, kernel = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64)
-    logps, entropies = np.zeros(targets.shape), np.zeros(targets.shape)
-    d_hidden, d_kernel = np.zeros(hidden.shape), np.zeros(kernel.shape)
-    for row, k in zip(*np.nonzero(targets >= 0), strict=True):
-        raw = hidden[row, k] @ kernel
-        capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
-        slope = np.ones_like(raw) if softcap is None else 1 / np.cosh(raw / softcap) ** 2
-        logits = capped / temperature
-        p = np.exp(logits) / np.exp(logits).sum()
-        entropy = -(p * np.log(p)).sum()
-        logps[row, k], entropies[row, k] = np.log(p[targets[row, k]]), entropy
-        # The Jacobian of softmax, J = diag(p) - p pᵀ, applied to the derivatives with respect to p.
-        d_p = h[row, k] * (-np.log(p) - 1)
-        d_p[targets[row, k]] += g[row, k] / p[targets[row, k]]
-        d_raw = (np.diag(p) - np.outer(p, p)) @ d_p * slope / temperature
-        d_hidden[row, k] = kernel @ d_raw
-        d_kernel += np.outer(hidden[row, k], d_raw)
-    return logps, entropies, d_hidden, d_kernel
+cases: Any = load_file(Path(__file__).with_name("logprob_cases.py"))
+problem, reference = cases.problem, cases.reference
 
 
 def computed(
@@ -152,30 +112,6 @@ def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
     for a, b in zip(actual[2:], expected[2:], strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=0.03 * np.abs(b).max())
-
-
-def test_a_mesh_of_eight_devices_gives_the_same_without_gathering_hidden_states() -> None:
-    hidden, kernel, targets, g, h = problem()
-    kernel = jnp.concatenate([kernel, kernel[:, :1]], axis=1)  # 32 words, so that `tensor` divides them
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    rows = row_sharding(mesh)
-    placed = [jax.device_put(x, rows) for x in (hidden, jnp.asarray(targets), g, h)]
-    spread = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
-
-    def total(hidden: Any, kernel: Any, targets: Any, g: Any, h: Any) -> Any:
-        logps, entropies = token_logps(hidden, kernel, targets, chunk=3, entropy=True)
-        return jnp.sum(logps * g + entropies * h), (logps, entropies)
-
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
-    expected = gradient(hidden, kernel, targets, g, h)
-    program = gradient.lower(placed[0], spread, *placed[1:]).compile()
-    for a, b in zip(
-        jax.tree.leaves(program(placed[0], spread, *placed[1:])), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-    gathers = [line for line in program.as_text().splitlines() if "all-gather(" in line]
-    whole = f"f32[{ROWS},"  # an array with all rows on one device
-    assert not [line for line in gathers if whole in line.split(" all-gather(")[0]]
 
 
 @pytest.mark.parametrize(("cut", "share"), [({"chunk": 16}, 1 / 4), ({"block": 128}, 1 / 8)], ids=str)
