@@ -29,6 +29,7 @@ env: $(VENV)/installed
 
 # The tools come first and build isolation is off, so that building, too, uses the versions of constraints.txt.
 $(VENV)/installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	@echo "Installing into $(VENV), which takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TOOLS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[math,report]' $(PLUGINS:%=-e %)

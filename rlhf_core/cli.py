@@ -14,7 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_core import __version__
-from rlhf_core.command_options import Devices, Output, Page, Pipeline, Plugins, RunDirectory, Sets
+from rlhf_core.command_options import (
+    ComponentKind,
+    Devices,
+    Output,
+    Page,
+    Pipeline,
+    Plugins,
+    RunDirectory,
+    Sets,
+    Template,
+)
 from rlhf_core.errors import InputError, RunError, Stopped
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
@@ -74,7 +84,7 @@ def check(
     dir: RunDirectory = None,
     devices: Devices = None,
 ) -> None:
-    """Everything that can be wrong with a pipeline, all at once; else what it would do. Uses no device."""
+    """Everything that is wrong with a pipeline, or what it would do. All at once, without a device."""
     from rlhf_core import commands
 
     commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir, devices=devices)
@@ -93,7 +103,7 @@ def train(
         str, typer.Argument(metavar="TRAINER", show_default=False, help="sft, reward, grpo, …")
     ],
 ) -> None:
-    """One stage from flags: rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN.
+    """One stage from flags. rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN
 
     The flags are the fields of the trainer's config: `rlhf train TRAINER --help` lists them. `--field value`,
     `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are understood. Also --dir,
@@ -116,7 +126,7 @@ def score(
         typer.Option("--normalize", help="Less the mean and over the deviation on MODEL's evaluation data."),
     ] = False,
 ) -> None:
-    """Add `score` to rows with prompt and completion, or messages; to pairs chosen_score, rejected_score."""
+    """Add a reward model's scores to rows. `score` to answers, chosen_score and rejected_score to pairs."""
     from rlhf_core import commands
 
     commands.score(model, file, output, normalize=normalize)
@@ -133,7 +143,7 @@ def export(
         bool, typer.Option("--merge", help="Adapters into the weights, in place of the adapters alone.")
     ] = False,
 ) -> None:
-    """Write MODEL in Hugging Face layout, as transformers, PEFT and vLLM open it."""
+    """Write MODEL for transformers, PEFT and vLLM. In Hugging Face layout, as they open it."""
     from rlhf_core import commands
 
     commands.export(model, directory, merge=merge)
@@ -172,11 +182,9 @@ def generate(
         int, typer.Option("--num_generations", min=1, help="Completions a prompt.")
     ] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    chat_template: Annotated[
-        str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
-    ] = None,
+    chat_template: Template = None,
 ) -> None:
-    """Completions of prompts: plain text for --prompt, rows with `completion` for a file or with -o."""
+    """Completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
     from rlhf_core import commands
 
     sampling: dict[str, Any] = {
@@ -212,11 +220,9 @@ def data(
     max_sequence_length: Annotated[
         int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
     ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
-    ] = None,
+    chat_template: Template = None,
 ) -> None:
-    """Profile a dataset: its format, lengths, what would be filtered, and which rows to look at."""
+    """What a dataset holds. Its format, lengths, what would be filtered, and which rows to look at."""
     from rlhf_core import commands
 
     commands.profile(file, tokenizer, model, max_length=max_sequence_length, chat_template=chat_template)
@@ -224,12 +230,11 @@ def data(
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", show_default=False, help="One of these six.")],
+    kind: ComponentKind,
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Such as my-loss.")],
     dir: Annotated[Path | None, typer.Option("--dir", help="A new one; default: rlhf-NAME here.")] = None,
 ) -> None:
-    """Write a package with a policy-loss, pairwise-loss, advantage, reward, trainer or logger: a small example that
-    installs and passes its tests."""
+    """Write a package for a component of yours. It installs, and passes its tests; change it from there."""
     from rlhf_core import commands
 
     commands.new(kind, name, dir)
@@ -239,7 +244,7 @@ def new(
 def plugins(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None
 ) -> None:
-    """Every installed distribution: version, state, and what it registers by kind."""
+    """Every installed distribution and what it registers. With its version and state."""
     from rlhf_core import commands
 
     commands.plugins(as_json=json, files=plugin or [])
@@ -250,7 +255,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     output: Page = None,
 ) -> None:
-    """Write one HTML page about a run: curves, distributions, completions, timing, configuration."""
+    """Write one HTML page about a run. Curves, distributions, completions, timing, configuration."""
     from rlhf_core import report as reporting
 
     _tell_page(reporting.report(run, output))
@@ -263,7 +268,7 @@ def compare(
     ],
     output: Page = None,
 ) -> None:
-    """Write one HTML page with the curves of several runs on top of each other."""
+    """Write one HTML page about several runs. Their curves lie on top of each other."""
     from rlhf_core import report as reporting
 
     _tell_page(reporting.compare(runs, output))

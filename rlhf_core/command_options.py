@@ -31,6 +31,20 @@ Output = Annotated[
 Page = Annotated[
     Path | None,
     typer.Option(
-        "-o", "--output", metavar="FILE.html", help="Default: RUN/report.html, or compare.html here."
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        help="Default: RUN/report.html; of several runs, compare.html here.",
     ),
+]
+ComponentKind = Annotated[
+    str,
+    typer.Argument(
+        metavar="KIND",
+        show_default=False,
+        help="policy-loss, pairwise-loss, advantage, reward, trainer or logger.",
+    ),
+]
+Template = Annotated[
+    str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
 ]

@@ -64,18 +64,20 @@ def check(
     try:
         said = previews(planned, host, mesh=mesh)
     except InputError as error:
-        problems += error.problems
+        problems = [*error.problems, *problems]
     if problems:
         raise InputError(*problems)
-    table = Table(title=f"{pipeline} → {planned.dir}", title_justify="left", show_lines=True, expand=False)
-    for column in ("stage", "trainer", "model", "data", "what happens"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
     for stage in planned.stages:
-        lines = [f"{states[stage.name]}, seed {stage.seed}", *said[stage.name]]
-        table.add_row(
-            stage.name, stage.trainer_name, _model(stage), _data(stage.written.train_data), "\n".join(lines)
-        )
-    _console().print(table)
+        data = _data(stage.written.train_data)
+        given = f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
+        lines = [given, f"{states[stage.name]}, seed {stage.seed}"]
+        table.add_row(stage.name, "\n".join([*lines, *said[stage.name]]))
+    console = _console()
+    console.print(f"{pipeline} → {_short(str(planned.dir))}\n", soft_wrap=True)
+    console.print(table)
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
@@ -149,13 +151,15 @@ def generate(
 
     from rlhf_core import data, runtime
     from rlhf_core.encoding import continuations
-    from rlhf_core.models import load_model
+    from rlhf_core.models import load_model, stored_head
     from rlhf_core.sampling import Sampler, SamplingOptions
     from rlhf_core.tokenizer import settled
 
     require_writable(output)
     runtime.prepare()
     records = data.load([{"prompt": text} for text in prompts] if file is None else str(file))
+    if Path(model).is_dir() and stored_head(Path(model)) == "score":
+        raise InputError(f"{model} is a reward model, which writes nothing: rlhf score scores with it")
     loaded = load_model(model)
     if loaded.tokenizer is None:
         raise InputError(
@@ -194,6 +198,8 @@ def generate(
             typer.echo(row["completion"])
     else:
         _write_rows(rows, output)
+        if output is not None:
+            typer.echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
 
 
 def export(model: str, directory: Path, *, merge: bool) -> None:
@@ -265,13 +271,13 @@ def _model(stage: StagePlan) -> str:
     model = stage.written.model
     if isinstance(model, Mapping):
         shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
-        return f"fresh {model.get('model_type', '')} ({shape})"
+        return f"a fresh {model.get('model_type', 'model')} ({shape})"
     return "" if model is None else _short(str(model))
 
 
 def _data(data: Any) -> str:
     if isinstance(data, list):
-        return "\n".join(_data(part) for part in data)
+        return ", ".join(_data(part) for part in data)
     if isinstance(data, Mapping):
         return _short(str(data.get("path", data.get("name", ""))))
     return "" if data is None else _short(str(data))

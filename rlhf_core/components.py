@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import PydanticUserError, ValidationError, create_model
 
 from rlhf_core.contracts import MODEL, TRAINER, Kind, ModelFamily, Trainer
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, near, near_file
 from rlhf_core.options import Options, TrainerConfig
 from rlhf_core.options.problems import Problem, explain, lines, unknown
 
@@ -212,7 +212,7 @@ def load_file(path: Path) -> types.ModuleType:
     """
     path = path.resolve()
     if not path.is_file():
-        raise InputError(f"{path}: no such file")
+        raise InputError(f"{path}: no such file.{near_file(path)}")
     digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()
     name = f"rlhf_file_{path.stem}_{digest[:8]}"
     if name in sys.modules:
@@ -251,5 +251,5 @@ def load_function(name: str) -> Callable[..., Any]:
         raise InputError(f"'{name}': {home} has no '{attribute}'.{near(attribute, vars(module))}")
     found = getattr(module, attribute)
     if not callable(found):
-        raise InputError(f"'{name}': {attribute} is a {type(found).__name__}, not a function")
+        raise InputError(f"'{name}': {attribute} is of type {type(found).__name__}, not a function")
     return found

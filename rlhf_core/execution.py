@@ -54,12 +54,12 @@ def make_loggers(config: TrainerConfig, stage: Stage) -> list[Any]:
 
 
 def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
-    """What `trainer` declares, read back and verified. Raises RunError for an output that is missing."""
+    """What `trainer` declares, read back and verified. Raises RunError for an output that is missing or damaged."""
     outputs = {}
     for name, kind in trainer.outputs.items():
         path = stage.dir / "artifacts" / name
         if not path.exists():
-            raise RunError(f"stage '{stage.name}': the trainer returned without its output '{name}' ({kind})")
+            raise RunError(f"stage '{stage.name}': there is no output '{name}' ({kind}) in {path}")
         try:
             artifact = artifacts.read(path)
         except InputError as error:

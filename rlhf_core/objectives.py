@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from rlhf_core.contracts import LossOutput
+from rlhf_core.errors import InputError, RunError, raised
 from rlhf_core.logprobs import token_logps
 
 if TYPE_CHECKING:
@@ -48,3 +52,35 @@ def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
     rows = batch.rows
     ends = jnp.maximum(batch.last, 0)
     return model.score(params, model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, ends))
+
+
+def loss_output(
+    loss: Callable[[Any], LossOutput],
+    inputs: Any,
+    shape: Sequence[int],
+    *,
+    what: str,
+    element: str,
+    caller: str,
+) -> LossOutput:
+    """What a loss returns for its inputs. Raises InputError where it raises, or returns no value an element.
+
+    shape: of the inputs. what: the loss, such as "policy loss 'dapo'". element: what one value is of, such as "token".
+    caller: the file that this is called in.
+    """
+    try:
+        out = loss(inputs)
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        here = (str(Path(__file__).parent), str(Path(caller).parent))
+        raise InputError(f"{what} {raised(error, *here)}") from error
+    if not isinstance(out, LossOutput):
+        got = "an array" if isinstance(out, jax.Array) else type(out).__name__
+        raise InputError(f"{what} returned {got}; wanted is LossOutput(loss, metrics)")
+    if jnp.shape(out.loss) != tuple(shape):
+        raise InputError(
+            f"{what} returned an array of shape {list(jnp.shape(out.loss))}; wanted is a number a {element}, "
+            f"{list(shape)} as its inputs are: leave the mean to the trainer"
+        )
+    return out

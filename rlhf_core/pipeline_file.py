@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, near, near_file
 from rlhf_core.options import TrainerConfig, parse_value
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
@@ -153,7 +153,7 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path}: no such file.{_near_file(path)}") from None
+        raise InputError(f"{path}: no such file.{near_file(path)}") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a directory; give the pipeline file in it") from None
     except UnicodeDecodeError as error:
@@ -274,12 +274,5 @@ def _existing(value: str, base: Path, where: str, problems: list[str], *, also: 
     """also: words that do as well as a path."""
     path = Path(_absolute(value, base))
     if not path.exists():
-        problems.append(f"{where}: no such file: {path}.{near(value, also) or _near_file(path)}")
+        problems.append(f"{where}: no such file: {path}.{near(value, also) or near_file(path)}")
     return str(path)
-
-
-def _near_file(path: Path) -> str:
-    try:
-        return near(path.name, [entry.name for entry in path.parent.iterdir()])
-    except OSError:
-        return f" There is no directory {path.parent} either." if not path.parent.exists() else ""

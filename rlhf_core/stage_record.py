@@ -119,12 +119,15 @@ class StageRecord:
         return problems
 
     def changed_versions(self) -> list[str]:
-        """`rlhf-grpo 0.1.0, now 0.1.1` for each that differs: no reason to refuse, but to say."""
+        """`rlhf-grpo 0.1.0, now 0.1.1` for each that differs: no reason to refuse, but to say.
+
+        One that has come since is none: the stage has run without it.
+        """
         before, now = self.then["versions"], artifacts.versions()
         return [
-            f"{name} {before.get(name, 'absent')}, now {now.get(name, 'absent')}"
-            for name in sorted({*before, *now})
-            if before.get(name) != now.get(name)
+            f"{name} {version}, now {now.get(name, 'absent')}"
+            for name, version in sorted(before.items())
+            if now.get(name) != version
         ]
 
     def write_running(self) -> None:

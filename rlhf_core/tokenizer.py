@@ -47,6 +47,8 @@ def load_tokenizer(source: str | Path) -> Any:
     if path.is_dir():
         known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
         if not any((path / name).exists() for name in known):
+            if (made := path / "artifacts" / "model").is_dir():
+                raise InputError(f"{source} is the directory of a stage; its model is in {made}")
             present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise InputError(
                 f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "

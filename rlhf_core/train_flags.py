@@ -117,11 +117,12 @@ def _put(stage: dict[str, Any], key: str, value: Any, *, again: bool, many: bool
 
 def _print_fields(trainer: str, config: type[TrainerConfig]) -> None:
     table = Table(title=f"rlhf train {trainer}", title_justify="left", box=None, pad_edge=False)
-    for column in ("flag", "type", "default", ""):
-        table.add_column(column)
+    table.add_column("flag", no_wrap=True)
+    table.add_column("value; default")
     for field in options.fields(config):
-        default = "" if field.default is None else str(field.default)
-        table.add_row(f"--{field.name}", field.type, default, field.description)
+        default = "" if field.default is None else f"; {field.default}"
+        about = f"\n{field.description}" if field.description else ""
+        table.add_row(f"--{field.name}", f"{field.type}{default}{about}")
     typer.echo(f"rlhf train {trainer} --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN\n")
     Console(highlight=False, markup=False).print(table)
 

@@ -48,6 +48,7 @@ def closing_table(summary: Mapping[str, Any], directory: Path) -> RenderableType
         Text("The first three:\n"),
         _examples(summary["examples"]),
         _times(summary["seconds"]),
+        Text(f"As a page: rlhf report {directory}"),
     ]
     return Group(*parts)
 

@@ -103,7 +103,7 @@ def encode_pairs(
     cells.check_overlong(overlong)
     report = Report("pairs", max_length)
     encoder = None if tokenizer is None else Encoder(tokenizer, chat_template)
-    tokens, seen = Tokens("completions" if completions else "pairs", encoder), Seen(report)
+    tokens, seen = Tokens("completions" if completions else "pairs", encoder), Seen(report, tokenizer)
     pairs: list[Pair] = []
     places: list[str] = []
     lengths: list[int] = []

@@ -76,7 +76,7 @@ def encode_prompts(
         )
     report = Report("prompts", max_prompt_length)
     out = Prompts([], [], chat[0], {name: [] for name in records.columns if name != "prompt"}, report, [])
-    known, seen = Tokens("prompts", encoder), Seen(report)
+    known, seen = Tokens("prompts", encoder), Seen(report, tokenizer)
     lengths: list[int] = []
     for source in records.sources:
         encoded = known.of(source, partial(_encode, source, encoder, chat[0]))

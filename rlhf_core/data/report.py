@@ -51,6 +51,8 @@ class Report:
     """It has a margin, and the trainer, which lists it here, reads none."""
     reversed: list[str] = field(default_factory=list)
     """An earlier row prefers what this one rejects, and the other way round."""
+    unknown: list[str] = field(default_factory=list)
+    """It has a text that the tokenizer has no token for, and that becomes its unknown token."""
     duplicates: list[str] = field(default_factory=list)
     """The same tokens as an earlier row; one that a weight draws again is none."""
 
@@ -92,6 +94,7 @@ class Report:
             ("of which only the last replies are learned", self.unlearned, False),
             ("whose margin is not read", self.unread, False),
             ("that reverse an earlier row", self.reversed, False),
+            ("with words that the tokenizer does not know", self.unknown, False),
             ("the same as an earlier row", self.duplicates, False),
         ]
         return [(f"{len(rows):,} {what}", rows, long) for what, rows, long in categories if rows]

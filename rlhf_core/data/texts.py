@@ -98,7 +98,7 @@ def encode_texts(
     numbers: dict[str, list[float]] = {column: [] for column in values}
     encoder = Encoder(tokenizer, chat_template)
     report = Report("texts", max_length)
-    known, seen = Tokens("texts", encoder), Seen(report)
+    known, seen = Tokens("texts", encoder), Seen(report, tokenizer)
     texts: list[Text] = []
     places: list[str] = []
     lengths: list[int] = []

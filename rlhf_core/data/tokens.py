@@ -89,10 +89,11 @@ def _integers(row: Any, column: str, place: str, problems: Problems) -> NDArray[
 
 
 class Seen:
-    """Finds rows of the same tokens as an earlier one, or that reverse one."""
+    """Finds rows of the same tokens as an earlier one, or that reverse one, and rows of words that have no token."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, tokenizer: Any) -> None:
         self.report = report
+        self.unknown = unknown_id(tokenizer)
         self.places: dict[tuple[bytes, ...], str] = {}
 
     def note(self, place: str, *sequences: Ints) -> None:
@@ -103,6 +104,15 @@ class Seen:
             self.report.duplicates.append(place)
         elif key[::-1] != key and key[::-1] in self.places:
             self.report.reversed.append(place)
+        if self.unknown is not None and any((ids == self.unknown).any() for ids in sequences):
+            self.report.unknown.append(place)
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """What stands for text that has no token; None where there is none, or where it means something else too."""
+    found = getattr(tokenizer, "unk_token_id", None)
+    others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    return None if found in others else found
 
 
 def require_vocabulary(trees: Sequence[Tree], where: Callable[[int], str], size: int) -> None:

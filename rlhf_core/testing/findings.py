@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,9 @@ import numpy as np
 
 from rlhf_core.components import describe, qualified
 from rlhf_core.contracts import Kind, ModelFamily, Trainer
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, raised
+
+KITS = str(Path(__file__).parent)
 
 
 class Broken(AssertionError):
@@ -40,7 +40,7 @@ class Findings:
         except Broken as broken:
             self.failures.setdefault(name, str(broken))
         except Exception as error:
-            self.failures.setdefault(name, raised(error))
+            self.failures.setdefault(name, raised(error, KITS))
 
     def stop_if_broken(self) -> None:
         """Raise now where something is wrong already: nothing further could be told from what it makes of that."""
@@ -69,20 +69,6 @@ def called(thing: Any) -> str:
     if dataclasses.is_dataclass(thing) and not inspect.isclass(thing):
         return repr(thing)
     return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
-
-
-def raised(error: BaseException) -> str:
-    """An exception in one line, with the place in the component's own code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_of_component(f.filename)]
-    at = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
-    return f"raised {type(error).__name__}: {text[:300]}{at}"
-
-
-def _is_of_component(file: str) -> bool:
-    """Not Python's, a library's, or a kit's."""
-    others = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
-    return not file.startswith((*others, "<"))
 
 
 def made(found: Findings, kind: Kind[Any], thing: Any) -> Any:

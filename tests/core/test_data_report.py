@@ -51,6 +51,7 @@ def test_every_kind_of_row_is_counted_and_named(tokenizer):
         "1 with chosen and rejected alike: dataset row 4",
         "2 with the prompt again in a completion: dataset rows 7, 8",
         "1 that reverse an earlier row: dataset row 3",
+        "1 with words that the tokenizer does not know: dataset row 7",
         "1 the same as an earlier row: dataset row 2",
     ]
     assert report.total == report.kept + len(report.filtered) + len(report.empty)

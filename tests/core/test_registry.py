@@ -158,7 +158,7 @@ def test_a_file_is_run_once(registry: Registry, rewards: Path) -> None:
     [
         ("nowhere.py:f", r"/nowhere\.py: no such file"),
         ("rewards_of_mine.py:brevty", r"rewards_of_mine\.py has no 'brevty'\. Did you mean 'brevity'\?"),
-        ("rewards_of_mine:constant", "constant is a int, not a function"),
+        ("rewards_of_mine:constant", "constant is of type int, not a function"),
         (
             "no_such_module:f",
             "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'",

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.advice import advise, notes
+from rlhf_grpo.advice import advise
 
 TWICE = {"num_iterations": 2}
 CASES = [
@@ -62,9 +62,3 @@ def test_nothing_is_said_of_the_defaults_and_of_a_sound_config():
 
 def test_pad_and_end_alike():
     assert "pad token is its end token" in told({}, pad=1)
-
-
-def test_the_gradient_of_k3_is_a_note():
-    assert "its gradient that of KL(reference ‖ policy)" in notes(GRPOConfig())[0]
-    for kl in ({"name": "k2"}, {"place": "reward"}, {"beta": 0.0}):
-        assert notes(GRPOConfig(kl=kl)) == []

@@ -116,6 +116,14 @@ def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
     assert judge.stages == []
 
 
+def test_a_near_miss_of_a_column_or_of_an_argument_is_told():
+    told = reward(lambda completion, anwser: None).check_columns(["answer"], "here")
+    assert [line.partition(" they have answer.")[2] for line in told] == [
+        f" Did you mean '{meant}'? Beside columns there are prompts, completions, completion_ids"
+        for meant in ("answer", "completions")
+    ]
+
+
 def test_none_and_nan_mean_not_scored_and_nan_is_warned_of_once():
     assert values(lambda completions: [1, None, 0])[0] == 1
     function = reward(lambda completions: [1.0, None, float("nan")])
@@ -145,7 +153,7 @@ def fail(completions):
             "reward 'r' returned inf for completion 1; rewards must be finite",
         ),
         (lambda completions: [-float("inf"), 0, 0], "reward 'r' returned -inf for completion 0"),
-        (fail, "reward 'r' raised KeyError: 'gold'"),
+        (fail, r"reward 'r' raised KeyError: 'gold' \(.*test_rewards.py line \d+\)"),
         (lambda completions: [None] * 3, "no reward function applies to any completion"),
     ],
 )

@@ -31,8 +31,7 @@ def memory(rlhf: Callable[..., Any], pipeline: str, *more: str) -> tuple[str, di
     """(where, {part: bytes}) as `rlhf check` tells it, its lines joined."""
     ended = rlhf("check", pipeline, *more)
     assert ended.code == cli.DONE, ended.message
-    cells = [line.split("│")[-2].strip() for line in ended.out.splitlines() if line.count("│") > 4]
-    said = " ".join(cells)
+    said = " ".join(ended.out.split())
     found = re.search(
         r"memory at most about ([\d.,]+ [kMG]?B) (.*?), float32: ((?:[a-z ]+ [\d.,]+ [kMG]?B,? ?)+)", said
     )

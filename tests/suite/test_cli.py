@@ -80,7 +80,7 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path) -> None:
         ("error", 1, "the fake trainer was told to fail"),
         ("stopped", 75, "stopped, state saved"),
         ("full", 1, "no space left on the disk while writing weights.txt"),
-        ("empty", 1, "without its output 'model'"),
+        ("empty", 1, "there is no output 'model'"),
     ],
 )
 def test_exit_codes(pipeline: Path, tmp_path: Path, fail: str, code: int, said: str) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objectives import trained_logps, trained_sequence
+from rlhf_core.objectives import loss_output, trained_logps, trained_sequence
 from rlhf_dpo.contracts import DPOInputs
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def pair_loss(
 
     present: bool [pairs], False where there is no pair. name: the loss's, in front of the metrics it reports itself.
     """
-    out = loss(inputs)
+    shape = jnp.shape(inputs.logps_chosen)
+    out = loss_output(loss, inputs, shape, what=f"dpo loss '{name}'", element="pair", caller=__file__)
     chosen, rejected = inputs.beta * inputs.ratio_chosen, inputs.beta * inputs.ratio_rejected
     metrics: dict[str, Metric] = {
         "rewards/chosen": Mean.of(chosen, present),

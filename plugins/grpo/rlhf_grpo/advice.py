@@ -104,17 +104,6 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
         )
 
 
-def notes(config: GRPOConfig) -> list[str]:
-    """What is as usual, and good to know."""
-    kl = config.kl
-    if kl.beta and kl.place == "loss" and kl.name == "k3" and not config.use_bias_correction_kl:
-        return [
-            "kl.name='k3' in the loss: its value is KL(policy ‖ reference), its gradient that of KL(reference ‖ "
-            "policy); k2, or use_bias_correction_kl, gives the gradient of the former"
-        ]
-    return []
-
-
 def _sampling(config: GRPOConfig) -> Iterator[str]:
     options = config.sampling
     filters = [

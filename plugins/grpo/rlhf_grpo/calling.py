@@ -8,14 +8,16 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import rlhf_core
 from rlhf_core import RewardInputs
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import InputError, RunError, raised
 
 if TYPE_CHECKING:
     from rlhf_grpo.rewards import Reward
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 Outcome = np.ndarray | BaseException | None
 """What came of a call: float64 [N], what was raised, or None where another process makes the call."""
 DONE, SKIPPED, STOPPED = 0, 1, 2
+HERE = (str(Path(rlhf_core.__file__).parent), str(Path(__file__).parent))
 
 
 def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True) -> np.ndarray:
@@ -77,7 +80,7 @@ def _failure(reward: Reward, outcome: Outcome) -> str:
     if isinstance(outcome, _TooSlowError):
         how = str(outcome)
     elif isinstance(outcome, BaseException):
-        how = f"raised {type(outcome).__name__}: {outcome}"
+        how = raised(outcome, *HERE)
     else:
         how = "failed in another process, whose output says why"
     return f"reward '{reward.label}' {how}"

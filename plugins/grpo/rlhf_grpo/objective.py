@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PolicyInputs
-from rlhf_core.errors import InputError
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objectives import trained_logps, trained_sequence, trained_weight
+from rlhf_core.objectives import loss_output, trained_logps, trained_sequence, trained_weight
 from rlhf_grpo.correction import importance, mismatch
 from rlhf_grpo.losses import Level, ratio
 
@@ -74,15 +73,12 @@ def combine(
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
 
-    Raises InputError for a loss that is not one number a token.
+    Raises InputError for a loss that raises, or is not one number a token.
     """
     mask = inputs.mask
-    out = loss(inputs)
-    if jnp.shape(out.loss) != mask.shape:
-        raise InputError(
-            f"policy loss '{terms.name}' returned an array of shape {list(jnp.shape(out.loss))}; wanted is a number a "
-            f"token, {list(mask.shape)} as its inputs are: leave the mean to the trainer"
-        )
+    out = loss_output(
+        loss, inputs, mask.shape, what=f"policy loss '{terms.name}'", element="token", caller=__file__
+    )
     value = out.loss if kept is None else out.loss * kept
     value = value if importance is None else value * importance
     metrics: dict[str, Metric] = {

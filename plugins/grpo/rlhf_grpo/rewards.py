@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rlhf_core import REWARD, RewardInputs
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import InputError, RunError, near
 from rlhf_grpo.calling import score as score
 
 if TYPE_CHECKING:
@@ -55,9 +55,10 @@ class Reward:
     def check_columns(self, columns: Sequence[str], where: str) -> list[str]:
         """Problems: columns that the function needs and the data lacks."""
         missing = sorted(self.wants()[0] - set(OWN) - set(columns))
+        own, have = ", ".join(OWN), ", ".join(sorted(columns)) or "no columns beside the prompt"
         return [
-            f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have "
-            f"{', '.join(sorted(columns)) or 'no columns beside the prompt'}"
+            f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have {have}"
+            f"{f'.{meant} Beside columns there are {own}' if (meant := near(name, [*OWN, *columns])) else ''}"
             for name in missing
         ]
 

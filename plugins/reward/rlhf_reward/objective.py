@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlhf_core import PairInputs
 from rlhf_core.metrics import Max, Mean, Metric, Min
-from rlhf_core.objectives import sequence_scores
+from rlhf_core.objectives import loss_output, sequence_scores
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import PairwiseLoss
@@ -31,7 +31,8 @@ def pair_loss(
     `name`: the loss's, in front of the metrics it reports itself.
     """
     chosen, rejected = pairs.chosen, pairs.rejected
-    out = loss(pairs)
+    what = f"pairwise loss '{name}'"
+    out = loss_output(loss, pairs, chosen.shape, what=what, element="pair", caller=__file__)
     value = out.loss
     if coefficient:
         value = value + coefficient * jnp.square(chosen + rejected)

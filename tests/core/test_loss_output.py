@@ -1,0 +1,64 @@
+"""A loss that raises, or returns something else than one value an element, is told in one line."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core import LossOutput
+from rlhf_core.errors import InputError
+from rlhf_core.objectives import loss_output
+
+
+def misspelt(inputs):
+    return LossOutput(inputs.logprobs)
+
+
+def branching(inputs):
+    return LossOutput(inputs if inputs.sum() > 0 else -inputs)
+
+
+def asks_for_more(inputs):
+    raise InputError("ref_logps: missing; set kl.beta")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (misspelt, r"policy loss 'mine' raised AttributeError: .*\(.*test_loss_output.py line 16\)$"),
+        (branching, r"policy loss 'mine' raised TracerBoolConversionError: .*test_loss_output.py line 20\)$"),
+        (
+            lambda inputs: -inputs,
+            r"policy loss 'mine' returned an array; wanted is LossOutput\(loss, metrics",
+        ),
+        (lambda inputs: None, "policy loss 'mine' returned NoneType; wanted is LossOutput"),
+        (
+            lambda inputs: LossOutput(inputs.mean()),
+            r"array of shape \[\]; wanted is a number a token, \[2, 3\]",
+        ),
+        (asks_for_more, "^ref_logps: missing; set kl.beta$"),
+    ],
+)
+def test_what_is_no_loss(loss, message):
+    def step(inputs):
+        what = "policy loss 'mine'"
+        return loss_output(loss, inputs, inputs.shape, what=what, element="token", caller="nowhere/x.py").loss
+
+    with pytest.raises(InputError) as caught:
+        jax.jit(step)(jnp.ones((2, 3)))
+    assert re.search(message, str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_one():
+    out = loss_output(
+        lambda x: LossOutput(-x),
+        jnp.ones(3),
+        (3,),
+        what="pairwise loss 'mine'",
+        element="pair",
+        caller="nowhere/x.py",
+    )
+    np.testing.assert_array_equal(out.loss, -np.ones(3))
