@@ -62,6 +62,8 @@ class Feed(Protocol):
 
 KNOWN_UPDATES = 24
 """Updates whose programs are compiled ahead."""
+FIRST_UPDATES = 8
+"""Updates that tell whether there are several micro-batches in one."""
 
 
 def calls(feed: Feed, start: int, count: int, state: TrainState) -> list[tuple[Packed, bool]]:
@@ -80,6 +82,16 @@ def calls(feed: Feed, start: int, count: int, state: TrainState) -> list[tuple[P
             kind = number > 0, *(array.shape for array in jax.tree.leaves(batch))
             found.setdefault(kind, (batch, number > 0))
     return list(found.values())
+
+
+def several(feed: Feed, state: TrainState) -> bool:
+    """Whether updates are of several micro-batches now and then, as far as can be told before one is computed.
+
+    By the first of the run, wherever it continues from: a run that continues then computes the same.
+    """
+    steps = range(min(FIRST_UPDATES, feed.total))
+    known = not any(map(feed.needs_state, steps))
+    return known and any(len(feed.update(step, state).batches) > 1 for step in steps)
 
 
 MICRO_BATCH_TOKENS = 16384

@@ -21,7 +21,7 @@ from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.diagnosis import not_finite
 from rlhf_core.doors import run_alone as run_alone
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.feeds import KNOWN_UPDATES, Feed, Update, calls
+from rlhf_core.feeds import KNOWN_UPDATES, Feed, Update, calls, several
 from rlhf_core.interval import Interval
 from rlhf_core.loggers import JsonLines
 from rlhf_core.mesh import put_rows
@@ -121,7 +121,7 @@ class _Run:
             plan = {"updates": feed.total, "start": start, "updates_per_epoch": feed.updates_per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
             JsonLines.cut(self.stage.dir / "metrics.jsonl", start)
-        steps = Programs(self.objective, state)
+        steps = Programs(self.objective, state, from_zero=several(feed, state))
         if start < feed.total:
             steps.compile(state, calls(feed, start, 1, state))
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
@@ -232,7 +232,7 @@ class _Run:
                 f"stage '{self.stage.name}': loss or gradient of update {step + 1} is not finite. "
                 f"It comes from {listed or 'the sum of its rows, each of which is finite by itself'}. "
                 f"The state before it is kept in {self.stage.dir / 'checkpoints'}. Lower learning_rate, set "
-                "max_grad_norm, or look at these examples."
+                "max_grad_norm, look at these examples, or try a loss of your own with rlhf_core.testing."
             )
 
     def report(self, count: int, state: TrainState, *, logs: bool, evaluates: bool) -> dict[str, float]:

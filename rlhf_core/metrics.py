@@ -107,7 +107,8 @@ class Moments(NamedTuple):
         safe = _library(count).maximum(count, 1.0)
         delta = other.mean - self.mean
         squares = self.squares + other.squares + delta * delta * self.count * other.count / safe
-        return Moments(count, self.mean + delta * other.count / safe, squares)
+        # The share of all, and not a product that is divided: with nothing on one side it is 0 or 1.
+        return Moments(count, self.mean + delta * (other.count / safe), squares)
 
     def result(self) -> Any:
         xp = _library(self.count)
@@ -126,6 +127,11 @@ Metrics: TypeAlias = Mapping[str, Metric]
 def merge(a: Metrics, b: Metrics) -> dict[str, Metric]:
     """Metrics of two disjoint sets of elements; a name in one of them only is kept."""
     return {k: a[k].merge(b[k]) if k in a and k in b else (a[k] if k in a else b[k]) for k in {**a, **b}}  # type: ignore[arg-type]
+
+
+def nothing(like: Metric) -> Metric:
+    """The metric of that kind of no elements: merged with another it leaves the other as it is."""
+    return type(like).of(jnp.zeros(0))
 
 
 def read(metrics: Metrics) -> dict[str, float]:

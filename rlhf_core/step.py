@@ -17,7 +17,7 @@ import optax
 
 from rlhf_core.ahead import Ahead
 from rlhf_core.mesh import abstract_rows, replicated
-from rlhf_core.metrics import Mean, Metric, merge
+from rlhf_core.metrics import Mean, Metric, merge, nothing
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.partition import Path, join, split
 from rlhf_core.state import TrainState
@@ -93,18 +93,23 @@ class Programs:
     are not trained, which stay where they are.
     """
 
-    def __init__(self, objective: Objective, state: TrainState) -> None:
-        """Gradients and the next state stay sharded as `state` is."""
+    def __init__(self, objective: Objective, state: TrainState, *, from_zero: bool = False) -> None:
+        """Gradients and the next state stay sharded as `state` is.
+
+        from_zero: an update begins with zeros, to which its first micro-batch is added as those after it are. One
+        program a shape in place of two, for a pass over the gradient: for updates of several micro-batches.
+        """
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
         everywhere: Any = replicated(state.step.sharding.mesh)
+        placed = Accumulated(shardings.params, everywhere, everywhere)
         self._accumulate = jax.jit(
-            partial(accumulate, objective, fixed=state.fixed),
-            donate_argnums=2,
-            out_shardings=Accumulated(shardings.params, everywhere, everywhere),
+            partial(accumulate, objective, fixed=state.fixed), donate_argnums=2, out_shardings=placed
         )
+        self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
         self._noise = has_noise(state.params)
         self._ahead = Ahead()
+        self._from_zero = from_zero
         self._done: Accumulated | None = None
 
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
@@ -116,7 +121,7 @@ class Programs:
         mesh = state.step.sharding.mesh
         key = _key(state, 0) if self._noise else None
         for batch, follows in calls:
-            rows = abstract_rows(mesh, batch)
+            rows, follows = abstract_rows(mesh, batch), follows or self._from_zero
             if (name := _name(rows, follows)) in self._ahead:
                 continue
             if self._done is None or not follows:
@@ -137,6 +142,10 @@ class Programs:
     ) -> Accumulated:
         """Add micro-batch `number` of the update."""
         key = _key(state, number) if self._noise else None
+        if before is None and self._from_zero:
+            if self._done is None:
+                self._done = self._accumulate.trace(state.params, batch, None, key).out_info
+            before = self._zeros()
         self._ahead.wait(_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key)
         return done
@@ -151,6 +160,15 @@ class Programs:
         """How many programs have been compiled so far."""
         jitted: tuple[Any, ...] = (self._accumulate, self._apply)
         return sum(f._cache_size() for f in jitted)
+
+
+def _zeros(like: Any) -> Accumulated:
+    """What no micro-batch adds up to, of the shapes of `like`."""
+    return Accumulated(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
+        Mean.of(jnp.zeros(0)),
+        {name: nothing(metric) for name, metric in like.metrics.items()},
+    )
 
 
 def _name(batch: Any, follows: bool) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ from rlhf_core import (
     plugins,
 )
 from rlhf_core.execution import execute
-from rlhf_core.feeds import KNOWN_UPDATES, Feed, TreeFeed, calls, layout_for
+from rlhf_core.feeds import KNOWN_UPDATES, Feed, TreeFeed, calls, layout_for, several
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
@@ -77,7 +77,7 @@ def run_updates(task: works.Task) -> Row:
 
 def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: int) -> Row:
     """One update to start with, while what `fit` compiles is compiled, and then `count`, the last ones timed."""
-    mesh, programs = state.step.sharding.mesh, Programs(objective, state)
+    mesh, programs = state.step.sharding.mesh, Programs(objective, state, from_zero=several(feed, state))
     programs.compile(state, calls(feed, 0, 1, state))
     guard, over, first_at = None, [], 0.0
     for step in range(1 + count):

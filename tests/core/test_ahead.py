@@ -6,14 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from rlhf_core.ahead import Ahead
 from rlhf_core.mesh import abstract_rows, make_mesh, put_rows
-from rlhf_core.metrics import Mean
+from rlhf_core.metrics import Max, Mean, Min, Moments, Sum
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 
@@ -61,26 +60,43 @@ def test_what_the_compiler_raises_reaches_the_caller() -> None:
         ahead.wait_for_all()
 
 
-def test_an_update_compiles_nothing_that_was_compiled_ahead(compiled: list[str], tiny: Any) -> None:
-    """One micro-batch or several, and `apply`, which could not run without moving the state."""
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_an_update_compiles_nothing_that_was_compiled_ahead(
+    compiled: list[str], tiny: Any, from_zero: bool
+) -> None:
+    """One micro-batch or several, and `apply`, which could not run without moving the state. From zero there is one
+    program for both, and the sums are the same bits."""
     state = create_state(tiny.make_model(), optax.adamw(1e-2), seed=3)
     batches = [{"x": np.full((8, 4), float(i), np.float32)} for i in (1, 2)]
 
     def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
         scale = jax.tree.leaves(params)[0].mean()
-        return Mean.of(scale * batch["x"]), {"seen": Mean.of(batch["x"])}
+        x = batch["x"]
+        kinds = {"seen": Mean, "most": Max, "least": Min, "spread": Moments, "all": Sum}
+        return Mean.of(scale * x), {name: kind.of(x) for name, kind in kinds.items()}
 
-    mesh, programs = state.step.sharding.mesh, Programs(objective, state)
+    mesh, programs = state.step.sharding.mesh, Programs(objective, state, from_zero=from_zero)
     programs.compile(state, [(batches[0], False)])
     programs.compile(state, [(batches[0], False), (batches[0], True)])
     programs.wait()
-    assert sum("accumulate" in name or "apply" in name for name in compiled) == 3, compiled
+    named = [name for name in compiled if "accumulate" in name or "apply" in name]
+    assert len(named) == (2 if from_zero else 3), compiled
     placed = [put_rows(mesh, batch) for batch in batches]
     jax.block_until_ready((placed, state.params))
+    if from_zero:
+        jax.block_until_ready(programs._zeros())  # small, and compiled by the first update
     before = len(compiled)
     done = programs.accumulate(state, placed[1], programs.accumulate(state, placed[0], None))
+    assert len(compiled) == before
+    plain = Programs(objective, state)
+    expected = plain.accumulate(state, placed[1], plain.accumulate(state, placed[0], None))
+    for found, wanted in zip(jax.tree.leaves(done), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    before = len(compiled)
     following, metrics = programs.apply(state, done)
     jax.block_until_ready(following.params)
     assert len(compiled) == before
-    assert float(metrics["seen"].result()) == pytest.approx(1.5)
-    assert jnp.isfinite(metrics["grad_norm"].result())
+    read = {name: float(metric.result()) for name, metric in metrics.items()}
+    assert (read["seen"], read["most"], read["least"], read["all"]) == pytest.approx((1.5, 2, 1, 96))
+    assert read["spread"] == pytest.approx(np.r_[np.ones(32), np.full(32, 2)].std(ddof=1))
+    assert np.isfinite(read["grad_norm"])

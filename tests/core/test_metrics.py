@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.metrics import Max, Mean, Min, Moments, Sum, from_json, merge, read, to_json
+from rlhf_core.metrics import Max, Mean, Min, Moments, Sum, from_json, merge, nothing, read, to_json
 
 VALUES = np.random.default_rng(0).normal(3.0, 2.0, 24).astype(np.float32)
 WEIGHTS = np.random.default_rng(1).integers(0, 3, 24).astype(np.float32)
@@ -49,6 +49,13 @@ def test_nothing_counted():
     assert math.isnan(empty["std"])
     assert empty["max"] == -math.inf
     assert empty["min"] == math.inf
+
+
+def test_nothing_merged_on_either_side_changes_no_bit():
+    some = everything(VALUES, WEIGHTS)
+    none = {name: nothing(metric) for name, metric in some.items()}
+    for whole in (merge(some, none), merge(none, some)):
+        assert jax.device_get(whole) == jax.device_get(some)
 
 
 def test_an_element_that_does_not_count_cannot_poison_the_mean():

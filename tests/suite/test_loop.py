@@ -33,8 +33,8 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     calls: Counter[str] = Counter()
 
     class Guarded(Programs):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             made.append(self)
 
         def accumulate(self, *arguments: Any) -> Any:
