@@ -112,6 +112,19 @@ def test_a_changed_input_artifact_is_refused(pipeline: Path, fake: ModuleType) -
         go(pipeline, fake, "base.size=9")
 
 
+def test_the_same_artifact_made_by_other_versions_is_the_same(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    (path,) = Path("runs/a/base").rglob("rlhf_artifact.json")
+    manifest = json.loads(path.read_text())
+    manifest["versions"]["rlhf-gentle"] = "0.1.0"
+    path.write_text(json.dumps(manifest))
+    assert go(pipeline, fake).stages["rm"].skipped
+    manifest["contract"] = {"other": 1}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"stage 'rm'.model: the contents of base.model have changed"):
+        go(pipeline, fake)
+
+
 def test_watching_differently_is_no_change(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     assert go(pipeline, fake, "base.log_steps=1", "base.progress_bar_type=json").stages["base"].skipped
