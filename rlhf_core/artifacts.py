@@ -82,9 +82,16 @@ def read(path: str | Path) -> Artifact:
     return artifact
 
 
-def identity(artifact: Artifact) -> str:
-    """A hash of the manifest, hence of every byte of the artifact: equal where the artifacts are the same."""
-    return _digest(json.dumps(artifact.metadata, sort_keys=True).encode())
+def identity(path: Path) -> str:
+    """A hash of the artifact in a directory, hence of every byte of it: equal where artifacts are the same, whatever
+    versions they were made with. It reads the manifest alone; of a damaged one it is the hash of its bytes.
+    """
+    content = (path / MANIFEST).read_bytes()
+    try:
+        content = json.dumps({**json.loads(content), "versions": None}, sort_keys=True).encode()
+    except (ValueError, TypeError):
+        pass
+    return _digest(content)
 
 
 def versions() -> dict[str, str]:

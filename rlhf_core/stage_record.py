@@ -183,17 +183,13 @@ def write(directory: Path, record: Mapping[str, Any]) -> None:
 def identify(path: Path) -> str:
     """A hash that changes with what is at `path`.
 
-    An artifact: its manifest, but for the versions it was made with. A file: its bytes. Another directory: names,
-    sizes and the first MiB of every file in it, since the weights of a large model take minutes to read.
+    An artifact: see `artifacts.identity`. A file: its bytes. Another directory: names, sizes and the first MiB of
+    every file in it, since the weights of a large model take minutes to read.
     """
     if path.is_file():
         return artifacts.hash_file(path)
-    if (manifest := path / artifacts.MANIFEST).is_file():
-        try:
-            content = {**json.loads(manifest.read_bytes()), "versions": None}
-        except (ValueError, TypeError):
-            return artifacts.hash_file(manifest)  # damaged, which whoever opens it will say
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    if (path / artifacts.MANIFEST).is_file():
+        return artifacts.identity(path)
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")):
         if file.is_file():

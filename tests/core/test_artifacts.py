@@ -55,12 +55,19 @@ def test_saved_is_what_is_read_and_announced(stage: Stage, told: list[Any]) -> N
     assert found.metadata["files"]["deep/model.safetensors"]["size"] == 7
 
 
-def test_identity_is_of_the_content(stage: Stage) -> None:
-    first = artifacts.identity(save(stage, FakeModel(b"a")))
-    assert artifacts.identity(save(stage, FakeModel(b"a"))) == first
-    assert artifacts.identity(artifacts.read(stage.dir / "artifacts" / "model")) == first
-    assert artifacts.identity(save(stage, FakeModel(b"b"))) != first
-    assert artifacts.identity(save(stage, FakeModel(b"a"), max_length=1)) != first
+def test_identity_is_of_the_content(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*what: Any, **more: Any) -> str:
+        return artifacts.identity(save(stage, *what, **more).path)
+
+    first = made(FakeModel(b"a"))
+    assert made(FakeModel(b"a")) == first
+    assert made(FakeModel(b"b")) != first
+    assert made(FakeModel(b"a"), max_length=1) != first
+    monkeypatch.setattr(artifacts, "versions", lambda: {"rlhf-core": "0.0.0"})
+    assert made(FakeModel(b"a")) == first
+    manifest = stage.dir / "artifacts" / "model" / artifacts.MANIFEST
+    manifest.write_bytes(b"{")
+    assert artifacts.identity(manifest.parent) != first
 
 
 @pytest.mark.parametrize("harm", [b"Weights", b"weight", None])
