@@ -87,10 +87,8 @@ def identity(path: Path) -> str:
     versions they were made with. It reads the manifest alone; of a damaged one it is the hash of its bytes.
     """
     content = (path / MANIFEST).read_bytes()
-    try:
+    with suppress(ValueError, TypeError):
         content = json.dumps({**json.loads(content), "versions": None}, sort_keys=True).encode()
-    except (ValueError, TypeError):
-        pass
     return _digest(content)
 
 

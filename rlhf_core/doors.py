@@ -54,7 +54,10 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
         )
     else:
-        model = load_model(str(given), head, mesh=mesh, seed=stage.seed, registry=stage.registry)
+        with warnings.catch_warnings():
+            # It is trained to get one.
+            warnings.filterwarnings("ignore", message=".*its reward head is new")
+            model = load_model(str(given), head, mesh=mesh, seed=stage.seed, registry=stage.registry)
     with told_of(stage, "model"):
         model = model.computing(dtype=config.dtype, remat=config.remat)
     model = _adapted(config, stage, model, given)

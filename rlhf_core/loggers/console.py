@@ -46,7 +46,7 @@ class Console:
         training = {name: x for name, x in metrics.items() if not name.startswith("eval_")}
         evaluation = {name: x for name, x in metrics.items() if name.startswith("eval_")}
         if training:
-            self._view.pace.mark(step, training.get("step_time"))
+            self._view.pace.mark(step)
             self._view.step(training)
         if evaluation:
             self._view.evaluation(step, evaluation)

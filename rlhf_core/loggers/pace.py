@@ -27,14 +27,15 @@ class Pace:
         self._marks: deque[tuple[int, float]] = deque(maxlen=20)
         self._seconds_each: float | None = None
 
-    def mark(self, step: int, seconds_each: float | None) -> None:
-        """Note that `step` updates are done; seconds_each: how long the last ones took, if that is known."""
+    def mark(self, step: int) -> None:
+        """Note that `step` updates are done."""
         if self.total is None and self._plan.exists():
             self.total = int(json.loads(self._plan.read_text())["updates"])
         self.step = step
         self._marks.append((step, time.monotonic()))
         (first, then), (last, now) = self._marks[0], self._marks[-1]
-        self._seconds_each = (now - then) / (last - first) if last > first else seconds_each
+        # Not before the second mark: up to the first, programs were compiled too.
+        self._seconds_each = (now - then) / (last - first) if last > first else None
 
     def seconds(self) -> float:
         """Since the stage began."""

@@ -259,6 +259,8 @@ def _directory(path: str | Path) -> Path:
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
+        if (made := directory / "artifacts" / "model").is_dir():
+            raise InputError(f"{directory} is the directory of a stage; its model is in {made}")
         raise InputError(f"{directory}: no config.json: not a model directory in Hugging Face layout")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

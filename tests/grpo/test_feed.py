@@ -51,7 +51,7 @@ def read(params, batch):
 @pytest.fixture
 def make(tiny, tmp_path):
     prompts = data.encode_prompts(data.load(tiny.prompts(8)), tiny.make_tokenizer(), max_prompt_length=16)
-    stage = SimpleNamespace(devices=tiny.one_device, seed=5, is_main=True, dir=tmp_path)
+    stage = SimpleNamespace(devices=tiny.one_device, seed=5, is_main=True, dir=tmp_path, name="policy")
 
     def length(completion_ids):
         return [float(len(ids)) for ids in completion_ids]
@@ -105,6 +105,29 @@ def content(update):
                 values,
             )
     return found
+
+
+def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
+    """A reward that is flat three times in a row; not before, and not again."""
+    flat = [False, True, True, False, True, True, True, True, True]
+
+    def reward(completion_ids):
+        same = flat[len(drawn)]
+        drawn.append(same)
+        return [0.25 if same else float(i) for i, _ in enumerate(completion_ids)]
+
+    drawn, told = [], []
+    feed = make(reward=reward)
+    for number in range(len(flat)):
+        feed.roll_out(number * feed.config.updates_per_rollout, state(0))
+        told.append(sum("nothing is learned" in str(each.message) for each in recwarn))
+    assert told == [0, 0, 0, 0, 0, 0, 1, 1, 1]
+    (message,) = [str(each.message) for each in recwarn if "nothing is learned" in str(each.message)]
+    assert message.startswith(
+        "stage 'policy': in 3 rollouts one after another every group got one and the same reward"
+    )
+    assert "0.25 on average" in message
+    assert str(feed.stage.dir / "samples") in message
 
 
 def test_counts(make):

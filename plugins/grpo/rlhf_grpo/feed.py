@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 READ_TOKENS, READ_SEQUENCES = ("sampling_logps",), ("advantages", "index")
 """Names of what micro-batches carry when the policies read them."""
+
+
+FLAT_ROLLOUTS = 3
+"""So many in a row without a difference within any group are worth a word."""
 
 
 class RolloutFeed:
@@ -68,6 +73,7 @@ class RolloutFeed:
         self.packed: list[list[Packed]] = []  # micro-batches of each minibatch of the rollout
         self.metrics: dict[str, float] = {}
         self.reading = Ahead()
+        self.flat, self.told_flat = 0, False  # rollouts in a row whose groups have nothing to compare
         self.extra_rounds = 0  # of dynamic sampling, in all rollouts so far: the prompts go on after them
 
     @property
@@ -125,6 +131,7 @@ class RolloutFeed:
             max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         )
         self.extra_rounds += rounds - 1
+        self.tell_flat()
         total = drawn.total
         nothing = np.zeros(len(total), np.float32)
         self.rollout = Rollout(number, drawn.prompts, drawn.samples, drawn.each, nothing)
@@ -140,6 +147,18 @@ class RolloutFeed:
             write_samples(path, drawn._replace(total=total), self.rewards, self.rollout.advantages)
         if number == 0 and self.preview is not None:
             self.preview(step, state)
+
+    def tell_flat(self) -> None:
+        """Say once that rollouts teach nothing."""
+        self.flat = self.flat + 1 if self.metrics["frac_reward_zero_std"] == 1 else 0
+        if self.flat == FLAT_ROLLOUTS and not self.told_flat and self.stage.is_main:
+            self.told_flat = True
+            warnings.warn(
+                f"stage '{self.stage.name}': in {self.flat} rollouts one after another every group got one and the "
+                f"same reward, {self.metrics['reward']:.4g} on average: nothing is learned. Read the completions in "
+                f"{self.stage.dir / 'samples'}; the prompts may be too hard or too easy, or the reward too coarse",
+                stacklevel=2,
+            )
 
     def sample_with(self, state: TrainState, number: int) -> Sample:
         key, size = jax.random.fold_in(state.key, number), self.config.num_generations
