@@ -110,11 +110,12 @@ def test_the_sampler(name: str) -> None:
     )
     mesh = make_mesh(devices=jax.devices()[:1])
     key = jax.random.key(0)
-    plan = Plan(made, options, mesh, (2,), 2, str(jax.random.key_impl(key)))
+    plan = Plan(made, options, mesh, (2,), 2, 4, 2, str(jax.random.key_impl(key)))
     shape = jax.ShapeDtypeStruct
     traced = generate.trace(
         made.abstract_params(),
         shape((4, 8), np.int32),
+        shape((4,), np.int32),
         shape((4,), np.int32),
         shape((8,), np.uint32),
         jax.random.key_data(key),

@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from rlhf_core.models import Model, load_model, padded_rows
+from rlhf_core.models import Model, load_model
+from rlhf_core.sampling import Sampler, SamplingOptions
 
 FAMILIES = [
     "llama",
@@ -83,24 +83,18 @@ def test_greedy_tokens(shared: Path, family: str) -> None:
 
 
 def continued(model: Model, golden: np.lib.npyio.NpzFile, length: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Greedy continuation of the first `length` attended tokens of every row, with the cache."""
-    definition, params = model.definition, model.params
-    steps = shape[1]
+    """What the sampler makes of the first `length` attended tokens of every row."""
     rows = zip(golden["input_ids"], golden["attention_mask"] > 0, strict=True)
-    ids = np.stack([row[attended][:length] for row, attended in rows])
-    mask = np.ones_like(ids)
-    ids, positions, until = padded_rows(jnp.asarray(ids), jnp.asarray(mask))
-    total = length + steps
-    states, cache = jax.jit(definition.prefill, static_argnums=4)(params, ids, positions, until, total)
-    kernel, _ = definition.unembedding(params)
-    step = jax.jit(definition.decode)
-    state, out = states[:, -1], []
-    seen = np.pad(mask > 0, ((0, 0), (0, steps)))
-    for i in range(steps):
-        out.append(np.argmax(np.asarray(state @ kernel), -1).astype(np.int32))
-        seen[:, length + i] = True
-        state, cache = step(params, cache, out[-1], mask.sum(1) + i, jnp.asarray(seen), length + i)
-    return np.stack(out, 1)
+    prompts = [row[attended][:length].astype(np.int32) for row, attended in rows]
+    sampler = Sampler(
+        model.definition,
+        SamplingOptions(temperature=0, max_completion_length=shape[1]),
+        mesh=model.mesh,
+        stop_ids=(),
+        prompts_per_call=len(prompts),
+        max_prompt_length=length,
+    )
+    return sampler(model.params, prompts, jax.random.key(0)).tokens
 
 
 def test_sharded_bfloat16_files(shared: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_merged_is_kernel_plus_scale_times_the_product(base, use_rslora):
 def test_decoding_equals_the_full_forward(adapted):
     d, ids = adapted.definition, IDS[:1]
     rows = padded_rows(ids[:, :-1], MASK[:1, :-1])
-    _, cache = d.prefill(adapted.params, *rows, 8)
+    cache = d.ring(d.prefill(adapted.params, *rows)[1], 8, 5)
     visible = np.arange(8)[None] <= 5
     hidden, _ = d.decode(
         d.prepare(adapted.params), cache, ids[:, 5], np.array([5], np.int32), visible, np.int32(5)
