@@ -56,7 +56,7 @@ def demo(
     results = run_pipeline(
         pipeline, sets=[f"seed={seed}", *sets], plugins=[HERE / "stopwatch.py"], dir=directory
     )
-    made = {stage: artifacts.identity(results.stages[stage].artifacts["model"]) for stage in STAGES}
+    made = {stage: artifacts.identity(results.stages[stage].artifacts["model"].path) for stage in STAGES}
     file = directory / "summary.json"
     if file.exists() and (summary := json.loads(file.read_text()))["artifacts"] == made:
         return {**summary, "found": True}

@@ -22,15 +22,15 @@ def language_model(tiny, tmp_path_factory):
     return path
 
 
-def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path):
+def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path, recwarn):
     config = RewardConfig(**BASE, save_directory=tmp_path, evaluation_steps=2)
-    with pytest.warns(UserWarning, match="head"):  # the fresh reward head is said aloud
-        result = RewardTrainer(
-            config,
-            model=str(language_model),
-            train_dataset=tiny.pairs(11),
-            eval_dataset=tiny.pairs(5, seed=1),
-        ).train()
+    result = RewardTrainer(
+        config,
+        model=str(language_model),
+        train_dataset=tiny.pairs(11),
+        eval_dataset=tiny.pairs(5, seed=1),
+    ).train()
+    assert not [each for each in recwarn if "head" in str(each.message)]  # training is what gives it one
     assert (result.artifact.name, result.artifact.kind) == ("model", "reward_model")
     assert result.artifact.path == tmp_path / "artifacts" / "model"
     names = {"loss", "accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward"}
