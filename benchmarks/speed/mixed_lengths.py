@@ -12,17 +12,12 @@ import argparse
 import json
 import time
 
+import jax
+import numpy as np
 import works
+from ours_steps import fresh
 
-from rlhf_core import runtime
-
-runtime.prepare()
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from ours_steps import fresh  # noqa: E402
-
-from rlhf_core import sampling  # noqa: E402
+from rlhf_core import runtime, sampling
 
 PROMPTS, GROUP = 8, 8
 STOPS_IN = 64
@@ -36,6 +31,7 @@ def main() -> None:
     parser.add_argument("--model", choices=works.MODELS, default="10m")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
+    runtime.prepare()
     shape = works.MODELS[given.model]
     model = fresh(shape, "lm")
     prompts = list(works.token_ids(PROMPTS, works.PROMPT, shape.vocab))
