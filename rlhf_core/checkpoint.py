@@ -90,7 +90,7 @@ class Checkpoints:
         leaves = _leaves(state)
         kept = {name: _plain(name, array) for name, array in (arrays or {}).items()}
         shapes = {name: _shape(leaf) for name, leaf in leaves.items()}
-        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes})
+        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=_scalar)
         beside = self.directory / f".{step}.tmp"
 
         def start() -> v1.AsyncResponse[None]:
@@ -290,3 +290,10 @@ def _not_a_second_report(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("absl").addFilter(_not_a_second_report)
+
+
+def _scalar(x: Any) -> Any:
+    """A NumPy number as Python's, for JSON."""
+    if isinstance(x, np.generic):
+        return x.item()
+    raise TypeError(f"a checkpoint cannot keep {x!r}; make it a number, a text, or an array beside them")

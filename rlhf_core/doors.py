@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, events, plugins, runtime, stage_record
+from rlhf_core import data, events, hook_errors, plugins, runtime, stage_record
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.execution import execute
@@ -140,6 +140,12 @@ def require_model(config: TrainerConfig, stage: Stage, *, head: Head) -> None:
             check_model(given, head, registry=stage.registry)
 
 
+def try_loss(stage: Stage, measure: Callable[..., Any], *inputs: Any) -> None:
+    """Raise InputError where a loss fails for inputs of these shapes: told before anything is loaded or trained."""
+    with told_of(stage, "loss"):
+        jax.eval_shape(measure, *inputs)
+
+
 @contextmanager
 def told_of(stage: Stage, field: str) -> Iterator[None]:
     """Put the stage and the field in front of what is wrong, unless it is there."""
@@ -236,7 +242,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
         hook=host.hook,
         inputs={name: value for name, value in inputs.items() if value is not None},
     )
-    with _recorded(stage, config):
+    with _recorded(stage, config), hook_errors.named(host.pm):
         artifacts = execute(component, config, stage, host)
     return Result(next(iter(artifacts.values())), artifacts, last.metrics)
 

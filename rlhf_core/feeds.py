@@ -31,15 +31,21 @@ class Update(NamedTuple):
     where: Callable[[int], str]
     """Names the example that `Packed.example` numbers, as "pairs.jsonl row 17"."""
     metrics: Mapping[str, float] = {}
-    """Metrics the host knows already; averaged over the updates of a logged step."""
+    """Metrics the host knows already, with other names than the objective's; averaged over the updates of a logged
+    step."""
 
 
 class Feed(Protocol):
-    """Where updates come from. What it gives at a step depends on the step, the seed and (rollouts) the state alone."""
+    """Where updates come from. What it gives at a step depends on the step, the seed and (rollouts) the state alone.
+
+    Steps count from 0. Unless `needs_state(step)`, `update(step)` may be asked for ahead and again, and the state it is
+    given says nothing: it is a function of `step` alone.
+    """
 
     total: int
     """Updates in the whole run."""
     updates_per_epoch: float
+    """The metric `epoch` is the updates done over it."""
     fingerprint: str
     """Of the data; a run is not continued on other data."""
 
@@ -51,13 +57,17 @@ class Feed(Protocol):
         """True where `update(step)` reads the state, so that earlier updates are checked before it."""
         ...
 
-    def update(self, step: int, state: TrainState) -> Update: ...
-
-    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What a checkpoint at `step` must hold beside the state: JSON, and arrays."""
+    def update(self, step: int, state: TrainState) -> Update:
+        """What is computed as update `step`, the same on every process. state: before it, where `needs_state(step)`."""
         ...
 
-    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None: ...
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What a checkpoint after `step` updates must hold beside the state: what JSON can hold, and arrays."""
+        ...
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        """Go on after `step` updates, with what `snapshot(step)` gave."""
+        ...
 
 
 KNOWN_UPDATES = 24

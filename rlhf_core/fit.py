@@ -231,8 +231,9 @@ class _Run:
             raise RunError(
                 f"stage '{self.stage.name}': loss or gradient of update {step + 1} is not finite. "
                 f"It comes from {listed or 'the sum of its rows, each of which is finite by itself'}. "
-                f"The state before it is kept in {self.stage.dir / 'checkpoints'}. Lower learning_rate, set "
-                "max_grad_norm, look at these examples, or try a loss of your own with rlhf_core.testing."
+                f"The state before it is kept in {self.stage.dir / 'checkpoints'}. "
+                + ("Lower learning_rate, set max_grad_norm, look" if step else "Look")
+                + " at these examples, or try a loss of your own with rlhf_core.testing."
             )
 
     def report(self, count: int, state: TrainState, *, logs: bool, evaluates: bool) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from rlhf_core.errors import InputError
 from rlhf_core.metrics import Metric, Metrics, from_json, merge, read, to_json
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ class Interval:
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, update: Update, metrics: Metrics) -> None:
+        """Raises InputError where the feed reports a metric of the step or the objective."""
+        if both := sorted(update.metrics.keys() & metrics.keys()):
+            raise InputError(
+                f"metrics: {', '.join(both)} reported twice, by the feed's Update and by the objective or the step; "
+                "rename the feed's"
+            )
         self.device.append(metrics)
         self.host.append(update.metrics)
         self.tokens += update.tokens

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, raised
@@ -78,9 +79,15 @@ def loss_output(
     if not isinstance(out, LossOutput):
         got = "an array" if isinstance(out, jax.Array) else type(out).__name__
         raise InputError(f"{what} returned {got}; wanted is LossOutput(loss, metrics)")
+    wanted = f"wanted is a number a {element}, {list(shape)} as its inputs are: leave the mean to the trainer"
     if jnp.shape(out.loss) != tuple(shape):
-        raise InputError(
-            f"{what} returned an array of shape {list(jnp.shape(out.loss))}; wanted is a number a {element}, "
-            f"{list(shape)} as its inputs are: leave the mean to the trainer"
-        )
+        raise InputError(f"{what} returned an array of shape {list(jnp.shape(out.loss))}; {wanted}")
+    if not isinstance(out.metrics, Mapping):
+        got = type(out.metrics).__name__
+        raise InputError(f"{what} returned metrics of type {got}; wanted are names with arrays, as a dict")
+    for name, value in out.metrics.items():
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise InputError(f"{what} returned {type(value).__name__} as metric {name!r}; {wanted}")
+        if value.shape != tuple(shape):
+            raise InputError(f"{what} returned metric {name!r} of shape {list(value.shape)}; {wanted}")
     return out

@@ -16,7 +16,8 @@ from rlhf_core.options import TrainerConfig, parse_value
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst"}
-_INPUT_FIELDS = {"train_data", "eval_data", "chat_template", "tokenizer", "path"}
+_INPUT_FIELDS = {"chat_template", "tokenizer", "path"}
+_INPUT_ENDINGS = ("_data", "_file")
 _KEY_STEP = re.compile(r"([A-Za-z0-9_-]+)((?:\[\d+\])*)")
 
 
@@ -124,7 +125,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     if not isinstance(value, str):
         return value
     if not value:
-        if field in _INPUT_FIELDS or is_model_field(field):
+        if _is_input(field):
             problems.append(f"{where}: is empty; give a path or a name, or leave it out")
         return value
     if field == "save_directory":
@@ -136,12 +137,17 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         return _absolute(file, base) + colon + attribute  # the registry tells a missing one
     if field == "chat_template":
         return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
-    if field in _INPUT_FIELDS or is_model_field(field):
+    if _is_input(field):
         if os.path.lexists(base / Path(value).expanduser()):
             return _absolute(value, base)
         if _looks_like_a_path(value, base):
             return _existing(value, base, where, problems)
     return value
+
+
+def _is_input(field: str) -> bool:
+    """Whether strings in this field may be paths: a trainer's own `replay_data` or `words_file` too."""
+    return field in _INPUT_FIELDS or field.endswith(_INPUT_ENDINGS) or is_model_field(field)
 
 
 def is_model_field(field: str) -> bool:

@@ -19,7 +19,6 @@ import optax
 import works
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.feed import RolloutFeed
-from rlhf_grpo.inputs import open_prompts, open_rewards
 from rlhf_grpo.objective import Terms, reader
 from rlhf_grpo.objective import objective as grpo_objective
 from rlhf_grpo.reference import Reference
@@ -45,6 +44,7 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objectives import trained_logps
 from rlhf_core.options import TrainerConfig
+from rlhf_core.rollouts import open_prompts, open_rewards
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState, create_state
@@ -176,10 +176,10 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
     feed = RolloutFeed(
         stage,
         config,
-        open_prompts(config, stage, tokenizer, "train_data"),
+        open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=works.PROMPT),
         tokenizer,
         lambda *_: samples,
-        open_rewards(config, stage),
+        open_rewards((), stage),
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
         reader(model.definition, temperature=1.0),
         layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,3 +20,5 @@ def require_output(out: Any, shape: tuple[int, ...], element: str) -> None:
             f"the loss has shape {list(jnp.shape(out.loss))}; return one value a {element}, {list(shape)}: the "
             "trainer masks, weighs and averages"
         )
+    if not isinstance(out.metrics, Mapping):
+        raise Broken(f"its metrics are a {type(out.metrics).__name__}; return a dict of names and arrays")

@@ -20,8 +20,12 @@ from rlhf_core.stage import Stage
 from rlhf_core.testing.small import MODEL_TABLE, tokenizer
 from rlhf_core.testing.stage import a_stage
 
-STOP_AT, CRASH_AT = 2, 4
-"""Updates done when the interrupted run gets a SIGTERM, and when it then crashes."""
+STOP_AT, CRASH_AT = 3, 5
+"""Updates done when the interrupted run gets a SIGTERM, and when it then crashes: with a checkpoint every other update,
+it goes on after an odd number of updates and after an even one.
+"""
+HELD_OUT = 4
+"""Rows that are evaluated on, where no others are given."""
 CLOCKS = ("time", "per_second", "memory/")
 """Parts of the names of metrics that a clock or the machine decides."""
 
@@ -78,7 +82,8 @@ class Case:
         """small: fields for what the config, default the trainer's defaults, leaves alone."""
         config = trainer.config() if config is None else config
         config = config.replace(**{k: v for k, v in small.items() if k not in config.model_fields_set})
-        given = {"model": MODEL_TABLE, "tokenizer": tokenizer(), "train_dataset": list(rows), **inputs}
+        given = {"model": MODEL_TABLE, "tokenizer": tokenizer(), "train_dataset": list(rows)}
+        given |= {"eval_dataset": list(rows)[:HELD_OUT], **inputs}
         return cls(trainer, config, given, directory)
 
     def stage(self, name: str, *, mesh: Any, host: plugins.Host | None = None) -> Stage:

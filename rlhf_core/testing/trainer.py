@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ def check_trainer(
     trainer: a registered name, or the `Trainer`. Raises InputError for an unknown name.
     config: of its class; fields that it leaves alone are made small, as in `SMALL`.
     rows: the training data; `texts()`, `pairs()` and `prompts()` of this package are some.
-    inputs: other objects that `Stage.inputs` may hold, such as `rewards`; `model` and `tokenizer` are the kit's own
-    where they are not given.
+    inputs: other objects that `Stage.inputs` may hold, such as `rewards`. `model` and `tokenizer` are the kit's own
+    where they are not given, and `eval_dataset` is the first few rows.
 
     component: it can be registered.
     config: it survives being written and read.
@@ -57,7 +58,7 @@ def check_trainer(
     metrics: finite numbers, `loss` among them, at rising steps.
     stop: a SIGTERM ends it after the update, with its state saved (tried in a process's main thread).
     resume: interrupted, it goes on where it was, to the same bits.
-    mesh: all devices there are give the same, to rounding.
+    mesh: all devices there are give the same, to rounding. With a single device it is not tried, and a warning says so.
     """
     found = Findings("trainer", trainer)
     known = plugins.load().registry.get(TRAINER, trainer) if isinstance(trainer, str) else trainer
@@ -79,6 +80,12 @@ def check_trainer(
         if len(jax.devices()) > 1:
             with found.property("mesh"):
                 _mesh(case, whole)
+        else:
+            warnings.warn(
+                "check_trainer: 'mesh' was not tried, there is one device; put "
+                "jax.config.update('jax_num_cpu_devices', 2) first",
+                stacklevel=2,
+            )
     found.end()
 
 

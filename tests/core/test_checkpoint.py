@@ -100,6 +100,16 @@ def test_restores_every_bit_of_tree_key_host_and_arrays(opened: Checkpoints) -> 
         assert found.arrays[name].dtype == array.dtype
 
 
+def test_numpy_numbers_are_kept_and_what_json_cannot_hold_is_told(opened: Checkpoints) -> None:
+    state = make_state()
+    opened.save(1, state, host={"next": np.int64(7), "best": np.float32(0.5)}, arrays={}, block=True)
+    found = opened.restore(abstract(state))
+    assert found is not None
+    assert found.host == {"next": 7, "best": 0.5}
+    with pytest.raises(TypeError, match=r"a checkpoint cannot keep \{1\}; make it a number"):
+        opened.save(2, state, host={"seen": {1}}, arrays={})
+
+
 def test_arrays_may_change_shape_and_be_left_out(opened: Checkpoints) -> None:
     state = make_state()
     opened.save(1, state, host={}, arrays={"rollout": np.ones((3, 5))})

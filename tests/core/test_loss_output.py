@@ -38,6 +38,18 @@ def asks_for_more(inputs):
             lambda inputs: LossOutput(inputs.mean()),
             r"array of shape \[\]; wanted is a number a token, \[2, 3\]",
         ),
+        (
+            lambda inputs: LossOutput(inputs, {"spread": inputs.std()}),
+            r"returned metric 'spread' of shape \[\]; wanted is a number a token, \[2, 3\]",
+        ),
+        (
+            lambda inputs: LossOutput(inputs, {"spread": 1.0}),
+            r"returned float as metric 'spread'; wanted is a number a token, \[2, 3\]",
+        ),
+        (
+            lambda inputs: LossOutput(inputs, [inputs]),
+            "returned metrics of type list; wanted are names with arrays, as a dict",
+        ),
         (asks_for_more, "^ref_logps: missing; set kl.beta$"),
     ],
 )
@@ -54,7 +66,7 @@ def test_what_is_no_loss(loss, message):
 
 def test_what_is_one():
     out = loss_output(
-        lambda x: LossOutput(-x),
+        lambda x: LossOutput(-x, {"size": np.ones(3)}),
         jnp.ones(3),
         (3,),
         what="pairwise loss 'mine'",

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rlhf_grpo.drawing import draw
-from rlhf_grpo.rewards import Reward
 
 from rlhf_core import data
+from rlhf_core.rollouts import Reward
 from rlhf_core.sampling import Rollouts
 
 G = 3

@@ -10,10 +10,10 @@ from rlhf_grpo.advantages import Group
 from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.rewards import Reward
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh
+from rlhf_core.rollouts import Reward
 from rlhf_core.rows import Layout
 from rlhf_core.sampling import Rollouts
 

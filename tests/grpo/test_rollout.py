@@ -6,18 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rlhf_grpo.drawing import Draw
-from rlhf_grpo.rewards import Reward
-from rlhf_grpo.rollout import (
-    Rollout,
-    advantage_inputs,
-    group_trees,
-    measure,
-    reward_inputs,
-    rollout_metrics,
-)
+from rlhf_grpo.rollout import Rollout, advantage_inputs, advantages_of, group_trees
 from rlhf_grpo.samples import write_samples
 
 from rlhf_core import data
+from rlhf_core.errors import RunError
+from rlhf_core.rollouts import Reward, measure, reward_inputs, rollout_metrics
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -164,3 +158,41 @@ def test_a_checkpoint_gives_the_rollout_back(rollout):
     for ours, theirs in zip(again.samples, rollout.samples, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
+
+
+def misspelt(inputs):
+    return inputs.reward
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        (lambda inputs: inputs.rewards.T, r"shape \[3, 2\]; wanted is a number a completion, \[2, 3\]"),
+        (lambda inputs: inputs.rewards.reshape(-1), r"shape \[6\]; wanted"),
+        (lambda inputs: inputs.rewards[..., None] * np.ones(5), r"shape \[2, 3, 5\]; wanted"),
+        (lambda inputs: None, r"shape \[\]; wanted"),
+        (
+            lambda inputs: inputs.rewards / 0,
+            r"returned nan for sample 0 of prompt 0, whose rewards are \[0.0, 1.0, ",
+        ),
+        (lambda inputs: "high", r"raised ValueError: could not convert string to float"),
+        (
+            misspelt,
+            r"raised AttributeError: 'AdvantageInputs' object has no attribute 'reward'.* \(.*test_rollout.py ",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_what_is_no_advantage(advantage, message):
+    total = np.arange(6.0)
+    inputs = advantage_inputs(total[:, None], total, [1.0], np.ones(6), 3)
+    with pytest.raises(RunError, match=f"^advantage 'mine' .*{message}"):
+        advantages_of(advantage, inputs, name="mine")
+
+
+def test_what_is_one():
+    total = np.arange(6.0)
+    inputs = advantage_inputs(total[:, None], total, [1.0], np.ones(6), 3)
+    found = advantages_of(lambda inputs: inputs.rewards - 1, inputs, name="mine")
+    np.testing.assert_array_equal(found, total - 1)
+    assert found.dtype == np.float32

@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_grpo.rewards import Reward, score
-from rlhf_grpo.rollout import reward_inputs
 from rlhf_reward import RewardConfig, RewardTrainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, feeds, load_model, plugins
+from rlhf_core.rollouts import Reward, reward_inputs, score
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 

@@ -38,19 +38,27 @@ def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch)
             del sys.modules[name]
 
 
+TABLES = {
+    **{(page, "property"): kit for page, kit in KITS.items()},
+    ("docs/how-to/write_a_loss.md", "property of a pairwise loss"): testing.check_pairwise_loss,
+    ("docs/how-to/write_a_loss.md", "property of an advantage"): testing.check_advantage,
+}
+PAGES = [*KITS, "docs/how-to/write_a_trainer_that_samples.md"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", KITS, ids=lambda page: Path(page).stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: Path(page).stem)
 def test_a_page_can_be_followed(page: str, workplace: Path) -> None:
     misspelt = "rlhf check pipeline.toml --plugin bounded.py --set policy.loss.kk=2.0"
     documents.follow(documents.REPOSITORY / page, fails=[misspelt])
 
 
-@pytest.mark.parametrize("page", KITS, ids=lambda page: Path(page).stem)
-def test_the_properties_are_the_kits(page: str) -> None:
+@pytest.mark.parametrize(("page", "heading"), TABLES, ids=lambda x: Path(x).stem)
+def test_the_properties_are_the_kits(page: str, heading: str) -> None:
     text = (documents.REPOSITORY / page).read_text(encoding="utf-8")
-    table = text.partition("| property | what is tried |\n")[2].partition("\n\n")[0]
+    table = text.partition(f"| {heading} | what is tried |\n")[2].partition("\n\n")[0]
     listed = re.findall(r"`([a-z ]+)`", "".join(row.split("|")[1] for row in table.splitlines()))
-    said = (KITS[page].__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[2]
+    said = (TABLES[page, heading].__doc__ or "").partition("\n\n")[2].rpartition("\n\n")[2]
     told = [
         name
         for part in re.findall(r"(?:^|\. )\s*([a-z ,]+): ", said, re.MULTILINE)

@@ -52,7 +52,7 @@ def test_the_table_of_built_in_rewards_is_complete_and_right(page: str, registry
 
 
 def test_the_keys_of_every_reward_are_the_trainers(page: str) -> None:
-    from rlhf_grpo.config import WeightedReward
+    from rlhf_core.rollouts import WeightedReward
 
     assert set(table(page, "| key | default | meaning |")) == set(WeightedReward.model_fields) - {"name"}
 
@@ -62,8 +62,9 @@ def test_its_functions_run_and_its_lists_are_made(
     page: str, registry: Registry, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlhf_grpo import GRPOConfig
-    from rlhf_grpo.calling import score
-    from rlhf_grpo.rewards import make_rewards, set_up
+
+    from rlhf_core.rollouts import score, set_up
+    from rlhf_core.rollouts.rewards import make_rewards
 
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.rewards import Reward, score
-from rlhf_grpo.rollout import reward_inputs
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 from transformers import AutoTokenizer, GenerationConfig
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, feeds, load_model, plugins, sampling
 from rlhf_core.components import load_file
+from rlhf_core.rollouts import Reward, reward_inputs, score
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import load_tokenizer

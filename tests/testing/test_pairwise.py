@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rlhf_core import PAIRWISE_LOSS, LossOutput, PairInputs, plugins
@@ -78,6 +79,18 @@ def branching(inputs: PairInputs) -> LossOutput:
     return LossOutput(inputs.chosen if inputs.margin.sum() > 1e9 else good(inputs))
 
 
+def on_the_host(inputs: PairInputs) -> LossOutput:
+    return LossOutput(jnp.asarray(np.logaddexp(0.0, -np.asarray(difference(inputs)))))
+
+
+def as_a_number(inputs: PairInputs) -> LossOutput:
+    return LossOutput(good(inputs) * float(inputs.margin.max() >= 0))
+
+
+def without_metrics(inputs: PairInputs) -> LossOutput:
+    return LossOutput(good(inputs), None)  # type: ignore[arg-type]
+
+
 MUTANTS: list[tuple[str, Callable[..., Any]]] = [
     ("component", NotFrozen),
     ("hash", EqualToItselfOnly),
@@ -91,6 +104,9 @@ MUTANTS: list[tuple[str, Callable[..., Any]]] = [
     ("pairs", order_matters),
     ("direction", uphill),
     ("jit", branching),
+    ("jit", on_the_host),
+    ("jit", as_a_number),
+    ("output", without_metrics),
 ]
 
 

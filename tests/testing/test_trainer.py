@@ -40,7 +40,8 @@ def train(
     *,
     measure: Callable[[np.ndarray], Mapping[str, Any]] = lambda x: {"loss": float((x - 1).sum() ** 2)},
     stops: bool = True,
-    remembers: Sequence[str] = ("step", "x", "speed"),
+    remembers: Sequence[str] = ("step", "x", "speed", "anchor"),
+    every: int = 1,
     rate: Callable[[Stage], float] = lambda stage: 0.1,
     spoil: float = 1.0,
     announces: bool = True,
@@ -50,12 +51,15 @@ def train(
     known = json.loads(file.read_text()) if file.exists() else {}
     known = {name: known[name] for name in remembers if name in known}
     x, speed = np.array(known.get("x", [3.0, 5.0])), np.array(known.get("speed", [0.0, 0.0]))
+    anchor = np.array(known.get("anchor", x))  # what the next `every` updates start from
     with stop_signals() as stop:
         for step in range(known.get("step", 0), config.max_training_steps or 1):
-            speed = 0.9 * speed - rate(stage) * (x - 1)
+            anchor = x if step % every == 0 else anchor
+            speed = 0.9 * speed - rate(stage) * (anchor - 1)
             x = x + speed
             stage.hook.rlhf_step_end(stage=stage, step=step + 1, metrics=measure(x))
-            file.write_text(json.dumps({"step": step + 1, "x": x.tolist(), "speed": speed.tolist()}))
+            kept = {"x": x.tolist(), "speed": speed.tolist(), "anchor": anchor.tolist()}
+            file.write_text(json.dumps({"step": step + 1, **kept}))
             if stops and stop.is_set():
                 raise Stopped("stopped, state saved")
     hook = stage.hook if announces else Silent()
@@ -105,6 +109,14 @@ MUTANTS: dict[str, tuple[str, Trainer]] = {
     "a signal that is ignored": ("stop", variant(stops=False)),
     "a run that begins again": ("resume", variant(remembers=())),
     "a checkpoint without the momentum": ("resume", variant(remembers=("step", "x"))),
+    "a rollout of two updates that is not kept": (
+        "resume",
+        variant(every=2, remembers=("step", "x", "speed")),
+    ),
+    "a rollout of three updates that is not kept": (
+        "resume",
+        variant(every=3, remembers=("step", "x", "speed")),
+    ),
     "a step that counts devices": ("mesh", variant(rate=lambda stage: 0.1 * stage.devices().size)),
 }
 
@@ -121,7 +133,7 @@ def test_the_trainer_that_they_are_made_of_has_none() -> None:
 
 def test_what_is_said(failures: Any) -> None:
     said = failures(check_trainer, MUTANTS["a run that begins again"][1], rows=texts(4))["resume"]
-    assert "interrupted after update 2 and begins again at update 1" in said
+    assert "interrupted after update 3 and begins again at update 1" in said
     said = failures(check_trainer, MUTANTS["a checkpoint without the momentum"][1], rows=texts(4))["resume"]
     assert "'model' of a run that was interrupted differs in model.safetensors" in said
     said = failures(check_trainer, MUTANTS["a reward model without a contract"][1], rows=texts(4))["outputs"]

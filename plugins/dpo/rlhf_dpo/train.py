@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import artifacts, data, optimizers
@@ -17,6 +19,7 @@ from rlhf_core.doors import (
     run_alone,
     tell,
     told_of,
+    try_loss,
 )
 from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
@@ -24,7 +27,7 @@ from rlhf_core.forecast import plan_lines
 from rlhf_core.state import create_state
 from rlhf_core.suited import with_attention
 from rlhf_dpo.config import DPOConfig
-from rlhf_dpo.contracts import DPO_LOSS
+from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.feed import PairFeed
 from rlhf_dpo.objective import objective, pair_loss
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from rlhf_core import Stage
     from rlhf_core.data import Pairs
     from rlhf_core.models import Model
+    from rlhf_dpo.objective import Measure
 
 
 def run(config: DPOConfig, stage: Stage) -> None:
@@ -61,8 +65,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
     if (held_out := _held_out(config, stage, model)) is not None:
         readers["eval_data"] = held_out
     reference = Reference(stage, readers)
-    component = stage.registry.get(DPO_LOSS, config.loss.name, **config.loss.options)
-    measure = partial(pair_loss, component, name=config.loss.name)
+    measure = _measure(config, stage)
     evaluate = None if held_out is None else Evaluation(held_out, reference, measure, beta=config.beta)
     tx, schedule = optimizers.make(config, stage.registry, trees.total)
     fitted = fit(
@@ -75,6 +78,11 @@ def run(config: DPOConfig, stage: Stage) -> None:
         evaluate=evaluate,
     )
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
+
+
+def _measure(config: DPOConfig, stage: Stage) -> Measure:
+    component = stage.registry.get(DPO_LOSS, config.loss.name, **config.loss.options)
+    return partial(pair_loss, component, name=config.loss.name)
 
 
 def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
@@ -94,6 +102,8 @@ def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
 
 def plan(config: DPOConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data alone."""
+    measure, pairs = _measure(config, stage), jax.ShapeDtypeStruct((2,), jnp.float32)
+    try_loss(stage, lambda x: measure(DPOInputs(x, x, x, x, x, x, config.beta), x > 0), pairs)
     tokenizer = stage.inputs.get("tokenizer")
     encode = tokenizer and (
         lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")

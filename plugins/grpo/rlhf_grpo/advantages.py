@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import AdvantageInputs
+from rlhf_core.rollouts import total_reward
 
 Floats = NDArray[np.float64]
 
@@ -134,13 +135,6 @@ def group_advantages(
     else:
         raise ValueError(f"aggregation: '{aggregation}' is not sum_then_normalize or normalize_then_sum")
     return jnp.asarray(out.reshape(-1))
-
-
-def total_reward(by_function: Floats, weights: Floats) -> Floats:
-    """The weighted sum over the functions that apply, [..., functions] → [...]; NaN where none does."""
-    scored = ~np.isnan(by_function)
-    total = np.where(scored, by_function * weights, 0.0).sum(-1)
-    return np.where(scored.any(-1), total, np.nan)
 
 
 def constant(rewards: Floats) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, SAMPLER, TrainerConfig
 from rlhf_core.options import Component, Options
+from rlhf_core.rollouts import WeightedReward
 from rlhf_core.sampling import SamplingOptions
 
 
@@ -60,20 +61,6 @@ class Evaluation(Options):
     pass_threshold: float | None = Field(
         default=None,
         description="a completion whose reward reaches it has passed: pass@k is reported; none: it is not",
-    )
-
-
-class WeightedReward(Component):
-    """A reward function in the sum."""
-
-    weight: float = Field(default=1.0, description="of its values in the sum")
-    label: str | None = Field(
-        default=None, description="its name in the metrics; none: `name`, without directories"
-    )
-    timeout: float | None = Field(default=None, gt=0, description="seconds a call may take; none: no limit")
-    on_error: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="after a call that failed or took too long: end the run, or leave its completions unscored",
     )
 
 

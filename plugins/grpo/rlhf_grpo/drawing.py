@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import RewardInputs
+from rlhf_core.rollouts import measure, reward_inputs, rollout_metrics
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.advantages import constant
-from rlhf_grpo.rollout import measure, reward_inputs, rollout_metrics
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
-    from rlhf_grpo.rewards import Reward
+    from rlhf_core.rollouts import Reward
 
 
 Sample = Callable[[Sequence[np.ndarray], int], Rollouts]

@@ -18,7 +18,7 @@ from rlhf_grpo.samples import write_samples
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Prompts
-    from rlhf_grpo.rewards import Reward
+    from rlhf_core.rollouts import Reward
 
 KEY_NUMBER = 2**31 - 1
 """Folded into the state's key for fixed prompts; rollouts count from 0."""

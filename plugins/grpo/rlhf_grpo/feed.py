@@ -14,13 +14,13 @@ from rlhf_core.ahead import Ahead
 from rlhf_core.data import Prompts, schedule, updates
 from rlhf_core.feeds import Update, empty
 from rlhf_core.mesh import abstract_rows, put_rows
+from rlhf_core.rollouts import Reward, restore, snapshots
 from rlhf_core.rows import Layout, Packed, pack
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.drawing import Sample, draw
 from rlhf_grpo.minibatches import sequence_kl, with_advantages, with_entropy_scale, with_kept
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.rewards import Reward, restore, snapshots
-from rlhf_grpo.rollout import Rollout, advantage_inputs, group_trees
+from rlhf_grpo.rollout import Rollout, advantage_inputs, advantages_of, group_trees
 from rlhf_grpo.samples import write_samples
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class RolloutFeed:
     def advantages(self, each: np.ndarray, total: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         weights = [reward.weight for reward in self.rewards]
         inputs = advantage_inputs(each, total, weights, lengths, self.config.num_generations)
-        return np.asarray(self.advantage(inputs), np.float32).reshape(-1)
+        return advantages_of(self.advantage, inputs, name=self.config.advantage.name)
 
     def pack_rollout(self) -> list[list[Packed]]:
         """The micro-batches of each minibatch; groups are never split between minibatches."""

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_core import data
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import POLICY_LOSS, PolicyInputs, data
 from rlhf_core.advice import advise as advise_shared
-from rlhf_core.doors import open_records, require_model
+from rlhf_core.doors import open_records, require_model, try_loss
 from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_line
 from rlhf_core.mesh import rows_a_device
+from rlhf_core.rollouts import check_columns, open_prompts, open_rewards
 from rlhf_core.sampling import slots_a_device
 from rlhf_core.stopping import stop_table
 from rlhf_grpo.advice import advise
-from rlhf_grpo.inputs import open_prompts, open_rewards
-from rlhf_grpo.rewards import check_columns
+from rlhf_grpo.objective import Terms, combine
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
+    from rlhf_core.rollouts import Reward
     from rlhf_grpo.config import GRPOConfig
-    from rlhf_grpo.rewards import Reward
 
 
 def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data and the model's config alone."""
     require_model(config, stage, head="lm")
-    count, longest, said = _prompts(config, stage, open_rewards(config, stage))
+    _try_loss(config, stage)
+    count, longest, said = _prompts(
+        config, stage, open_rewards(config.rewards, stage, weights=config.reward_weights)
+    )
     rollouts = data.updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
     total = config.max_training_steps or rollouts * config.updates_per_rollout
     completions = config.prompts_per_rollout * config.num_generations
@@ -67,6 +73,26 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     return [*lines, *(f"warning: {line}" for line in told)]
 
 
+def _try_loss(config: GRPOConfig, stage: Stage) -> None:
+    loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
+    tokens = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+
+    def measure(logps: jax.Array, ref_logps: jax.Array) -> Any:
+        inputs = PolicyInputs(
+            logps=logps,
+            old_logps=logps,
+            advantages=logps,
+            mask=jnp.ones_like(logps),
+            ref_logps=ref_logps if config.keeps_reference else None,
+            entropies=logps,
+            sequence=jnp.zeros(logps.shape, jnp.int32),
+            sequences=4,
+        )
+        return combine(loss, inputs, Terms.of(config), sequences=4)
+
+    try_loss(stage, measure, tokens, tokens)
+
+
 def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, str]:
     """(how many, tokens of the longest, a line): as they will be used where the tokenizer is at hand, else all rows."""
     tokenizer = stage.inputs.get("tokenizer")
@@ -77,8 +103,9 @@ def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tup
         records = open_records(config, stage, "train_data")
         assert records is not None
         return len(records), config.max_prompt_length, f"{len(records):,} prompts before length limits"
-    held_out = open_prompts(config, stage, tokenizer, "eval_data", needed=False)
-    prompts = open_prompts(config, stage, tokenizer, "train_data")
+    longest = config.max_prompt_length
+    held_out = open_prompts(config, stage, tokenizer, "eval_data", max_prompt_length=longest, needed=False)
+    prompts = open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=longest)
     for each in (held_out, prompts):
         if each is not None:
             check_columns(rewards, list(each.columns), stage)

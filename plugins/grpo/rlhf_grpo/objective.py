@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PolicyInputs
+from rlhf_core.errors import InputError
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objectives import loss_output, trained_logps, trained_sequence, trained_weight
 from rlhf_grpo.correction import importance, mismatch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.rows import Packed
     from rlhf_core.step import Objective
-    from rlhf_grpo.config import SamplerCorrection
+    from rlhf_grpo.config import GRPOConfig, SamplerCorrection
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,17 @@ class Terms:
     bias_correction: bool = False
     entropy_coef: float = 0.0
     max_completion_length: int = 1
+
+    @classmethod
+    def of(cls, config: GRPOConfig) -> Terms:
+        return cls(
+            name=config.loss.name,
+            beta=config.kl.beta if config.kl.place == "loss" else 0.0,
+            kl=config.kl.name,
+            bias_correction=config.use_bias_correction_kl,
+            entropy_coef=config.entropy_coef,
+            max_completion_length=config.sampling.max_completion_length,
+        )
 
 
 def kl_estimate(logps: jax.Array, ref_logps: jax.Array, name: str) -> jax.Array:
@@ -100,7 +112,7 @@ def combine(
     elif aggregation == "fixed_length":
         total, count = (value * mask).sum(), sequences * terms.max_completion_length
     else:
-        raise ValueError(
+        raise InputError(
             f"policy loss '{terms.name}': aggregation '{aggregation}' is not token_mean, sequence_mean or fixed_length"
         )
     if inputs.entropies is not None:

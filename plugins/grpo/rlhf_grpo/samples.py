@@ -12,8 +12,8 @@ import numpy as np
 from rlhf_core.artifacts import write_atomic
 
 if TYPE_CHECKING:
+    from rlhf_core.rollouts import Reward
     from rlhf_grpo.drawing import Draw
-    from rlhf_grpo.rewards import Reward
 
 
 def write_samples(

@@ -7,57 +7,62 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, SAMPLER, SamplerInputs, artifacts, optimizers
+from rlhf_core import ADVANTAGE, POLICY_LOSS, artifacts, optimizers
 from rlhf_core.doors import Result, door_inputs, open_model, run_alone
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import RunError
 from rlhf_core.fit import fit
+from rlhf_core.rollouts import (
+    check_columns,
+    open_prompts,
+    open_rewards,
+    open_sampler,
+    require_known,
+    set_up,
+    warm_up,
+)
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.suited import with_attention
 from rlhf_grpo.advice import advise
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.evaluation import FixedPrompts
 from rlhf_grpo.feed import RolloutFeed
-from rlhf_grpo.inputs import open_prompts, open_rewards, require_known
 from rlhf_grpo.limits import watch
 from rlhf_grpo.objective import Terms, objective, reader
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.rewards import check_columns, set_up
 from rlhf_grpo.shapes import group_layout, longest_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rlhf_core import Stage, TrainState
-    from rlhf_core.data import Prompts
     from rlhf_core.models import Model
-    from rlhf_core.sampling import SamplingOptions
-    from rlhf_grpo.rewards import Reward
+    from rlhf_core.rollouts import Reward
 
 
 def run(config: GRPOConfig, stage: Stage) -> None:
     """Improve `config.model` on the prompts of `config.train_data` and save the artifact `model`."""
     registry, temperature = stage.registry, config.sampling.temperature
     model = open_model(config, stage, head="lm")
-    prompts = open_prompts(config, stage, model.tokenizer, "train_data")
+    longest = config.max_prompt_length
+    prompts = open_prompts(config, stage, model.tokenizer, "train_data", max_prompt_length=longest)
     require_known(prompts, model.definition.vocab_size)
-    rewards = open_rewards(config, stage)
+    rewards = open_rewards(config.rewards, stage, weights=config.reward_weights)
     set_up(rewards, list(prompts.columns), stage)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
-    terms = Terms(
-        name=config.loss.name,
-        beta=config.kl.beta if config.kl.place == "loss" else 0.0,
-        kl=config.kl.name,
-        bias_correction=config.use_bias_correction_kl,
-        entropy_coef=config.entropy_coef,
-        max_completion_length=config.sampling.max_completion_length,
-    )
+    terms = Terms.of(config)
     fixed = fixed_parameters(model.params, config.frozen_parameters)
     reference = Reference(model.params, fixed, stage.devices()) if config.keeps_reference else None
-    sampler = _sampler(
-        config, stage, model, prompts, config.sampling, config.num_generations, config.prompts_per_rollout
+    sampler = open_sampler(
+        stage,
+        model,
+        prompts,
+        config.sampling,
+        num_generations=config.num_generations,
+        prompts_per_call=config.prompts_per_rollout,
+        sampler=config.sampler,
     )
     sizes = np.array([len(ids) for ids in prompts.ids])
-    _warm_up(sampler, model, prompts.ids)
+    warm_up(sampler, model, prompts.ids)
     layout = group_layout(config, sizes, model.definition.hidden_size, stage.devices())
     model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
     held_out = _held_out(config, stage, model, rewards)
@@ -87,7 +92,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     )
     feed.compile(model.params)
     if held_out is not None:
-        _warm_up(held_out.sampler, model, held_out.prompts.ids[: held_out.count])
+        warm_up(held_out.sampler, model, held_out.prompts.ids[: held_out.count])
     if stage.is_main:
         context = model.hf_config.get("max_position_embeddings")
         for line in advise(
@@ -117,44 +122,12 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
 
-def _sampler(
-    config: GRPOConfig,
-    stage: Stage,
-    model: Model,
-    prompts: Prompts,
-    options: SamplingOptions,
-    group: int,
-    at_once: int,
-) -> Any:
-    if not model.stop_ids and not options.stop_token_ids:
-        raise InputError(
-            f"stage '{stage.name}'.model: neither the tokenizer nor generation_config.json names an end-of-sequence "
-            "token, so no completion could ever stop; set eos_token in tokenizer_config.json"
-        )
-    make = stage.registry.get(SAMPLER, config.sampler.name, **config.sampler.options)
-    return make(
-        SamplerInputs(
-            definition=model.definition,
-            tokenizer=model.tokenizer,
-            options=options,
-            mesh=stage.devices(),
-            stop_ids=model.stop_ids,
-            num_generations=group,
-            prompts_per_call=at_once,
-            max_prompt_length=max(len(ids) for ids in prompts.ids),
-        )
-    )
-
-
-def _warm_up(sampler: Any, model: Model, ids: Sequence[np.ndarray]) -> None:
-    """Let the sampler do what prompts of these lengths need once, where it can do so ahead."""
-    if hasattr(sampler, "warm_up"):
-        sampler.warm_up(model.params, [len(prompt) for prompt in ids])
-
-
 def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Reward]) -> FixedPrompts | None:
     """The prompts of `eval_data`; None without."""
-    prompts = open_prompts(config, stage, model.tokenizer, "eval_data", needed=False)
+    longest = config.max_prompt_length
+    prompts = open_prompts(
+        config, stage, model.tokenizer, "eval_data", max_prompt_length=longest, needed=False
+    )
     if prompts is None:
         return None
     require_known(prompts, model.definition.vocab_size)
@@ -165,8 +138,14 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
     count = min(len(prompts), size * steps if steps is not None else len(prompts))
     return FixedPrompts(
         stage,
-        _sampler(
-            config, stage, model, prompts, config.evaluation_sampling, own.num_generations, min(size, count)
+        open_sampler(
+            stage,
+            model,
+            prompts,
+            config.evaluation_sampling,
+            num_generations=own.num_generations,
+            prompts_per_call=min(size, count),
+            sampler=config.sampler,
         ),
         prompts,
         model.tokenizer,

@@ -7,7 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import PAIRWISE_LOSS, artifacts, data, optimizers
+import jax
+import jax.numpy as jnp
+
+from rlhf_core import PAIRWISE_LOSS, PairInputs, artifacts, data, optimizers
 from rlhf_core.doors import (
     Result,
     door_inputs,
@@ -16,6 +19,7 @@ from rlhf_core.doors import (
     run_alone,
     tell,
     told_of,
+    try_loss,
 )
 from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
@@ -54,10 +58,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
         sequence_names=("margin",),
         group=2,
     )
-    component = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
-    measure = partial(
-        pair_loss, component, coefficient=config.center_rewards_coefficient, name=config.loss.name
-    )
+    measure = _measure(config, stage)
     loss = objective(model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
     tx, schedule = optimizers.make(config, stage.registry, feed.total)
@@ -86,6 +87,11 @@ STATISTICS_PAIRS = 128
 """Pairs of the training data that the stored mean and deviation are taken over where there is no evaluation data."""
 
 
+def _measure(config: RewardConfig, stage: Stage) -> Measure:
+    component = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
+    return partial(pair_loss, component, coefficient=config.center_rewards_coefficient, name=config.loss.name)
+
+
 def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measure) -> Evaluation | None:
     records = open_records(config, stage, "eval_data", needed=False)
     if records is None:
@@ -99,6 +105,8 @@ def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measu
 
 def plan(config: RewardConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data alone."""
+    measure, pairs = _measure(config, stage), jax.ShapeDtypeStruct((2,), jnp.float32)
+    try_loss(stage, lambda x: measure(PairInputs(x, x, x), x > 0), pairs)
     tokenizer = stage.inputs.get("tokenizer")
     encode = tokenizer and (
         lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")

@@ -15,17 +15,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-import rlhf_core
-from rlhf_core import RewardInputs
+from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, RunError, raised
 
 if TYPE_CHECKING:
-    from rlhf_grpo.rewards import Reward
+    from rlhf_core.rollouts.rewards import Reward
 
 Outcome = np.ndarray | BaseException | None
 """What came of a call: float64 [N], what was raised, or None where another process makes the call."""
 DONE, SKIPPED, STOPPED = 0, 1, 2
-HERE = (str(Path(rlhf_core.__file__).parent), str(Path(__file__).parent))
+HERE = str(Path(__file__).parent.parent)
 
 
 def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True) -> np.ndarray:
@@ -80,7 +79,7 @@ def _failure(reward: Reward, outcome: Outcome) -> str:
     if isinstance(outcome, _TooSlowError):
         how = str(outcome)
     elif isinstance(outcome, BaseException):
-        how = raised(outcome, *HERE)
+        how = raised(outcome, HERE)
     else:
         how = "failed in another process, whose output says why"
     return f"reward '{reward.label}' {how}"

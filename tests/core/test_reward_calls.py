@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rlhf_grpo.calling import score
-from rlhf_grpo.config import WeightedReward
-from rlhf_grpo.rewards import Reward, make_rewards
 
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.components import load_file
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.rollouts import Reward, WeightedReward, score
+from rlhf_core.rollouts.rewards import make_rewards
 
 processes = load_file(Path(__file__).parents[1] / "processes.py")
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
@@ -195,8 +194,7 @@ import random, warnings
 import numpy as np
 from rlhf_core import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_grpo.calling import score
-from rlhf_grpo.rewards import Reward
+from rlhf_core.rollouts import Reward, score
 
 me, calls = jax.process_index(), []
 inputs = RewardInputs(["a"] * 3, ["x", "y", "z"], [[5]] * 3, {})

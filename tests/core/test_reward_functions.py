@@ -5,13 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
-from rlhf_grpo.advantages import total_reward
-from rlhf_grpo.config import WeightedReward
-from rlhf_grpo.rewards import Reward, make_rewards, score, set_up
-from rlhf_grpo.rollout import measure
 
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.rollouts import Reward, WeightedReward, measure, score, set_up, total_reward
+from rlhf_core.rollouts.rewards import make_rewards
 
 INPUTS = RewardInputs(
     prompts=["a", "a", "b"],
@@ -147,19 +145,46 @@ def fail(completions):
         (lambda completions: [1.0, 2.0], "reward 'r' returned 2 values for 3 completions"),
         (lambda completions: 1.0, "reward 'r' returned float; it must return a list of 3 numbers"),
         (lambda completions: None, "reward 'r' returned NoneType; it must return a list of 3"),
+        (
+            lambda completions: dict.fromkeys(range(3), 1.0),
+            "reward 'r' returned dict; it must return a list of 3",
+        ),
+        (lambda completions: ["1", 2, 3], "reward 'r' returned '1' for completion 0; a number or None"),
         (lambda completions: [1, 2, "good"], "reward 'r' returned 'good' for completion 2; a number or None"),
         (
             lambda completions: [0, float("inf"), 0],
             "reward 'r' returned inf for completion 1; rewards must be finite",
         ),
         (lambda completions: [-float("inf"), 0, 0], "reward 'r' returned -inf for completion 0"),
-        (fail, r"reward 'r' raised KeyError: 'gold' \(.*test_rewards.py line \d+\)"),
+        (fail, r"reward 'r' raised KeyError: 'gold' \(.*test_reward_functions.py line \d+\)"),
         (lambda completions: [None] * 3, "no reward function applies to any completion"),
     ],
 )
 def test_what_is_not_a_list_of_numbers_ends_the_run(function, message):
     with pytest.raises(RunError, match=message):
         values(function)
+
+
+def test_what_a_function_does_to_its_arguments_no_other_sees():
+    said = [[{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "y"}]]
+    inputs = RewardInputs([["a"], ["b"]], said, [[5, 1], [6, 1]], {"words": [["x"], ["y"]]})
+
+    def changes(prompts, completions, completion_ids, words):
+        for text, ids, own in zip(completions, completion_ids, words, strict=True):
+            text[0]["content"] = "gone"
+            ids.clear()
+            own.append("more")
+        completions.pop()
+        return [0.0, 0.0]
+
+    def sees(completions, completion_ids, words):
+        return [
+            float(len(ids) + len(own) + len(text[0]["content"]))
+            for text, ids, own in zip(completions, completion_ids, words, strict=True)
+        ]
+
+    assert score([reward(changes, "a"), reward(sees, "b")], inputs)[:, 1].tolist() == [4.0, 4.0]
+    assert inputs.completions == [[{"role": "assistant", "content": text}] for text in "xy"]
 
 
 def test_an_exception_keeps_its_cause():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,16 +11,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from rlhf_core import REWARD, RewardInputs
+from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, near
-from rlhf_grpo.calling import score as score
+from rlhf_core.options import Component
 
 if TYPE_CHECKING:
-    from rlhf_core import Registry, Stage
-    from rlhf_grpo.config import WeightedReward
+    from rlhf_core.registry import Registry
+    from rlhf_core.stage import Stage
 
 OWN = ("prompts", "completions", "completion_ids")
+"""What every function may take, beside the columns of the prompts."""
+
+
+class WeightedReward(Component):
+    """A reward function in a config: `rewards: list[Annotated[WeightedReward, REWARD]]`."""
+
+    weight: float = Field(default=1.0, description="of its values in the sum")
+    label: str | None = Field(
+        default=None, description="its name in the metrics; none: `name`, without directories"
+    )
+    timeout: float | None = Field(default=None, gt=0, description="seconds a call may take; none: no limit")
+    on_error: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="after a call that failed or took too long: end the run, or leave its completions unscored",
+    )
 
 
 @dataclass
@@ -63,14 +80,22 @@ class Reward:
         ]
 
     def arguments(self, inputs: RewardInputs) -> dict[str, Any]:
-        """What the function is called with: what it names, and every column where it takes any."""
+        """What the function is called with: what it names, and every column where it takes any. Copies: what it does to
+        them, no other function sees.
+        """
         _, takes, any_column = self.wants()
         offered = {**inputs.columns, **{name: getattr(inputs, name) for name in OWN}}
-        return {name: value for name, value in offered.items() if any_column or name in takes}
+        asked = {name: value for name, value in offered.items() if any_column or name in takes}
+        return {
+            name: list(map(list, value)) if name == "completion_ids" else copy.deepcopy(value)
+            for name, value in asked.items()
+        }
 
     def checked(self, values: Any, expected: int) -> np.ndarray:
         """float64 [expected]; NaN where the function does not apply. Raises RunError for anything but such a list."""
         try:
+            if isinstance(values, Mapping):
+                raise TypeError
             given = list(values)
         except TypeError:
             raise RunError(
@@ -85,6 +110,8 @@ class Reward:
         out = np.empty(expected, np.float64)
         for i, value in enumerate(given):
             try:
+                if isinstance(value, str):
+                    raise TypeError
                 out[i] = np.nan if value is None else float(value)
             except (TypeError, ValueError):
                 raise RunError(

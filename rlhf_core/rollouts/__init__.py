@@ -1,0 +1,39 @@
+"""What trainers that sample share: prompts, a sampler, reward functions with weights, and their metrics."""
+
+from rlhf_core.rollouts.calling import score as score
+from rlhf_core.rollouts.completions import completion as completion
+from rlhf_core.rollouts.completions import measure as measure
+from rlhf_core.rollouts.completions import reward_inputs as reward_inputs
+from rlhf_core.rollouts.completions import rollout_metrics as rollout_metrics
+from rlhf_core.rollouts.completions import total_reward as total_reward
+from rlhf_core.rollouts.opening import open_prompts as open_prompts
+from rlhf_core.rollouts.opening import open_rewards as open_rewards
+from rlhf_core.rollouts.opening import open_sampler as open_sampler
+from rlhf_core.rollouts.opening import require_known as require_known
+from rlhf_core.rollouts.opening import warm_up as warm_up
+from rlhf_core.rollouts.rewards import Reward as Reward
+from rlhf_core.rollouts.rewards import WeightedReward as WeightedReward
+from rlhf_core.rollouts.rewards import check_columns as check_columns
+from rlhf_core.rollouts.rewards import restore as restore
+from rlhf_core.rollouts.rewards import set_up as set_up
+from rlhf_core.rollouts.rewards import snapshots as snapshots
+
+__all__ = [
+    "Reward",
+    "WeightedReward",
+    "check_columns",
+    "completion",
+    "measure",
+    "open_prompts",
+    "open_rewards",
+    "open_sampler",
+    "require_known",
+    "restore",
+    "reward_inputs",
+    "rollout_metrics",
+    "score",
+    "set_up",
+    "snapshots",
+    "total_reward",
+    "warm_up",
+]

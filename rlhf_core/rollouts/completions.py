@@ -1,0 +1,81 @@
+"""What was sampled, as reward functions read it, and what they say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.contracts import RewardInputs
+from rlhf_core.data import Prompts
+from rlhf_core.encoding import continuations
+from rlhf_core.rollouts.calling import score
+from rlhf_core.rollouts.rewards import Reward
+from rlhf_core.sampling import Rollouts
+
+Floats = NDArray[np.float64]
+
+
+def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
+    """The tokens of completion i, stop token included."""
+    return np.asarray(samples.tokens[i, : samples.lengths[i]], np.int32)
+
+
+def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, tokenizer: Any) -> RewardInputs:
+    """What reward functions are called with; texts, which continue their prompts, or message lists where the prompt is
+    one.
+    """
+    group = len(samples.lengths) // len(chosen)
+    own = [completion(samples, i) for i in range(len(samples.lengths))]
+    ids = [each.tolist() for each in own]
+    asked = [i for i in chosen for _ in range(group)]
+    raw = [prompts.raw[i] for i in asked]
+    before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in asked]
+    texts = continuations(tokenizer, before, own)
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(raw, texts, strict=True)
+    ]
+    columns = {
+        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
+    }
+    return RewardInputs(raw, completions, ids, columns)
+
+
+def measure(
+    rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`."""
+    each = score(rewards, inputs, needed=needed)
+    return each, total_reward(each, np.array([reward.weight for reward in rewards]))
+
+
+def total_reward(by_function: Floats, weights: Floats) -> Floats:
+    """The weighted sum over the functions that apply, [..., functions] → [...]; NaN where none does."""
+    scored = ~np.isnan(by_function)
+    total = np.where(scored, by_function * weights, 0.0).sum(-1)
+    return np.where(scored.any(-1), total, np.nan)
+
+
+def rollout_metrics(
+    rewards: Sequence[Reward], each: np.ndarray, total: np.ndarray, samples: Rollouts, group: int
+) -> dict[str, float]:
+    """The metrics of a rollout, by the contract's names."""
+    grouped = total.reshape(-1, group)
+    scored = ~np.isnan(grouped)
+    spread = [float(np.std(g[s], ddof=1)) for g, s in zip(grouped, scored, strict=True) if s.sum() > 1]
+    flat = [bool(np.ptp(g[s]) == 0) for g, s in zip(grouped, scored, strict=True) if s.any()]
+    out = {
+        "reward": float(np.nanmean(total)),
+        "reward_std": float(np.mean(spread)) if spread else 0.0,
+        "frac_reward_zero_std": float(np.mean(flat)),
+        "completions/mean_length": float(np.mean(samples.lengths)),
+        "completions/clipped_ratio": float(np.mean(~np.asarray(samples.finished))),
+    }
+    for f, reward in enumerate(rewards):
+        own = each[:, f][~np.isnan(each[:, f])]
+        out[f"rewards/{reward.label}/mean"] = float(own.mean()) if len(own) else float("nan")
+        out[f"rewards/{reward.label}/std"] = float(own.std(ddof=1)) if len(own) > 1 else float("nan")
+    return out

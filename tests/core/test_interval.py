@@ -1,0 +1,23 @@
+"""What a feed reports and what the step computes are told side by side, and never one for the other."""
+
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.feeds import Update
+from rlhf_core.interval import Interval
+from rlhf_core.metrics import Mean
+
+
+def test_the_feeds_metrics_are_averaged_over_updates():
+    interval = Interval()
+    for value in (1.0, 4.0):
+        interval.add(Update([], 3, str, {"reward": value}), {"loss": Mean(value, 1.0)})
+    row = interval.read(total_tokens=6)
+    assert (row["reward"], row["loss"], row["num_tokens"]) == (2.5, 2.5, 6)
+
+
+def test_a_name_that_both_use_is_told():
+    with pytest.raises(
+        InputError, match=r"^metrics: loss reported twice, by the feed's Update and by the objective"
+    ):
+        Interval().add(Update([], 3, str, {"loss": 7.0, "reward": 1.0}), {"loss": Mean(1.0, 1.0)})

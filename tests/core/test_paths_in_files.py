@@ -1,0 +1,20 @@
+"""Which fields of a pipeline's stages hold paths: the core's, and a trainer's own by their names."""
+
+import pytest
+
+from rlhf_core.pipeline_file import resolve_paths
+
+
+@pytest.mark.parametrize("field", ["train_data", "model", "teacher_model", "replay_data", "words_file"])
+def test_paths_are_relative_to_the_file(field, tmp_path):
+    (tmp_path / "here").mkdir()
+    problems = []
+    assert resolve_paths(field, "here", tmp_path, "stage", problems) == str(tmp_path / "here")
+    resolve_paths(field, "./gone.jsonl", tmp_path, f"stage.{field}", problems)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"stage.{field}: no such file")
+
+
+def test_other_texts_are_left_alone(tmp_path):
+    (tmp_path / "linear").mkdir()
+    assert resolve_paths("lr_scheduler_type", "linear", tmp_path, "stage", []) == "linear"
