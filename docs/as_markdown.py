@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rlhf_core.resolved import to_value
+
 WIDTH = 120
 
 
@@ -23,16 +25,9 @@ def default(value: Any) -> str:
     """A value as a TOML file would have it."""
     if value is None:
         return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, Mapping):
-        named = value.get("name") if set(value) == {"name"} else None
-        return f'`"{named}"`' if named else "see below"
-    if isinstance(value, str):
-        return f'`"{value}"`'
-    if isinstance(value, Sequence):
-        return f"`[{', '.join(default(each).strip('`') for each in value)}]`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    if isinstance(value, Mapping) and set(value) != {"name"}:
+        return "see below"
+    return f"`{to_value(value)}`"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

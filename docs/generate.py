@@ -29,7 +29,6 @@ from rlhf_core.plugins import Host
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/reference"
 NOTE = "*Written by [generate.py](../generate.py) from the code; change it there.*"
-BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 KINDS = {
     "trainer": "what a stage's `trainer` names: a `Trainer`, its configuration and a function that runs it",
     "pairwise loss": "a value a pair, from the scores of chosen and rejected reply: `loss` of a reward stage",
@@ -123,7 +122,7 @@ def field_table(config: type[Options], names: Iterable[str]) -> str:
     for name in names:
         field, doc = config.model_fields[name], docs[name]
         known = doc.type if field.is_required() is False else f"{doc.type}, required"
-        rows.append((f"`{name}`", linked(known) + bounds(field), default(doc.default), doc.description))
+        rows.append((f"`{name}`", linked(known) + doc.bounds, default(doc.default), doc.description))
     return table(("field", "type", "default", "meaning"), rows)
 
 
@@ -148,17 +147,6 @@ def option_classes(field: FieldInfo) -> list[type[Options]]:
             found.append(each)
         waiting += get_args(each)
     return found
-
-
-def bounds(field: FieldInfo) -> str:
-    """`, > 0, ≤ 1` from the field's own limits."""
-    said = [
-        f"{sign} {getattr(note, name):g}"
-        for note in field.metadata
-        for name, sign in BOUNDS.items()
-        if isinstance(getattr(note, name, None), int | float)
-    ]
-    return "".join(f", {each}" for each in said)
 
 
 def linked(words: str) -> str:
@@ -222,10 +210,10 @@ def component(distribution: str, entry: Entry) -> Iterator[str]:
         parameters = inspect.signature(entry.thing).parameters
         rows = []
         for name, model in entry.options.items():
-            (words,) = [row.type for row in fields(model)]
+            (option,) = fields(model)
             given = parameters[name].default
             shown = "required" if given is inspect.Parameter.empty else default(given)
-            rows.append((f"`{name}`", words + bounds(model.model_fields["value"]), shown))
+            rows.append((f"`{name}`", option.type + option.bounds, shown))
         yield table(("option", "type", "default"), rows)
 
 

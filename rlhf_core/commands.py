@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline_file import read
 from rlhf_core.plan import StagePlan, plan
-from rlhf_core.preview import previews
+from rlhf_core.preview import components, previews
 from rlhf_core.stage_record import StageRecord
+from rlhf_core.terminal import show
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import PluginInfo
@@ -73,11 +73,10 @@ def check(
     for stage in planned.stages:
         data = _data(stage.written.train_data)
         given = f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
-        lines = [given, f"{states[stage.name]}, seed {stage.seed}"]
+        lines = [given, f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
         table.add_row(stage.name, "\n".join([*lines, *said[stage.name]]))
-    console = _console()
-    console.print(f"{pipeline} → {_short(str(planned.dir))}\n", soft_wrap=True)
-    console.print(table)
+    typer.echo(f"{pipeline} → {_short(str(planned.dir))}\n")
+    show(table)
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
@@ -91,7 +90,7 @@ def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
         table.add_column(column, overflow="fold")
     for info in host.plugins:
         table.add_row(info.distribution or info.name, info.version or "", info.state, _registered(info))
-    _console().print(table)
+    show(table)
 
 
 def new(kind: str, name: str, directory: Path | None) -> None:
@@ -225,7 +224,7 @@ def profile(
     loaded = None if source is None else load_tokenizer(source)
     records = data.load(file, registry=plugin_loading.load().registry)
     found = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
-    _console().print(profiling.render(found))
+    show(profiling.render(found))
 
 
 def require_writable(output: Path | None) -> None:
@@ -289,8 +288,3 @@ def _short(path: str) -> str:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         return path
-
-
-def _console() -> Console:
-    """Wide where nobody watches: a table in a log is not cut at 80 columns."""
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -19,11 +19,12 @@ from typing import Any
 
 from pydantic import PydanticUserError, ValidationError, create_model
 
-from rlhf_core.contracts import MODEL, TRAINER, Kind, ModelFamily, Trainer
-from rlhf_core.errors import InputError, near, near_file
+from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, near_file, raised
 from rlhf_core.options import Options, TrainerConfig
 from rlhf_core.options.problems import Problem, explain, lines, unknown
 
+HERE = str(Path(__file__).parent)
 _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
 
 
@@ -51,12 +52,13 @@ class Entry:
         return self._call(values)
 
     def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
-        """What `make` would object to; things that open files or runs (kinds with `factory`) are not made.
+        """What `make` would object to; things that open files (kinds with `factory`, but for loggers) are not made.
 
         also: further names that a near miss may have meant.
         """
         values, problems = self._read(options, also)
-        if not problems and inspect.isclass(self.thing) and not self.kind.factory:
+        made = self.kind == LOGGER or (inspect.isclass(self.thing) and not self.kind.factory)
+        if not problems and made:
             try:
                 self._call(values)
             except InputError as error:
@@ -72,6 +74,10 @@ class Entry:
             return self.thing(**values)
         except ValueError as error:
             raise InputError(f"{self.kind.name} '{self.name}': {error}") from error
+        except Exception as error:
+            if isinstance(error, InputError | RunError | Stopped) or disk_full(error):
+                raise
+            raise InputError(f"{self.kind.name} '{self.name}' {raised(error, HERE)}") from error
 
     def _read(
         self, options: Mapping[str, Any], also: Sequence[str] = ()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+
+BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
+"""Libraries through which components are called."""
 
 
 class InputError(Exception):
@@ -42,13 +48,33 @@ def near_file(path: Path) -> str:
         return f" There is no directory {path.parent} either." if not path.parent.exists() else ""
 
 
+def disk_full(error: BaseException) -> bool:
+    """Whether there is no space left, which is no fault of the code that met it; the command tells it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def raised(error: BaseException, *callers: str) -> str:
-    """What a component raised, in one line, with the place in its own code.
+    """What a component raised, in one line, with the `place`."""
+    text = textwrap.shorten(str(error), 300, placeholder=" …")
+    return f"raised {type(error).__name__}: {text}{place(error, *callers)}"
+
+
+def place(error: BaseException, *callers: str) -> str:
+    """` (FILE line N)`: where in its own code a component raised; empty where none of it is in the traceback.
 
     callers: files and directories that it was called from: like Python's and the libraries', none of its own.
     """
-    others = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<", *callers)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    at = f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
-    return f"raised {type(error).__name__}: {text[:300]}{at}"
+    site = os.path.join(sysconfig.get_path("purelib"), "")
+    python = sysconfig.get_path("stdlib")
+    between = ("<", *callers, *(os.path.join(site, name) for name in BETWEEN))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(between)
+        and (frame.filename.startswith(site) or not frame.filename.startswith(python))
+    ]
+    own = [frame for frame in frames if not frame.filename.startswith(site)]
+    if frames and not own:  # it is installed, as are the libraries that it calls
+        package = Path(frames[0].filename).relative_to(site).parts[0]
+        own = [frame for frame in frames if Path(frame.filename).relative_to(site).parts[0] == package]
+    return f" ({own[-1].filename} line {own[-1].lineno})" if own else ""

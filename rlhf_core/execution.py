@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import artifacts
@@ -15,42 +17,62 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 
-def execute(trainer: Trainer, config: TrainerConfig, stage: Stage, host: Host) -> dict[str, Artifact]:
+def execute(
+    trainer: Trainer,
+    config: TrainerConfig,
+    stage: Stage,
+    host: Host,
+    *,
+    finished: Callable[[], None] | None = None,
+) -> dict[str, Artifact]:
     """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; every declared output, {name: Artifact}.
 
     The loggers that `config` names listen during this stage only. `rlhf_stage_end` comes last whatever
-    happened, and what was raised is raised after it. Raises RunError where the trainer returned without an
-    output it declares.
+    happened, and what was raised is raised after it. finished: called before it, where every output is there. Raises
+    RunError where the trainer returned without an output it declares.
     """
     stage.dir.mkdir(parents=True, exist_ok=True)
-    listeners = make_loggers(config, stage) if stage.is_main else []
-    for listener in listeners:
-        host.pm.register(listener)
+    listeners = make_loggers(config, stage) if stage.is_main else {}
+    for name, listener in reversed(listeners.items()):  # pluggy calls the newest first
+        host.pm.register(listener, name=name)
     error: BaseException | None = None
     try:
         host.hook.rlhf_stage_start(stage=stage)
         trainer.run(config, stage)
-        return read_outputs(trainer, stage)
+        outputs = read_outputs(trainer, stage)
+        if finished is not None:
+            finished()
+        return outputs
     except BaseException as caught:
         error = caught
         raise
     finally:
         try:
             host.hook.rlhf_stage_end(stage=stage, error=error)
+        except RunError as failed:
+            if error is None:
+                raise
+            warnings.warn(str(failed), stacklevel=2)
         finally:
-            for listener in listeners:
+            for listener in listeners.values():
                 host.pm.unregister(listener)
 
 
-def make_loggers(config: TrainerConfig, stage: Stage) -> list[Any]:
-    """The console in the form that `progress_bar_type` names, metrics.jsonl, and what `logger` lists."""
-    named = [stage.registry.get(LOGGER, each.name, **each.options) for each in config.logger]
-    always = {
-        "console": Console(config.progress_bar_type, config.progress_metrics),
-        "jsonl": JsonLines(),
-    }
+def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
+    """{name in messages: logger}: metrics.jsonl, the console in the form that `progress_bar_type` names, and what
+    `logger` lists. Ours come first, so that none of the others can keep a row from them.
+    """
     configured = {each.name for each in config.logger}
-    return [logger for name, logger in always.items() if name not in configured] + named
+    found: dict[str, Any] = {}
+    if "jsonl" not in configured:
+        found["logger 'jsonl'"] = JsonLines()
+    if "console" not in configured:
+        found["logger 'console'"] = Console(config.progress_bar_type, config.progress_metrics)
+    for index, each in enumerate(config.logger):
+        name = f"logger '{each.name}'"
+        name = f"{name} (logger[{index}])" if name in found else name
+        found[name] = stage.registry.get(LOGGER, each.name, **each.options)
+    return found
 
 
 def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:

@@ -4,7 +4,8 @@
     stage_start → step_end × n → artifact_saved × outputs → stage_end
 
 Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
-hook has. Nothing may rely on the order in which implementations of a hook are called. Exceptions propagate.
+hook has. Nothing may rely on the order in which implementations of a hook are called, but that metrics.jsonl and the
+console come before the loggers that a stage names. An exception ends the run and is told with the logger or plugin.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def rlhf_stage_start(stage: Stage) -> None:
 def rlhf_step_end(stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
     """An update is done and its metrics are read: host floats under the names in metrics.jsonl.
 
-    step: updates done so far; 0 for an evaluation before the first. An evaluation is a call of its own, its names with
-    `eval_` in front. After a run was killed, the updates since its newest checkpoint are done, and told, again.
+    step: updates done so far; 0 for an evaluation before the first. Metrics of an evaluation have `eval_` in front of
+    their names, and come in one call with those of an update that is logged too. After a run was killed, the updates
+    since its newest checkpoint are done, and told, again.
     """
 
 
@@ -53,7 +55,7 @@ def rlhf_artifact_saved(stage: Stage, artifact: Artifact) -> None:
 
 @hookspec
 def rlhf_stage_end(stage: Stage, error: BaseException | None) -> None:
-    """The stage is over: always called, and last.
+    """The stage is over: always called, and last. Where it went well, its record says so already.
 
-    error: what ended it, raised again afterwards; None if all went well.
+    error: what ended it, raised again afterwards; None if all went well. What this hook raises beside it is a warning.
     """

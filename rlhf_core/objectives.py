@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.contracts import LossOutput
-from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.errors import InputError, RunError, place, raised
 from rlhf_core.logprobs import token_logps
 
 if TYPE_CHECKING:
@@ -75,6 +75,11 @@ def loss_output(
         raise
     except Exception as error:
         here = (str(Path(__file__).parent), str(Path(caller).parent))
+        if isinstance(error, jax.errors.JAXTypeError):
+            raise InputError(
+                f"{what} asks for a number that is not known while it is compiled ({type(error).__name__}): "
+                f"write jnp in place of np, jnp.where in place of if, and no float(){place(error, *here)}"
+            ) from error
         raise InputError(f"{what} {raised(error, *here)}") from error
     if not isinstance(out, LossOutput):
         got = "an array" if isinstance(out, jax.Array) else type(out).__name__

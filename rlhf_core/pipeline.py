@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import events
+from rlhf_core import events, hook_errors
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError, RunError
@@ -23,6 +23,7 @@ from rlhf_core.plan import Plan, StagePlan, plan
 from rlhf_core.preview import previews
 from rlhf_core.resolved import to_toml
 from rlhf_core.stage_record import StageRecord
+from rlhf_core.terminal import listed
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -88,7 +89,7 @@ def run(plan: Plan, host: Host, *, say: Callable[[str], None] = print) -> Result
         if is_main:
             _write_resolved(plan)
         for name, lines in said.items():
-            say("\n  ".join([f"stage '{name}' will train on", *lines]))
+            say(listed(f"stage '{name}' will train on", lines))
         results = {
             stage.name: _run_stage(
                 stage, records[stage.name], mesh, host, is_main, say, said.get(stage.name, [])
@@ -144,14 +145,14 @@ def _run_stage(
         noted = events.noted(stage.dir.parent, name, mesh, continues=record.state == "running", told=told)
         record.write_running()
     try:
-        with noted:
-            outputs = execute(trainer, stage_plan.config, stage, host)
+        with noted, hook_errors.named(host.pm):
+            finished = record.write_done if is_main else None
+            outputs = execute(trainer, stage_plan.config, stage, host, finished=finished)
     except (InputError, RunError):
-        if is_main and not any((stage.dir / "checkpoints").glob("[0-9]*")):
+        saved = "finished" in record.then or any((stage.dir / "checkpoints").glob("[0-9]*"))
+        if is_main and not saved:
             record.forget()
         raise
-    if is_main:
-        record.write_done()
     return StageResult(outputs, False, read_metrics(stage.dir / "metrics.jsonl"))
 
 

@@ -18,8 +18,8 @@ import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlhf_core import __version__, hookspecs
-from rlhf_core.components import load_file
-from rlhf_core.errors import InputError, near
+from rlhf_core.components import HERE, load_file
+from rlhf_core.errors import InputError, near, raised
 from rlhf_core.hookspecs import hookimpl as hookimpl
 from rlhf_core.registry import CollisionError, Registry
 from rlhf_core.registry import PluginInfo as PluginInfo
@@ -91,6 +91,8 @@ def _load_given(host: Host, plugin: object, name: str) -> None:
         raise
     except InputError as error:
         raise InputError(*(f"plugin {name}: {problem}" for problem in error.problems)) from error
+    except Exception as error:
+        raise InputError(f"plugin {name}: {raised(error, HERE)}") from error
     components = host.registry.owned(name)
     host.plugins.append(PluginInfo(name, None, None, "loaded", components=components))
 
@@ -105,11 +107,9 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
     except (Exception, SystemExit) as error:
         if isinstance(error, CollisionError):
             host.registry.contest(error)
-        cause = (
-            "; ".join(error.problems) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        )
+        told = error.problems if isinstance(error, InputError) else [f"it {raised(error, HERE)}"]
         message = (
-            f"plugin '{point.name}' (from {_owner(point)}) failed to load: {cause.rstrip('.')}. "
+            f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(told).rstrip('.')}. "
             f"Uninstall it or set {DISABLE}={point.name}."
         )
         info = _info(point, "failed", error=message)
@@ -123,13 +123,17 @@ def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
     require_hooks(host.pm, plugin)
     try:
         with host.registry.transaction(owner):
-            host.pm.register(plugin, name=name)
+            # A name of its own for messages, where pluggy would take a number.
+            host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
     except BaseException as error:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:
                 host.pm.unregister(name=registered)
         if isinstance(error, pluggy.PluginValidationError):
-            raise InputError(" ".join(str(error).split())) from error
+            said = " ".join(str(error).split())
+            raise InputError(
+                f"{said}; a hook's arguments are called as in rlhf_register(registry)"
+            ) from error
         raise
 
 

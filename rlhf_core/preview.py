@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import TRAINER
-from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full
+from rlhf_core.options import Component
 from rlhf_core.stage import Stage
 from rlhf_core.tokenizer import load_tokenizer, settled
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
 
+    from rlhf_core.options import TrainerConfig
     from rlhf_core.plan import Plan, StagePlan
     from rlhf_core.plugins import Host
 
@@ -67,8 +68,8 @@ def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # the disk's fault, which the command tells
+        if disk_full(error):
+            raise
         owner = host.registry.owner(TRAINER, planned.trainer_name)
         raise InputError(
             f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to plan: "
@@ -108,3 +109,15 @@ def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | No
     if stage in earlier:
         return earlier[stage]
     return model if Path(model).is_dir() else None
+
+
+def components(config: TrainerConfig) -> list[str]:
+    """A line with the components that the file names, field by field; none where it names none."""
+    named = []
+    for field in config.model_fields_set:
+        value = getattr(config, field)
+        each = [
+            x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Component)
+        ]
+        named += [f"{field} {', '.join(x.name for x in each)}"] if each else []
+    return ["; ".join(sorted(named))] if named else []

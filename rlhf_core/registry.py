@@ -62,6 +62,10 @@ class Registry:
         An option called `name` can only be given from Python: in a file that is the component's.
         Raises InputError where the name is taken, naming both owners, or the thing cannot be of that kind.
         """
+        if not isinstance(kind, Kind):
+            raise InputError(
+                f"registry.add({kind!r}, …): that is no kind; import one, such as rlhf_core.REWARD"
+            )
         if not name or ":" in name:
             raise InputError(f"{kind.name} '{name}' ({qualified(thing)}): a name is not empty and has no ':'")
         for known in self._entries:
@@ -158,12 +162,13 @@ class Registry:
         message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
         elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
         if elsewhere:
-            message += f" '{name}' names a {' and a '.join(elsewhere)}."
+            message += f" '{name}' is of another kind: {', '.join(elsewhere)}."
         if kind == REWARD:
             message += " A function of yours is module:function or file.py:function."
-        elif not (hint or elsewhere or self.failures or self.disabled):
+        if not (hint or elsewhere or self.failures or self.disabled):
+            package = f"rlhf-{name.replace('_', '-')}"
             message += (
-                f" Install the package that has it, as a rule rlhf-{name}, or give its file with --plugin."
+                f" Install the package that has it, as a rule {package}, or give its file with --plugin."
             )
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."

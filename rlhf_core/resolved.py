@@ -26,6 +26,13 @@ def _key(key: str) -> str:
     return key if _BARE.fullmatch(key) else _text(key)
 
 
+def to_value(value: Any) -> str:
+    """TOML of a value; a component without options is its name."""
+    if isinstance(value, Mapping) and set(value) == {"name"}:
+        return _text(str(value["name"]))
+    return _value(value)
+
+
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"

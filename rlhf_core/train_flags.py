@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rlhf_core import options, plugins
@@ -18,6 +17,8 @@ from rlhf_core.options import TrainerConfig
 from rlhf_core.pipeline import run
 from rlhf_core.pipeline_file import PipelineFile, assemble
 from rlhf_core.plan import plan
+from rlhf_core.resolved import to_value
+from rlhf_core.terminal import show
 
 FLAG = "true or false"
 _NUMBER = re.compile(r"-\.?\d")
@@ -120,11 +121,11 @@ def _print_fields(trainer: str, config: type[TrainerConfig]) -> None:
     table.add_column("flag", no_wrap=True)
     table.add_column("value; default")
     for field in options.fields(config):
-        default = "" if field.default is None else f"; {field.default}"
+        default = "" if field.default is None else f"; {to_value(field.default)}"
         about = f"\n{field.description}" if field.description else ""
-        table.add_row(f"--{field.name}", f"{field.type}{default}{about}")
+        table.add_row(f"--{field.name}", f"{field.type}{field.bounds}{default}{about}")
     typer.echo(f"rlhf train {trainer} --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN\n")
-    Console(highlight=False, markup=False).print(table)
+    show(table)
 
 
 __all__ = ["pipeline_from_flags", "train"]

@@ -64,7 +64,9 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise InputError(f"'tools' is not JSON: {error.msg} at column {error.colno}") from error
+            raise InputError(
+                f"'tools' is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+            ) from error
     if tools is None or isinstance(tools, str):
         return None
     if not _objects(tools):

@@ -65,7 +65,9 @@ def _jsonl(name: str, content: bytes) -> Rows:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            problems.add(f"{name} row {number} is not JSON: {error.msg} at column {error.colno}")
+            problems.add(
+                f"{name} row {number} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+            )
             continue
         except (RecursionError, ValueError) as error:
             problems.add(f"{name} row {number} cannot be read: {_too_much(error)}")
@@ -87,7 +89,7 @@ def _json(name: str, content: bytes) -> Rows:
         if error.msg == "Extra data":  # one object a line under the other name
             return _jsonl(name, content)
         raise InputError(
-            f"{name} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
+            f"{name} line {error.lineno} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         ) from error
     except (RecursionError, ValueError) as error:
         raise InputError(f"{name} cannot be read: {_too_much(error)}") from None

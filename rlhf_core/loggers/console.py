@@ -31,7 +31,7 @@ class Console:
     metrics: list[str] | None = None
     _view: View | None = field(default=None, init=False, repr=False)
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def rlhf_stage_start(self, stage: Stage) -> None:
         if stage.is_main:
             about = f"{shown(stage.dir)} · {_devices(stage)} · seed {stage.seed}"
@@ -39,7 +39,7 @@ class Console:
             self._view = choose(self.progress, stage.name, Pace(stage.dir / "plan.json", names))
             self._view.start(about)
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._view is None:
             return
@@ -51,12 +51,12 @@ class Console:
         if evaluation:
             self._view.evaluation(step, evaluation)
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def rlhf_artifact_saved(self, artifact: Artifact) -> None:
         if self._view is not None:
             self._view.saved(artifact.name, artifact.kind, shown(Path(artifact.path)))
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def rlhf_stage_end(self, error: BaseException | None) -> None:
         if self._view is not None:
             stopped = isinstance(error, (Stopped, KeyboardInterrupt))

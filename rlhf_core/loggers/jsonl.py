@@ -27,7 +27,7 @@ class JsonLines:
     Strict JSON: a metric that is not finite is null. A killed run tears at most the last row.
     """
 
-    @hookimpl
+    @hookimpl(tryfirst=True)
     def rlhf_step_end(self, stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
         if not stage.is_main:
             return

@@ -105,26 +105,43 @@ def _annotation(field: FieldInfo) -> Any:
 
 
 class FieldDoc(NamedTuple):
-    """One line of a field list: type in words; default as `to_dict` gives it; description with units."""
+    """One line of a field list: type in words; default as `to_dict` gives it; description with units.
+
+    bounds: `, > 0, ≤ 1`, to be put after the type.
+    """
 
     name: str
     type: str
     default: Any
     description: str
+    bounds: str = ""
 
 
 def fields(cls: type[Options]) -> list[FieldDoc]:
     """The fields of a configuration class, and after them the flat names that stand for nested ones."""
     rows = []
     for name, field in cls.model_fields.items():
-        rows.append(FieldDoc(name, _words(_annotation(field)), _default(field), field.description or ""))
+        words, about = _words(_annotation(field)), field.description or ""
+        rows.append(FieldDoc(name, words, _default(field), about, _bounds(field)))
     if issubclass(cls, TrainerConfig):
         for name, (nested, key, *default) in cls._flat().items():
             inner = getattr(cls.model_fields[nested].annotation, "model_fields", {}).get(key)
             words = _words(_annotation(inner)) if inner else "option"
             value = default[0] if default else (_default(cls.model_fields[nested]) or {}).get(key)
-            rows.append(FieldDoc(name, words, value, f"short for {nested}.{key}"))
+            limits = _bounds(inner) if inner else ""
+            rows.append(FieldDoc(name, words, value, f"short for {nested}.{key}", limits))
     return rows
+
+
+def _bounds(field: FieldInfo) -> str:
+    """From the field's own limits."""
+    said = [
+        f", {sign} {getattr(note, name):g}"
+        for note in field.metadata
+        for name, sign in _BOUNDS.items()
+        if isinstance(getattr(note, name, None), int | float)
+    ]
+    return "".join(said)
 
 
 def _default(field: FieldInfo) -> Any:
@@ -134,6 +151,7 @@ def _default(field: FieldInfo) -> Any:
     return default.to_dict() if isinstance(default, Options) else default
 
 
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "whole number",

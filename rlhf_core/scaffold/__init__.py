@@ -27,6 +27,8 @@ SUFFIXES = {
     "logger": "Logger",
 }
 """{kind on the command line: what the names of its classes end in}."""
+TRIED = {"trainer": "what a pipeline relies on", "logger": "whether it takes all that a stage may tell it"}
+"""{kind on the command line: what its kit tries}, where that is not what every trainer relies on."""
 KINDS: Mapping[str, Kind[object]] = {
     name: getattr(contracts, name.replace("-", "_").upper()) for name in SUFFIXES
 }
@@ -119,6 +121,7 @@ def _values(kind: str, words: str) -> dict[str, str]:
         "distribution": f"rlhf-{words.replace('_', '-')}",
         "module": f"rlhf_{name}",
         "class": camel.removesuffix(SUFFIXES[kind]) + SUFFIXES[kind],
+        "tried": TRIED.get(kind, "what every trainer relies on"),
         "pin": pin(__version__),
     }
 

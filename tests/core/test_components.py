@@ -235,6 +235,8 @@ def test_required_options_and_things_not_made_by_a_check(registry: Registry) -> 
     assert registry.check(DATASET, "rows", {}) == [("path", "missing; it has no default")]
     assert registry.check(DATASET, "rows", {"path": "x"}) == []
     assert made == []
+    registry.add(LOGGER, "rows", Rows)
+    assert (registry.check(LOGGER, "rows", {"path": "x"}), made) == ([], ["x"])
 
 
 def test_options_of_richer_types(registry: Registry) -> None:

@@ -74,10 +74,8 @@ def test_the_code_and_the_command(page, tiny, tmp_path, monkeypatch, capsys):
     exec(compile(code, "document", "exec", dont_inherit=True), {})
     assert "1 empty dropped: pairs.jsonl row 4" in capsys.readouterr().out
     command, *wanted = shown.splitlines()
-    program = (
-        "from rlhf_core import cli, commands; from rich.console import Console; commands._console = lambda: "
-    )
-    program += "Console(markup=False, highlight=False, width=80); cli.main()"
+    program = "from rlhf_core import cli; cli.main()"
     arguments = [sys.executable, "-c", program, *command.removeprefix("$ rlhf ").split()]
+    monkeypatch.setenv("COLUMNS", "80")
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert [line.rstrip() for line in done.stdout.rstrip().splitlines()] == wanted

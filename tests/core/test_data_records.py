@@ -139,6 +139,7 @@ def test_registered_datasets(tmp_path):
         ("a.json", b"[]", r"a\.json has no rows"),
         ("a.csv", b"prompt,chosen\n", r"a\.csv has no rows"),
         ("a.jsonl", b'{"a": 1}\n{"a": \n', r"a\.jsonl row 2 is not JSON: Expecting value at column 7"),
+        ("a.jsonl", b'{"a": "b\n', r"a\.jsonl row 1 is not JSON: Unterminated string starting at column 7"),
         (
             "a.jsonl",
             b'{"a": 1}\n[1]\n',

@@ -212,13 +212,14 @@ def test_broken_json(text: str, message: str) -> None:
 
 def test_fields() -> None:
     rows = {row.name: row for row in fields(PolicyConfig)}
-    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "at its peak")
+    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "at its peak", ", ≥ 0")
     assert rows["model"].type == "text | table | none"
     assert rows["scheduler"].type == '"constant" | "linear" | "cosine" | "wsd"'
     assert (rows["loss"].type, rows["loss"].default) == ("policy loss", {"name": "dapo"})
     assert (rows["rewards"].type, rows["advantage"].type) == ("list of reward", "advantage | none")
     assert rows["shuffle_train_dataset"].type == "true or false"
-    assert rows["temperature"] == FieldDoc("temperature", "number", 1.0, "short for sampling.temperature")
+    short = FieldDoc("temperature", "number", 1.0, "short for sampling.temperature", ", > 0")
+    assert rows["temperature"] == short
     assert rows["epsilon"] == FieldDoc("epsilon", "option", 0.2, "short for loss.epsilon")
     assert rows["loss_type"].default == "dapo"
     assert all(row.description for row in fields(TrainerConfig))

@@ -104,6 +104,14 @@ BROKEN = {
         REGISTER.format(name="half") + "\n@hookimpl\ndef rlhf_stage_end(stage, result): ...",
         "{'result'} are declared in the hookimpl",
     ),
+    "a kind by name": (
+        "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_register(registry): registry.add('reward', 'x', print)",
+        "registry.add('reward', …): that is no kind; import one, such as rlhf_core.REWARD",
+    ),
+    "another name for the registry": (
+        "from rlhf_core import hookimpl\n@hookimpl\ndef rlhf_register(r): ...",
+        "a hook's arguments are called as in rlhf_register(registry)",
+    ),
     "nothing": ("x = 1", "it has no hook; define rlhf_register(registry) and put @hookimpl on it"),
     "two problems": (
         "from rlhf_core import hookimpl\ndef rlhf_one(): ...\n@hookimpl\ndef rlhf_two(): ...",
@@ -137,6 +145,13 @@ def test_a_broken_plugin_is_a_warning_and_leaves_nothing(world: World, case: str
     host.hook.rlhf_stage_end(stage=None, error=None)
     with pytest.raises(InputError, match="failed to load"):
         host.registry.get(POLICY_LOSS, "half")
+
+
+def test_where_a_plugin_failed_is_told(world: World, tmp_path: Path) -> None:
+    world.install("brk", REGISTER.format(name="half") + "    raise KeyError('gone')")
+    _, _, said = world.load()
+    place = f"({tmp_path / 'made_up_rlhf_brk.py'} line 9)"
+    assert f"failed to load: it raised KeyError: 'gone' {place}. Uninstall it" in said[0]
 
 
 def test_every_problem_of_a_plugin_is_told(world: World) -> None:
@@ -242,6 +257,10 @@ def test_a_file(world: World, tmp_path: Path) -> None:
         ("import not_there_at_all", r"my_loss\.py line 1: ModuleNotFoundError"),
         ("x = 1", r"plugin .*my_loss\.py: it has no hook"),
         ("def rlhf_register(registry): ...", r"plugin .*my_loss\.py: rlhf_register would never be called"),
+        (
+            REGISTER.format(name="half") + "    raise KeyError('gone')",
+            r"plugin .*my_loss\.py: raised KeyError: 'gone' \(.*my_loss\.py line \d+\)$",
+        ),
         (REGISTER.format(name="taken"), r"registered twice: .* by rlhf-a 1\.0, and .* by .*my_loss\.py"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_missing_name_says_what_is_there_and_what_failed(registry: Registry) -
     with pytest.raises(InputError) as caught:
         registry.get(ADVANTAGE, "tanh")
     assert str(caught.value) == (
-        "no advantage named 'tanh'. No advantage is installed. 'tanh' names a policy loss. "
+        "no advantage named 'tanh'. No advantage is installed. 'tanh' is of another kind: policy loss. "
         "plugin 'brk' failed: no tensorflow."
     )
 

@@ -23,7 +23,15 @@ from rlhf_core.contracts import Kind
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".txt")
-WHOLE = ("rlhf_core", "rlhf_core.testing", "rlhf_sft", "rlhf_reward", "rlhf_grpo", "rlhf_dpo")
+WHOLE = (
+    "rlhf_core",
+    "rlhf_core.rollouts",
+    "rlhf_core.testing",
+    "rlhf_sft",
+    "rlhf_reward",
+    "rlhf_grpo",
+    "rlhf_dpo",
+)
 """Packages all of whose `__all__` is promised."""
 AUTHORS = (
     "plugins/*/rlhf_*/*.py",

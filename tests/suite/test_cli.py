@@ -21,6 +21,7 @@ FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
 
 def rlhf(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo,dpo", "JAX_PLATFORMS": "cpu"}
+    environment["COLUMNS"] = "120"
     return subprocess.run(
         [sys.executable, "-m", "rlhf_core.cli", *arguments],
         cwd=cwd,
@@ -59,7 +60,7 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path) -> None:
     plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a"]
     checked = rlhf("check", "p.toml", *plugin, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
-    for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl"):
+    for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl", "rewards fake_model"):
         assert expected in checked.stdout
     assert not (tmp_path / "runs").exists()
     ran = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
@@ -215,6 +216,34 @@ def stage(fake: ModuleType, *arguments: str) -> dict[str, Any]:
 )
 def test_flag_spellings(fake: ModuleType, arguments: list[str], options: dict[str, Any]) -> None:
     assert stage(fake, *arguments) == options
+
+
+def test_the_help_of_a_trainer_is_toml_with_bounds(
+    fake: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    train_flags.train("fake", ["--plugin", str(FAKE_TRAINERS), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    told = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith("--")}
+    assert told["--size"] == "whole number, ≥ 1; 3"
+    assert told["--optimizer"] == 'optimizer; "adamw"'
+    assert told["--rewards"] == "list of reward; []"
+    assert told["--eval_on_start"] == "true or false; false"
+    assert told["--max_grad_norm"] == "number | none, ≥ 0; 1.0"
+
+
+@pytest.mark.parametrize("command", ["check", "plugins"])
+def test_piped_tables_are_as_wide_as_asked(
+    pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ended = rlhf(
+        *{"check": ("check", "p.toml", "--dir", "a")}.get(command, (command,)), "--plugin", str(FAKE_TRAINERS)
+    )
+    lines = ended.out.splitlines()
+    assert ended.code == 0
+    assert len(lines) > 3
+    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize(
