@@ -37,7 +37,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def page(parts: Iterable[str]) -> str:
     """Paragraphs wrapped; headings, tables and blocks as they are."""
-    return "\n\n".join(each if each[0] in "#|`" else wrapped(each) for each in parts if each) + "\n"
+    return "\n\n".join(each if each[0] in "#|`-" else wrapped(each) for each in parts if each) + "\n"
 
 
 def wrapped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference that are made of the code: configuration, components, commands and hooks.
+"""Write the pages of docs/reference that are made of the code: configuration, components, commands, hooks and Python.
 
     python docs/generate.py
 
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import python_page
 import rlhf_dpo
 import typer
 from as_markdown import default, joined, page, paragraphs, table
@@ -49,6 +50,9 @@ Where a component is asked for, its name will do, `loss = "dapo"`, or a table wi
 `loss = { name = "dapo", epsilon_high = 0.28 }`: see [components](components.md). A misspelt field
 is an error that says which was meant."""
 
+PYTHON = """What trainers, losses, rewards and loggers are written with. Shapes are in brackets: [rows, time];
+log-probabilities are in nats."""
+
 
 def pages() -> dict[str, str]:
     """{file name: text}. Raises SystemExit where a distribution of this repository is not installed."""
@@ -58,6 +62,7 @@ def pages() -> dict[str, str]:
         "components.md": components_page(host),
         "commands.md": commands_page(),
         "hooks.md": hooks_page(),
+        "python.md": page(["# Python", NOTE, PYTHON, *python_page.parts()]),
     }
 
 

@@ -25,7 +25,7 @@ class Stage:
     is_main: True on the one process that writes and talks.
     registry: names to components. hook: the pluggy relay, `stage.hook.rlhf_step_end(...)`.
     inputs: objects given from Python that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`,
-        `rewards`; empty in a pipeline.
+        `rewards`; in a pipeline none of them, but for the `tokenizer` while it is checked, where one is at hand.
     planned_mesh: the devices that `rlhf check --devices` asks about, which need not be there; None: not asked.
     """
 

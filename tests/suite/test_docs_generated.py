@@ -56,3 +56,10 @@ def test_links_of_the_pages_lead_somewhere(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         for target, anchor in re.findall(r"\]\(([\w.]*)#([\w-]+)\)", text):
             assert anchor in anchors[target or name], f"{name} links to {target}#{anchor}"
+
+
+def test_every_python_name_says_something(pages: dict[str, str]) -> None:
+    parts = pages["python.md"].split("\n\n")
+    signatures = [i for i, part in enumerate(parts) if re.fullmatch(r"`[^`\n]+`", part)]
+    assert len(signatures) > 100
+    assert [parts[i] for i in signatures if re.match("[`#|-]", parts[i + 1])] == []
