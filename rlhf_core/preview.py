@@ -119,5 +119,5 @@ def components(config: TrainerConfig) -> list[str]:
         each = [
             x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Component)
         ]
-        named += [f"{field} {', '.join(x.name for x in each)}"] if each else []
+        named += [f"{field} {', '.join(Path(x.name).name for x in each)}"] if each else []
     return ["; ".join(sorted(named))] if named else []

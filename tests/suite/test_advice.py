@@ -44,7 +44,7 @@ def test_a_run_of_one_update() -> None:
 @pytest.mark.slow
 def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) -> None:
     checked = rlhf("check", "policy.toml", *SETS)
-    assert f"warning: {WARMUP}" in checked.out
+    assert f"warning: {WARMUP}" in " ".join(checked.out.split())
     assert f"warning: {TOP_P}" in checked.out
     ended = rlhf("run", "policy.toml", *SETS)
     assert ended.code == 0
