@@ -31,6 +31,11 @@ class Layout(NamedTuple):
     overhead: int = 0
     """What a micro-batch costs beside its slots, in slots."""
 
+    def largest(self) -> Layout:
+        """Its last class alone, which holds whatever the others hold."""
+        time, rows, sequences, trained = (each[-1:] for each in self[:4])
+        return self._replace(time=time, rows=rows, sequences=sequences, trained=trained)
+
 
 class Placement(NamedTuple):
     """Where each tree lies, arrays [trees]."""

@@ -88,3 +88,12 @@ def test_layout_of_a_small_update_is_small():
     layout = choose_layout([100] * 64, 2, hidden_size=64, max_tokens=1 << 20, trees_per_update=8)
     slots = sum(rows * time for rows, time in zip(layout.rows, layout.time, strict=True))
     assert slots <= 8 * 128
+
+
+def test_the_largest_class_holds_all():
+    sizes = [40, 50, 60, 700]
+    layout = choose_layout(sizes, 1, hidden_size=64, max_tokens=1024, trees_per_update=4)
+    trees = [Tree(np.zeros(0, np.int32), (np.ones(size, np.int32),)) for size in sizes]
+    batches = pack(trees, layout.largest())
+    assert len({batch.rows.tokens.shape for batch in batches}) == 1
+    assert sum(int((batch.example >= 0).sum()) for batch in batches) == 4

@@ -75,7 +75,9 @@ def run(config: RewardConfig, stage: Stage) -> None:
     if evaluate is None:
         seen = train.pairs[:STATISTICS_PAIRS]
         replies = [ids for pair in seen for ids in (pair.chosen, pair.rejected)]
-        scores = Scorer(trained, contract).score_ids(replies, group=2)
+        scorer = Scorer(trained, contract)
+        scorer.layout = layout.largest()  # chosen for this data, and a single program to compile
+        scores = scorer.score_ids(replies, group=2)
     else:
         scores = evaluate.scores(fitted.state)
         contract = replace(contract, evaluation=finite(evaluate(fitted.state)))
