@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from as_markdown import WIDTH, joined, table
 
 from rlhf_core.contracts import Kind
+from rlhf_core.options import Options
 
 
 class Section(NamedTuple):
@@ -114,13 +115,21 @@ def parts() -> Iterator[str]:
 def described(name: str, thing: Any) -> Iterator[str]:
     if not (inspect.isroutine(thing) or inspect.isclass(thing)):
         return
-    yield f"`{name}{'' if inspect.isclass(thing) else signature(thing)}`"
+    yield f"`{name}{signature(thing) if made_by_hand(thing) else ''}`"
     yield from docstring(thing)
     if inspect.isclass(thing):
         if rows := [(f"`{field}`", joined(said)) for field, said in fields(thing).items() if said]:
             yield table(("field", ""), rows)
         if rows := [(f"`{call}`", said) for call, said in methods(thing)]:
             yield table(("method", ""), rows)
+
+
+def made_by_hand(thing: Any) -> bool:
+    """Not so protocols, exceptions, and configurations, whose fields have pages of their own."""
+    told_elsewhere = (Exception, Options)
+    return not inspect.isclass(thing) or not (
+        issubclass(thing, told_elsewhere) or getattr(thing, "_is_protocol", False)
+    )
 
 
 def signature(function: Any) -> str:
