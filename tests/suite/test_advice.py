@@ -44,8 +44,9 @@ def test_a_run_of_one_update() -> None:
 @pytest.mark.slow
 def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) -> None:
     checked = rlhf("check", "policy.toml", *SETS)
-    assert f"warning: {WARMUP}" in " ".join(checked.out.split())
-    assert f"warning: {TOP_P}" in checked.out
+    told = " ".join(checked.out.split())  # which wraps
+    assert f"warning: {WARMUP}" in told
+    assert f"warning: {TOP_P}" in told
     ended = rlhf("run", "policy.toml", *SETS)
     assert ended.code == 0
     shown = ended.out + ended.warned + ended.message
