@@ -167,9 +167,10 @@ def fields(cls: type) -> dict[str, str]:
     """{field: the text below it} of a dataclass, NamedTuple or protocol."""
     if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or getattr(cls, "_is_protocol", False)):
         return {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
     found = {}
-    for field, below in itertools.pairwise(body):
+    for field, below in itertools.pairwise(definition.body):
         if (
             isinstance(field, ast.AnnAssign)
             and isinstance(field.target, ast.Name)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -91,7 +92,8 @@ class Evaluation:
 
     def _metrics(self, scores: NDArray[np.float32]) -> dict[str, float]:
         chosen, rejected = scores[:, 0], scores[:, 1]
-        pairs = PairInputs(chosen, rejected, self.margins)  # type: ignore[arg-type]
+        # As a loss gets them in training: what NumPy's arrays lack, `.at` for one, is there.
+        pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
         loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
         return read({**metrics, "loss": loss}) | measures(chosen, rejected, self.lengths, self.subsets)
 
