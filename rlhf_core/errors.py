@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import os
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
 """Libraries through which components are called."""
@@ -78,3 +81,52 @@ def place(error: BaseException, *callers: str) -> str:
         package = Path(frames[0].filename).relative_to(site).parts[0]
         own = [frame for frame in frames if Path(frame.filename).relative_to(site).parts[0] == package]
     return f" ({own[-1].filename} line {own[-1].lineno})" if own else ""
+
+
+@contextmanager
+def reading(file: str | Path, fix: str = "") -> Iterator[None]:
+    """Turn whatever a library raises while it reads a user's file into one InputError that names the file.
+
+    fix: what to do about it, appended after "; ". An InputError passes unchanged, as do KeyboardInterrupt and
+    SystemExit. Libraries written in Rust panic with an exception outside of Exception, which is caught by its name.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except FileNotFoundError as error:
+        raise InputError(f"{file}: no such file{f'; {fix}' if fix else ''}") from error
+    except BaseException as error:
+        panicked = type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not panicked:
+            raise
+        raise InputError(
+            f"{file}: cannot be read: {_library_words(error)}{f'; {fix}' if fix else ''}"
+        ) from error
+
+
+def read_json_object(file: str | Path, fix: str = "") -> dict[str, Any]:
+    """The object in a user's JSON file. Raises InputError, naming the file, for anything else that is in it."""
+    with reading(file, fix):
+        found = json.loads(Path(file).read_bytes())
+    if not isinstance(found, dict):
+        raise InputError(f"{file}: must hold a JSON object{f'; {fix}' if fix else ''}")
+    return found
+
+
+def _library_words(error: BaseException) -> str:
+    """The first line of what a library said, in words where it only said a type."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, MemoryError):
+        return "it needs more memory than there is"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return (
+            f"not valid JSON: {error}" if isinstance(error, json.JSONDecodeError) else "it is not UTF-8 text"
+        )
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    lines = str(error).strip().splitlines()
+    return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__

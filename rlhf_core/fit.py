@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.advice import advise
+from rlhf_core.agreement import any_of
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.best import Best
 from rlhf_core.checkpoint import Checkpoints
@@ -154,7 +155,7 @@ class _Run:
                 after_update(count, state)
             self.elapsed = time.perf_counter() - began
             limit = config.training_time_limit
-            out_of_time = limit is not None and _agreed(self.elapsed >= limit)[0]
+            out_of_time = limit is not None and any_of(self.elapsed >= limit)[0]
             ends = count == feed.total or out_of_time
             evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
             evaluates = evaluates and self.evaluate is not None
@@ -174,7 +175,7 @@ class _Run:
                         f"The state is kept in {self.stage.dir / 'checkpoints'}."
                     )
             # Asked last, so that a signal that comes during an evaluation stops after this update.
-            saves, stops = _agreed(improved or self.save_due(count, saved_at), stop.is_set())
+            saves, stops = any_of(improved or self.save_due(count, saved_at), stop.is_set())
             if saves and not ends:
                 self.check(steps, state, checkpoints)
                 self.save(count, state, checkpoints)
@@ -288,12 +289,3 @@ def evaluator(
         return read(total)
 
     return evaluate
-
-
-def _agreed(*flags: bool) -> list[bool]:
-    """Each flag on every process, where it is true on any: clocks and signals differ, collectives must not."""
-    if jax.process_count() == 1:
-        return list(flags)
-    from jax.experimental import multihost_utils
-
-    return [bool(flag) for flag in multihost_utils.process_allgather(np.array(flags)).any(axis=0)]
