@@ -18,7 +18,7 @@ from rlhf_core.data.parsing import FAMILIES as FAMILIES
 from rlhf_core.data.parsing import Preference, margin_of, parse
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import Seen, digest_ids, pretokenised, prompt_ids
+from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids, pretokenised, prompt_ids
 from rlhf_core.encoding import Encoder, Ints, first_after, join
 from rlhf_core.errors import InputError
 from rlhf_core.rows import Tree, shared_prefix, tree
@@ -70,6 +70,13 @@ class Pairs:
         margins = np.array([pair.margin for pair in self.pairs], np.float64)
         starts = np.array([pair.starts for pair in self.pairs if pair.starts is not None], np.int64)
         return digest_ids([ids for pair in self.pairs for ids in pair[:2]], margins, starts)
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """uint64 [pairs]: of what is trained on in each row: its tokens, its margin and where completions start."""
+        sides = np.array([[digest64(ids) for ids in pair[:2]] for pair in self.pairs], np.uint64)
+        margins = np.array([pair.margin for pair in self.pairs], np.float64)
+        starts = [pair.starts for pair in self.pairs if pair.starts is not None]
+        return combined(sides, margins, *([np.array(starts, np.int64)] if starts else []))
 
 
 def _weights(pair: Pair) -> list[NDArray[np.float32]] | None:

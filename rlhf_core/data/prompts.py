@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
 from rlhf_core.data.notes import Notes
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import Seen, digest_ids
+from rlhf_core.data.source import Records, Source, json_text
+from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids
 from rlhf_core.encoding import Encoder, Ints, Turns
 from rlhf_core.errors import InputError
 
@@ -46,6 +49,17 @@ class Prompts:
     def fingerprint(self) -> str:
         """Of the prompts' tokens, in order."""
         return digest_ids(self.ids)
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """uint64 [prompts]: of each row's tokens, and of all that its row gives to the reward functions."""
+        tokens = np.array([digest64(ids) for ids in self.ids], np.uint64)
+        rows = np.array([digest64(json_text(self._row(i)).encode()) for i in range(len(self))], np.uint64)
+        return combined(tokens, rows)
+
+    def _row(self, i: int) -> dict[str, Any]:
+        """What the row has, without its nulls: whether other rows have more columns makes no difference."""
+        row = {"prompt": self.raw[i], **{name: values[i] for name, values in self.columns.items()}}
+        return {name: row[name] for name in sorted(row) if row[name] is not None}
 
 
 def encode_prompts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import DATASET
 from rlhf_core.data.files import FORMATS, read, unfilled
-from rlhf_core.data.source import Records, Source, digest
+from rlhf_core.data.source import Records, Source, digest, json_text
 from rlhf_core.errors import InputError, near
 
 if TYPE_CHECKING:
@@ -201,11 +200,6 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
     return _from_memory(dataset, name)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no form for, such as an array, whose text would leave out what is in its middle."""
-    return value.tolist() if hasattr(value, "tolist") else f"{type(value).__qualname__} {value}"
-
-
 def _from_memory(data: Any, name: str) -> Source:
     """Rows of an object with `__len__` and `__getitem__`."""
     if isinstance(data, Records) and len(data.sources) == 1:
@@ -225,5 +219,5 @@ def _from_memory(data: Any, name: str) -> Source:
             raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
     content = hashlib.sha256()
     for row in rows:  # the keys in their order, which templates write tools in
-        content.update(json.dumps(row, default=_plain).encode())
+        content.update(json_text(row).encode())
     return Source(name, rows, range(1, len(rows) + 1), content.hexdigest())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,3 +82,13 @@ class Records(Sequence[Mapping[str, Any]]):
 
 def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def json_text(value: Any) -> str:
+    """The JSON of a row, keys in their order, that stands for what JSON has no form for, too."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for, such as an array, whose text would leave out what is in its middle."""
+    return value.tolist() if hasattr(value, "tolist") else f"{type(value).__qualname__} {value}"

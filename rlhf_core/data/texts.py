@@ -16,7 +16,7 @@ from rlhf_core.data.notes import Notes
 from rlhf_core.data.parsing import begins_with, number_of, parse
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import Seen, digest_ids
+from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids
 from rlhf_core.encoding import Encoder, Ints, Turns, first_after, join, replied
 from rlhf_core.errors import InputError
 from rlhf_core.rows import Tree, shared_prefix
@@ -72,6 +72,12 @@ class Texts:
         """Of what is trained on: tokens, weights and values, in order."""
         weights = (text.weights for text in self.texts)
         return digest_ids([text.tokens for text in self.texts], *weights, *self.values.values())
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """uint64 [texts]: of what is trained on in each row: its tokens, which of them are learned, and its values."""
+        tokens = np.array([digest64(text.tokens) for text in self.texts], np.uint64)
+        learned = np.array([digest64((text.weights != 0).astype(np.uint8)) for text in self.texts], np.uint64)
+        return combined(tokens, learned, *(values.astype(np.float64) for values in self.values.values()))
 
 
 def encode_texts(

@@ -131,6 +131,21 @@ def require_vocabulary(trees: Sequence[Tree], where: Callable[[int], str], size:
     problems.stop()
 
 
+def digest64(content: NDArray[Any] | bytes) -> int:
+    """64 bits of a hash of an array's bytes, the same on every machine and in every version."""
+    if not isinstance(content, bytes):
+        array = np.ascontiguousarray(content)
+        content = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def combined(*columns: NDArray[Any]) -> NDArray[np.uint64]:
+    """One digest per row of columns of 8 bytes each, [rows] or [rows, n]."""
+    parts = [np.ascontiguousarray(column).reshape(len(column), -1).view(np.uint64) for column in columns]
+    table = np.concatenate(parts, 1)
+    return np.fromiter((digest64(row) for row in table), np.uint64, len(table))
+
+
 def digest_ids(sequences: Sequence[NDArray[Any]], *more: NDArray[Any]) -> str:
     """sha256 of token sequences and of arrays beside them."""
     content = hashlib.sha256(np.array([len(ids) for ids in sequences], np.int64).tobytes())
