@@ -15,15 +15,24 @@ import typer
 
 from rlhf_core import __version__
 from rlhf_core.command_options import (
+    CompletionLength,
     ComponentKind,
     Devices,
+    Merge,
+    Normalize,
     Output,
     Page,
     Pipeline,
     Plugins,
+    RepetitionPenalty,
     RunDirectory,
+    SequenceLength,
     Sets,
+    StopStrings,
+    StopTokenIds,
+    Temperature,
     Template,
+    TrainerName,
 )
 from rlhf_core.errors import InputError, RunError, Stopped
 
@@ -99,9 +108,7 @@ def check(
 )
 def train(
     context: typer.Context,
-    trainer: Annotated[
-        str, typer.Argument(metavar="TRAINER", show_default=False, help="sft, reward, grpo, …")
-    ],
+    trainer: TrainerName,
 ) -> None:
     """One stage from flags. rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN
 
@@ -121,15 +128,13 @@ def score(
     ],
     file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
     output: Output = None,
-    normalize: Annotated[
-        bool,
-        typer.Option("--normalize", help="Less the mean and over the deviation on MODEL's evaluation data."),
-    ] = False,
+    normalize: Normalize = False,
+    plugin: Plugins = None,
 ) -> None:
     """Add a reward model's scores to rows. `score` to answers, chosen_score and rejected_score to pairs."""
     from rlhf_core import commands
 
-    commands.score(model, file, output, normalize=normalize)
+    commands.score(model, file, output, normalize=normalize, plugins=plugin or ())
 
 
 @app.command()
@@ -139,14 +144,13 @@ def export(
         typer.Argument(metavar="MODEL", help="An artifact, a directory, an adapter of PEFT or a hub name."),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Adapters into the weights, in place of the adapters alone.")
-    ] = False,
+    merge: Merge = False,
+    plugin: Plugins = None,
 ) -> None:
     """Write MODEL for transformers, PEFT and vLLM. In Hugging Face layout, as they open it."""
     from rlhf_core import commands
 
-    commands.export(model, directory, merge=merge)
+    commands.export(model, directory, merge=merge, plugins=plugin or ())
 
 
 @app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
@@ -157,32 +161,21 @@ def generate(
     file: Annotated[Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt`.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
     output: Output = None,
-    max_completion_length: Annotated[
-        int, typer.Option("--max_completion_length", min=1, help="Tokens.")
-    ] = 256,
+    max_completion_length: CompletionLength = 256,
     max_prompt_length: Annotated[int, typer.Option("--max_prompt_length", min=1, help="Tokens.")] = 512,
-    temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0: the likeliest token.")
-    ] = 1.0,
+    temperature: Temperature = 1.0,
     top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
     min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option("--repetition_penalty", help="Above 1: fewer tokens that were there before.")
-    ] = 1.0,
-    stop_strings: Annotated[
-        list[str] | None,
-        typer.Option("--stop_strings", metavar="TEXT", help="Ends a completion; repeatable."),
-    ] = None,
-    stop_token_ids: Annotated[
-        list[int] | None,
-        typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable."),
-    ] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop_strings: StopStrings = None,
+    stop_token_ids: StopTokenIds = None,
     num_generations: Annotated[
         int, typer.Option("--num_generations", min=1, help="Completions a prompt.")
     ] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     chat_template: Template = None,
+    plugin: Plugins = None,
 ) -> None:
     """Completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
     from rlhf_core import commands
@@ -207,6 +200,7 @@ def generate(
         num_generations=num_generations,
         seed=seed,
         chat_template=chat_template,
+        plugins=plugin or (),
     )
 
 
@@ -217,15 +211,21 @@ def data(
         str | None, typer.Option("--tokenizer", metavar="DIR", help="Default: characters are counted.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="With its tokenizer.")] = None,
-    max_sequence_length: Annotated[
-        int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
-    ] = None,
+    max_sequence_length: SequenceLength = None,
     chat_template: Template = None,
+    plugin: Plugins = None,
 ) -> None:
     """What a dataset holds. Its format, lengths, what would be filtered, and which rows to look at."""
     from rlhf_core import commands
 
-    commands.profile(file, tokenizer, model, max_length=max_sequence_length, chat_template=chat_template)
+    commands.profile(
+        file,
+        tokenizer,
+        model,
+        max_length=max_sequence_length,
+        chat_template=chat_template,
+        plugins=plugin or (),
+    )
 
 
 @app.command()

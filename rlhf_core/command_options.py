@@ -48,3 +48,26 @@ ComponentKind = Annotated[
 Template = Annotated[
     str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
 ]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition_penalty", help="Above 1: fewer tokens that were there before.")
+]
+StopStrings = Annotated[
+    list[str] | None, typer.Option("--stop_strings", metavar="TEXT", help="Ends a completion; repeatable.")
+]
+StopTokenIds = Annotated[
+    list[int] | None, typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable.")
+]
+Normalize = Annotated[
+    bool, typer.Option("--normalize", help="Less the mean and over the deviation on MODEL's evaluation data.")
+]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="Adapters into the weights, in place of the adapters alone.")
+]
+CompletionLength = Annotated[int, typer.Option("--max_completion_length", min=1, help="Tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: the likeliest token.")]
+SequenceLength = Annotated[
+    int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
+]
+TrainerName = Annotated[
+    str, typer.Argument(metavar="TRAINER", show_default=False, help="sft, reward, grpo, …")
+]

@@ -17,8 +17,8 @@ from rich.table import Table
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline_file import read
-from rlhf_core.plan import StagePlan, plan
-from rlhf_core.preview import components, previews
+from rlhf_core.plan import plan
+from rlhf_core.preview import components, inputs_line, previews, short_path
 from rlhf_core.stage_record import StageRecord
 from rlhf_core.terminal import show
 
@@ -71,11 +71,9 @@ def check(
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for stage in planned.stages:
-        data = _data(stage.written.train_data)
-        given = f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
-        lines = [given, f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
+        lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
         table.add_row(stage.name, "\n".join([*lines, *said[stage.name]]))
-    typer.echo(f"{pipeline} → {_short(str(planned.dir))}\n")
+    typer.echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
     show(table)
 
 
@@ -104,7 +102,14 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     )
 
 
-def score(model: str, file: Path, output: Path | None, *, normalize: bool = False) -> None:
+def score(
+    model: str,
+    file: Path,
+    output: Path | None,
+    *,
+    normalize: bool = False,
+    plugins: Sequence[Path] = (),
+) -> None:
     """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
 
     normalize: in standard deviations from the mean that the model's artifact has stored.
@@ -116,8 +121,9 @@ def score(model: str, file: Path, output: Path | None, *, normalize: bool = Fals
 
     require_writable(output)
     runtime.prepare()
-    records = data.load(str(file))
-    scores = Scorer.load(model, normalize=normalize).score_rows(records)
+    registry = plugin_loading.load(files=plugins).registry
+    records = data.load(str(file), registry=registry)
+    scores = Scorer.load(model, registry=registry, normalize=normalize).score_rows(records)
     rows = (
         {**records[i], **{name: _number(s[i]) for name, s in scores.items()}} for i in range(len(records))
     )
@@ -142,6 +148,7 @@ def generate(
     num_generations: int,
     seed: int,
     chat_template: str | None,
+    plugins: Sequence[Path] = (),
 ) -> None:
     """Sample completions of the prompts given as text, or of the rows of `file`."""
     if (file is None) == (not prompts):
@@ -156,10 +163,12 @@ def generate(
 
     require_writable(output)
     runtime.prepare()
-    records = data.load([{"prompt": text} for text in prompts] if file is None else str(file))
+    registry = plugin_loading.load(files=plugins).registry
+    source = [{"prompt": text} for text in prompts] if file is None else str(file)
+    records = data.load(source, registry=registry)
     if Path(model).is_dir() and stored_head(Path(model)) == "score":
         raise InputError(f"{model} is a reward model, which writes nothing: rlhf score scores with it")
-    loaded = load_model(model)
+    loaded = load_model(model, registry=registry)
     if loaded.tokenizer is None:
         raise InputError(
             f"{model}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
@@ -201,17 +210,24 @@ def generate(
             typer.echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
 
 
-def export(model: str, directory: Path, *, merge: bool) -> None:
+def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] = ()) -> None:
     """Write a model for other tools, and say what and where."""
     from rlhf_core import export as exporting
     from rlhf_core import runtime
 
     runtime.prepare()
-    typer.echo(f"{directory}: {exporting.export(model, directory, merge=merge)}")
+    registry = plugin_loading.load(files=plugins).registry
+    typer.echo(f"{directory}: {exporting.export(model, directory, registry=registry, merge=merge)}")
 
 
 def profile(
-    file: str, tokenizer: str | None, model: str | None, *, max_length: int | None, chat_template: str | None
+    file: str,
+    tokenizer: str | None,
+    model: str | None,
+    *,
+    max_length: int | None,
+    chat_template: str | None,
+    plugins: Sequence[Path] = (),
 ) -> None:
     """Print what a dataset holds, in tokens of the tokenizer or of the model's, else in characters."""
     from rlhf_core import data
@@ -222,7 +238,7 @@ def profile(
         raise InputError("rlhf data: give --tokenizer or --model, not both")
     source = model if tokenizer is None else tokenizer
     loaded = None if source is None else load_tokenizer(source)
-    records = data.load(file, registry=plugin_loading.load().registry)
+    records = data.load(file, registry=plugin_loading.load(files=plugins).registry)
     found = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
     show(profiling.render(found))
 
@@ -264,27 +280,3 @@ def _registered(info: PluginInfo) -> str:
     if info.error:
         return str(info.error)
     return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in info.components.items())
-
-
-def _model(stage: StagePlan) -> str:
-    model = stage.written.model
-    if isinstance(model, Mapping):
-        shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
-        return f"a fresh {model.get('model_type', 'model')} ({shape})"
-    return "" if model is None else _short(str(model))
-
-
-def _data(data: Any) -> str:
-    if isinstance(data, list):
-        return ", ".join(_data(part) for part in data)
-    if isinstance(data, Mapping):
-        return _short(str(data.get("path", data.get("name", ""))))
-    return "" if data is None else _short(str(data))
-
-
-def _short(path: str) -> str:
-    """A path inside the current directory as the user would type it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path

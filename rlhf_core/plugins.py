@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import os
@@ -82,6 +83,12 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     for thing in objects:
         _load_given(host, thing, getattr(thing, "__name__", type(thing).__name__))
     return host
+
+
+@functools.cache
+def installed() -> Registry:
+    """Load every installed plugin, once per process, for whoever was given no registry; return their components."""
+    return load().registry
 
 
 def _load_given(host: Host, plugin: object, name: str) -> None:

@@ -121,3 +121,33 @@ def components(config: TrainerConfig) -> list[str]:
         ]
         named += [f"{field} {', '.join(Path(x.name).name for x in each)}"] if each else []
     return ["; ".join(sorted(named))] if named else []
+
+
+def inputs_line(stage: StagePlan) -> str:
+    """Name a stage's trainer, model and data in one line."""
+    data = _data(stage.written.train_data)
+    return f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
+
+
+def _model(stage: StagePlan) -> str:
+    model = stage.written.model
+    if isinstance(model, Mapping):
+        shape = ", ".join(f"{k} {v}" for k, v in model.items() if k in ("hidden_size", "num_hidden_layers"))
+        return f"a fresh {model.get('model_type', 'model')} ({shape})"
+    return "" if model is None else short_path(str(model))
+
+
+def _data(data: Any) -> str:
+    if isinstance(data, list):
+        return ", ".join(_data(part) for part in data)
+    if isinstance(data, Mapping):
+        return short_path(str(data.get("path", data.get("name", ""))))
+    return "" if data is None else short_path(str(data))
+
+
+def short_path(path: str) -> str:
+    """A path inside the current directory as the user would type it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

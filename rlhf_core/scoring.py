@@ -69,7 +69,8 @@ class Scorer:
         """A reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
         One without a manifest is scored with its own tokenizer and template, and its own length limit.
-        mesh: default: all devices. Raises InputError for a language model.
+        mesh: default: all devices. registry: has the model families; default: those of all installed plugins.
+        Raises InputError for a language model.
         """
         directory, contract = Path(path), None
         if (directory / artifacts.MANIFEST).is_file():

@@ -23,6 +23,7 @@ from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
 from rlhf_core.models.model import TOKENIZER_FILES, Model, config_for
 from rlhf_core.models.parse import EXPERT_COUNTS
+from rlhf_core.plugins import installed
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -45,7 +46,8 @@ def load_model(
     adapter: a directory of PEFT with an adapter for the model at `path`.
     head: "lm", or "score" for a reward model: a `…ForSequenceClassification` with one label, or a language model,
         whose head is then drawn from `seed`, with a warning that says so.
-    mesh: where the parameters go; default: one device. registry: of the model families; default: core's own.
+    mesh: where the parameters go; default: one device.
+    registry: has the model families; default: those of all installed plugins.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
     Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
     """
@@ -176,10 +178,12 @@ def complete_table(
 
 
 def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamily:
-    """The family that reads `model_type`, of the registry's or core's own; InputError where none or several do."""
-    families = {"decoder": DECODER}
-    if registry is not None:
-        families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
+    """Find the family that reads `model_type`. Raises InputError where none or several do.
+
+    registry: has the families; default: those of all installed plugins.
+    """
+    registry = installed() if registry is None else registry
+    families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
     found = [name for name, family in families.items() if model_type in family.name]
     if len(found) == 1:
         return families[found[0]]

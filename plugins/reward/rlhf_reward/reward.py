@@ -29,7 +29,9 @@ class ModelReward:
 
     def setup(self, stage: Stage) -> None:
         """Load the weights onto the stage's mesh. Raises InputError where there is nothing to normalize with."""
-        self._scorer = Scorer.load(self.model, mesh=stage.devices(), normalize=self.normalize)
+        self._scorer = Scorer.load(
+            self.model, mesh=stage.devices(), registry=stage.registry, normalize=self.normalize
+        )
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """One score a completion, in reward units, or in standard deviations where normalized.

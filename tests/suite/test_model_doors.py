@@ -1,0 +1,127 @@
+"""Every door that opens a model knows the families of plugins, installed or given as a file."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_reward.reward import ModelReward
+from typer.testing import CliRunner
+
+from rlhf_core import cli, plugins
+from rlhf_core.errors import InputError
+from rlhf_core.models import fresh_model, load_model
+from rlhf_core.scoring import Scorer
+from rlhf_core.testing.stage import a_stage
+
+PLUGIN = """
+from rlhf_core import MODEL, hookimpl
+from rlhf_core.models import decoder_family
+from rlhf_core.models.families import ARCHITECTURES
+
+@hookimpl
+def rlhf_register(registry):
+    registry.add(MODEL, "strange", decoder_family({"strange": ARCHITECTURES["llama"]}))
+"""
+OPENERS = ("load_model", "fresh_model", "check_model", "find_family", "complete_table", "definition_of")
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    file = tmp_path / "strange_family.py"
+    file.write_text(PLUGIN)
+    return file
+
+
+@pytest.fixture
+def made(tmp_path: Path, plugin: Path, tiny: Any) -> dict[str, Path]:
+    """{head: the directory of a model of the stranger's family}, and rows to score."""
+    registry = plugins.load(files=[plugin]).registry
+    places = {}
+    for head in ("lm", "score"):
+        table = {**tiny.SIZES, "model_type": "strange", "architectures": ["StrangeForCausalLM"]}
+        places[head] = tmp_path / head
+        fresh_model(table, head, tokenizer=tiny.make_tokenizer(), registry=registry).save(places[head])
+    places["rows"] = tiny.write_rows(tmp_path / "rows.jsonl", tiny.texts(2))
+    return places
+
+
+def commands(made: dict[str, Path], tmp_path: Path) -> dict[str, list[str]]:
+    return {
+        "score": [str(made["score"]), str(made["rows"]), "-o", str(tmp_path / "scored.jsonl")],
+        "generate": [str(made["lm"]), "--prompt", "a b", "--max_completion_length", "2"],
+        "export": [str(made["lm"]), str(tmp_path / "exported")],
+        "data": [str(made["rows"]), "--model", str(made["lm"])],
+    }
+
+
+@pytest.mark.parametrize("command", ["score", "generate", "export", "data"])
+def test_a_command_opens_a_family_given_as_a_file(
+    command: str, made: dict[str, Path], plugin: Path, tmp_path: Path
+) -> None:
+    typed = [command, *commands(made, tmp_path)[command]]
+    result = CliRunner().invoke(cli.app, [*typed, "--plugin", str(plugin)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    if command != "data":  # which reads its tokenizer alone
+        assert isinstance(CliRunner().invoke(cli.app, typed).exception, InputError)
+
+
+def test_the_reward_model_of_a_stage_is_opened_with_its_plugins(
+    made: dict[str, Path], plugin: Path, tmp_path: Path
+) -> None:
+    stage = a_stage(tmp_path / "stage", host=plugins.load(files=[plugin]))
+    reward = ModelReward(str(made["score"]))
+    reward.setup(stage)
+    assert len(reward(["a b"], ["c d"])) == 1
+
+
+@pytest.fixture
+def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stranger's family as an installed distribution has it, beside models that were made before."""
+    assert made
+    known = importlib.metadata.entry_points
+    point = importlib.metadata.EntryPoint("strange", plugin.stem, plugins.GROUP)
+    monkeypatch.syspath_prepend(plugin.parent)
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [*known(group=group), point], raising=True
+    )
+    plugins.installed.cache_clear()
+    yield
+    plugins.installed.cache_clear()
+    sys.modules.pop(plugin.stem, None)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "opened", [lambda made: load_model(made["lm"]), lambda made: Scorer.load(made["score"])]
+)
+def test_python_opens_installed_families_without_a_registry(
+    opened: Callable[[dict[str, Path]], Any], made: dict[str, Path]
+) -> None:
+    assert opened(made) is not None
+
+
+def test_no_door_opens_a_model_without_its_registry(repository: Path) -> None:
+    files = [*(repository / "rlhf_core").rglob("*.py"), *(repository / "plugins").glob("*/rlhf_*/**/*.py")]
+    without = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            scorer = name == "load" and getattr(getattr(called, "value", None), "id", "") == "Scorer"
+            if name not in OPENERS and not scorer:
+                continue
+            if name == "check_model" and file.is_relative_to(repository / "rlhf_core/testing"):
+                continue  # the kit of that name
+            passed = ast.unparse(node)
+            if "registry" not in passed:
+                without.append(f"{file.relative_to(repository)}:{node.lineno}: {passed}")
+    assert not without, json.dumps(without, indent=1)
