@@ -275,17 +275,26 @@ def compare(
 
 
 def _tell_page(path: Path) -> None:
-    typer.echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")
+    from rlhf_core.terminal import echo
+
+    echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")
 
 
 def _fail(message: str, code: int) -> None:
-    typer.echo(message, err=True)
+    _print_message(message)
     sys.exit(code)
+
+
+def _print_message(message: str) -> None:
+    from rlhf_core.options.secrets import scrub
+    from rlhf_core.terminal import echo
+
+    echo(scrub(message), err=True)
 
 
 def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
     warned.append(str(message))
-    typer.echo(f"warning: {message}", err=True)
+    _print_message(f"warning: {message}")
 
 
 def _without(warned: Sequence[str], message: str) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
@@ -20,7 +19,7 @@ from rlhf_core.pipeline_file import read
 from rlhf_core.plan import plan
 from rlhf_core.preview import components, inputs_line, previews, short_path
 from rlhf_core.stage_record import StageRecord
-from rlhf_core.terminal import show
+from rlhf_core.terminal import echo, show, visible
 
 if TYPE_CHECKING:
     from rlhf_core.plugins import PluginInfo
@@ -73,7 +72,7 @@ def check(
     for stage in planned.stages:
         lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
         table.add_row(stage.name, "\n".join([*lines, *said[stage.name]]))
-    typer.echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
+    echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
     show(table)
 
 
@@ -81,7 +80,7 @@ def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
     """Print every distribution in the entry-point group `rlhf`, its state and what it registered."""
     host = plugin_loading.load(files=list(files))
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(info) for info in host.plugins], indent=2, default=str))
+        echo(json.dumps([dataclasses.asdict(info) for info in host.plugins], indent=2, default=str))
         return
     table = Table(show_lines=True, expand=False)
     for column in ("distribution", "version", "state", "registers"):
@@ -96,7 +95,7 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     from rlhf_core import scaffold
 
     written = scaffold.write(kind, name, directory, plugin_loading.load().registry)
-    typer.echo(
+    echo(
         f"{written.directory}: the {scaffold.KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
         f"next: pip install -e '{written.directory}[test]'; python -m pytest {written.directory}; rlhf plugins"
     )
@@ -134,7 +133,7 @@ def score(
         scored = int(np.isfinite(chosen).sum())
         counts = f"{right:,} of {scored:,} pairs scored higher; {ties:,} tied"
         line = f"accuracy {right / max(scored, 1):.4f}: {counts}"
-        typer.echo(line, err=output is None)
+        echo(line, err=output is None)
 
 
 def generate(
@@ -203,11 +202,11 @@ def generate(
     ]
     if file is None and output is None:
         for row in rows:
-            typer.echo(row["completion"])
+            print(_for_reader(row["completion"]))
     else:
         _write_rows(rows, output)
         if output is not None:
-            typer.echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
+            echo(f"{output}: {len(rows):,} completion{'s'[: len(rows) > 1]}")
 
 
 def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] = ()) -> None:
@@ -217,7 +216,7 @@ def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] 
 
     runtime.prepare()
     registry = plugin_loading.load(files=plugins).registry
-    typer.echo(f"{directory}: {exporting.export(model, directory, registry=registry, merge=merge)}")
+    echo(f"{directory}: {exporting.export(model, directory, registry=registry, merge=merge)}")
 
 
 def profile(
@@ -258,11 +257,16 @@ def require_writable(output: Path | None) -> None:
 def _write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n" for row in rows)
     if output is None:
-        sys.stdout.write(text)
+        sys.stdout.write(_for_reader(text))
         return
     from rlhf_core.artifacts import write_atomic
 
     write_atomic(output, text)
+
+
+def _for_reader(text: str) -> str:
+    """Data as it is for a program, and with control characters shown for a person at a terminal."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def _number(value: Any) -> float | None:

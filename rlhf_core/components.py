@@ -13,16 +13,18 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import PydanticUserError, ValidationError, create_model
+from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, near_file, raised
 from rlhf_core.options import Options, TrainerConfig
 from rlhf_core.options.problems import Problem, explain, lines, unknown
+from rlhf_core.options.secrets import from_environment, reads_environment, remember
 
 HERE = str(Path(__file__).parent)
 _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
@@ -43,6 +45,15 @@ class Entry:
     owner: str
     options: Mapping[str, type[Options]] | None
     required: frozenset[str] = frozenset()
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """Options whose type is pydantic's SecretStr, or allows it."""
+        return frozenset(
+            name
+            for name, model in (self.options or {}).items()
+            if _allows(model.model_fields["value"].annotation, SecretStr)
+        )
 
     def make(self, options: Mapping[str, Any]) -> Any:
         """The component. Raises InputError for options that do not fit."""
@@ -93,16 +104,32 @@ class Entry:
                 )
                 continue
             try:
-                read = models[name].model_validate({"value": value})
+                values[name] = _hashable(_read_value(models[name], value))
+            except InputError as error:
+                problems += [Problem(name, message) for message in error.problems]
             except ValidationError as error:
                 found = explain(models[name], error, {"value": value})
                 problems += [Problem(name + at.removeprefix("value"), said) for at, said, _ in found]
-            else:
-                values[name] = _hashable(read.value)  # type: ignore[attr-defined]
         problems += [
             Problem(name, "missing; it has no default") for name in sorted(self.required - set(options))
         ]
         return values, problems
+
+
+def _read_value(model: type[Options], value: Any) -> Any:
+    """The value of an option, with what `{ env = "NAME" }` names in its place where the option takes no such table.
+
+    Raises InputError for a variable that is not set, pydantic's ValidationError for what does not fit.
+    """
+    if reads_environment(value):
+        with suppress(ValidationError):
+            if model.model_fields["value"].annotation is not Any:
+                return model.model_validate({"value": value}).value  # type: ignore[attr-defined]
+        value = from_environment(value)
+    read = model.model_validate({"value": value}).value  # type: ignore[attr-defined]
+    if isinstance(read, SecretStr):
+        remember(read.get_secret_value())
+    return read
 
 
 def describe(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
@@ -209,6 +236,10 @@ def _annotation(thing: Any, parameter: inspect.Parameter) -> Any:
 
 def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def _allows(annotation: Any, wanted: type) -> bool:
+    return annotation is wanted or any(_allows(each, wanted) for each in typing.get_args(annotation))
 
 
 def load_file(path: Path) -> types.ModuleType:

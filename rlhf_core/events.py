@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import Stopped
+from rlhf_core.options.secrets import scrub
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -29,7 +30,7 @@ def note(directory: Path, stage: str, event: str, **about: Any) -> None:
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
         with open(directory / FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(scrub(json.dumps(row, ensure_ascii=False)) + "\n")
 
 
 @contextmanager

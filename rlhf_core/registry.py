@@ -108,6 +108,13 @@ class Registry:
             return [("name", message) for message in error.problems]
         return [(problem.path, problem.message) for problem in entry.check(options, also)]
 
+    def secret_options(self, kind: Kind[Any], name: str, /) -> frozenset[str]:
+        """The options of a component that hold a SecretStr; none for a name that is not registered."""
+        try:
+            return self._entry(kind, name).secrets
+        except InputError:
+            return frozenset()
+
     def names(self, kind: Kind[Any]) -> list[str]:
         """Every registered name of a kind, sorted."""
         return sorted(self._entries.get(kind, {}))

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from rlhf_core.terminal import visible
+
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
@@ -48,4 +50,4 @@ class Stage:
     def say(self, line: str) -> None:
         """A line on stderr for whoever watches, from the main process, above a bar that may be shown there."""
         if self.is_main:
-            tqdm.write(f"[{self.name}] {line}", file=sys.stderr)
+            tqdm.write(visible(f"[{self.name}] {line}"), file=sys.stderr)

@@ -1,24 +1,52 @@
-"""Standard output, as wide as whoever reads it wants it."""
+"""What a person sees: text as wide as the terminal, with control characters shown instead of sent."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 WIDTH = 120
 """Columns, where the output is no terminal and COLUMNS does not say."""
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
+
+
+def visible(text: str) -> str:
+    """Replace control characters by their escapes, such as \\x1b: a name or completion must not drive the terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line of text for a person on stdout, or on stderr."""
+    print(visible(text), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+class SafeConsole(Console):
+    """A rich console that shows control characters in what it prints; its own styles and cursor moves are sent."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(visible(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def show(renderable: RenderableType) -> None:
     """Print it in the width of the terminal; elsewhere in that of COLUMNS, and without spaces at the end of lines."""
     watched = sys.stdout.isatty()
     width = None if watched or os.environ.get("COLUMNS", "").isdigit() else WIDTH
-    console = Console(markup=False, highlight=False, width=width)
+    console = SafeConsole(markup=False, highlight=False, width=width)
     if watched:
         console.print(renderable)
         return
@@ -41,4 +69,4 @@ def listed(title: str, lines: Sequence[str]) -> str:
             ).replace("\n", "\n  ")
             for line in lines
         ]
-    return "\n  ".join([title, *lines])
+    return visible("\n  ".join([title, *lines]))

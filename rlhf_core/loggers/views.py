@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.loggers.pace import Pace, clock, details, speed
+from rlhf_core.terminal import SafeConsole, visible
 
 Pairs = Sequence[tuple[str, str]]
 Ending = Literal["done", "stopped", "failed"]
@@ -71,7 +72,7 @@ class PlainView:
         self.write(f"{how}  {self.pace.step} updates in {clock(self.pace.seconds())}")
 
     def write(self, line: str) -> None:
-        print(f"[{self.stage}] {line}", file=sys.stderr, flush=True)
+        print(visible(f"[{self.stage}] {line}"), file=sys.stderr, flush=True)
 
 
 class TqdmView(PlainView):
@@ -84,14 +85,15 @@ class TqdmView(PlainView):
     def step(self, metrics: Mapping[str, float]) -> None:
         if self.bar is None:
             self.bar = tqdm(
-                desc=self.stage,
+                desc=visible(self.stage),
                 initial=self.pace.step,
                 total=self.pace.total,
                 bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
                 dynamic_ncols=True,
             )
         self.bar.n = self.pace.step
-        self.bar.set_postfix_str("  ".join([*map(" ".join, self.pace.headline(metrics)), speed(metrics)]))
+        words = [*map(" ".join, self.pace.headline(metrics)), speed(metrics)]
+        self.bar.set_postfix_str(visible("  ".join(words)))
 
     def end(self, how: Ending) -> None:
         if self.bar is not None:
@@ -99,7 +101,7 @@ class TqdmView(PlainView):
         super().end(how)
 
     def write(self, line: str) -> None:
-        tqdm.write(f"[{self.stage}] {line}", file=sys.stderr)
+        tqdm.write(visible(f"[{self.stage}] {line}"), file=sys.stderr)
 
 
 class JsonView:
@@ -134,7 +136,7 @@ class RichView:
     def __init__(self, stage: str, pace: Pace) -> None:
         self.stage, self.pace = stage, pace
         self.metrics: Mapping[str, float] = {}
-        self.console = Console(stderr=True, highlight=False)
+        self.console = SafeConsole(stderr=True, highlight=False)
         self.live = Live(
             self,
             console=self.console,

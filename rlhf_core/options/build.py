@@ -95,7 +95,9 @@ def _component(value: Any) -> dict[str, Any] | None:
     if isinstance(value, Component):
         return {**dict(value), **value.options}
     table = {"name": value} if isinstance(value, str) else value
-    return dict(table) if isinstance(table, Mapping) and isinstance(table.get("name"), str) else None
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        return None
+    return table if isinstance(table, dict) else dict(table)
 
 
 def _annotation(field: FieldInfo) -> Any:

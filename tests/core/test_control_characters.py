@@ -1,0 +1,81 @@
+"""Control characters of names, metrics and completions are shown, never sent to a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from rlhf_core.loggers.pace import Pace
+from rlhf_core.loggers.views import PlainView, TqdmView
+from rlhf_core.terminal import SafeConsole, listed, visible
+
+HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
+SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
+
+
+def test_control_characters_are_shown_and_text_is_kept() -> None:
+    assert visible(HOSTILE) == SAFE
+    assert visible("tabs\tand\nlines, ä 漢字 🙂 ✓") == "tabs\tand\nlines, ä 漢字 🙂 ✓"
+
+
+def test_tables_and_lists_show_them() -> None:
+    table = Table("name")
+    table.add_row(HOSTILE)
+    out = io.StringIO()
+    SafeConsole(file=out, force_terminal=True, color_system="truecolor", width=120).print(table)
+    assert SAFE in out.getvalue()
+    for forbidden in ("\x1b]0", "\x07", "\x9b", "\u202e", "\x7f"):
+        assert forbidden not in out.getvalue()
+    assert "\x1b" not in listed(HOSTILE, [HOSTILE])
+
+
+@pytest.mark.parametrize("view", [PlainView, TqdmView])
+def test_views_show_them(view: type[PlainView], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = view(HOSTILE, Pace(tmp_path / "plan.json", ()))
+    shown.start(HOSTILE)
+    shown.saved(HOSTILE, "kind", HOSTILE)
+    err = capsys.readouterr().err
+    assert SAFE in err
+    assert "\x1b" not in err
+    assert "\x9b" not in err
+
+
+def test_a_terminal_never_gets_the_escapes_of_a_data_file(tmp_path: Path) -> None:
+    """Through a real pseudo-terminal, as `rlhf check` and its errors would print them."""
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"\x1b]0;owned\x07column": "x"}) + "\n")
+    (tmp_path / "pipe.toml").write_text(
+        'dir = "run"\n[[stage]]\nname = "rm"\ntrainer = "reward\\u001b[2J"\ntrain_data = "pairs.jsonl"\n'
+    )
+    for command in (["check", "pipe.toml"], ["data", "pairs.jsonl"], ["run", "pipe.toml"]):
+        seen = _on_a_terminal([sys.executable, "-m", "rlhf_core.cli", *command], tmp_path)
+        assert rb"\x1b" in seen, command
+        for forbidden in (b"\x1b]0", b"\x07", b"\x1b[2J"):
+            assert forbidden not in seen, command
+
+
+def _on_a_terminal(command: list[str], directory: Path) -> bytes:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=directory, stdin=slave, stdout=slave, stderr=slave, close_fds=True
+    )
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux says EIO once the other side is closed
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(master)
+    process.wait()
+    return seen

@@ -1,0 +1,105 @@
+"""Secrets in options: read when used, hidden wherever a configuration is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Annotated, Any
+
+import pytest
+from pydantic import SecretStr
+
+from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, plugins
+from rlhf_core.errors import InputError
+from rlhf_core.options import Component, build
+from rlhf_core.options.secrets import HIDDEN, public_table, scrub
+
+CANARY = "canary-3f9a77"
+
+
+@dataclasses.dataclass
+class Judge:
+    """A reward that calls a service."""
+
+    pin: SecretStr | None = None
+    api_key: str | None = None
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    anything: Any = None
+    table: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+
+class Config(TrainerConfig):
+    rewards: list[Annotated[Component, REWARD]] = []  # noqa: RUF012
+    judge: Annotated[Component, REWARD] = Component(name="judge")
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = plugins.load().registry
+    registry.add(REWARD, "judge", Judge)
+    return registry
+
+
+def test_an_option_is_read_from_the_environment_when_the_component_is_made(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", CANARY)
+    env = {"env": "JUDGE_KEY"}
+    judge = registry.get(REWARD, "judge", api_key=env, pin=env, headers={"Authorization": env}, anything=env)
+    assert judge.api_key == judge.anything == judge.headers["Authorization"] == CANARY
+    assert judge.pin.get_secret_value() == CANARY
+    # An option that takes such a table keeps it.
+    assert registry.get(REWARD, "judge", table=env).table == env
+
+
+def test_a_variable_that_is_not_set_is_named_with_its_place(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    table = {"rewards": [{"name": "judge", "api_key": {"env": "NOT_SET_HERE"}}]}
+    with pytest.raises(InputError, match=r"policy\.rewards\[0\]\.api_key: .*NOT_SET_HERE is not set"):
+        build(Config, table, where="policy", registry=registry)
+
+
+def test_written_configurations_hide_secrets_by_type_and_by_name(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", CANARY)
+    table = {
+        "rewards": [
+            {"name": "judge", "pin": CANARY, "headers": {"authorization": CANARY, "user": "me"}},
+            {"name": "judge", "api_key": {"env": "JUDGE_KEY"}},
+        ],
+        "judge": {"name": "judge", "api_key": CANARY},
+        "train_data": {"name": "sql", "hf_token": CANARY, "eos_token": "</s>"},
+    }
+    config = build(Config, table, registry=registry)
+    written = public_table(config, registry)
+    assert CANARY not in str(written)
+    first, second = written["rewards"]
+    assert first["pin"] == first["headers"]["authorization"] == written["judge"]["api_key"] == HIDDEN
+    assert first["headers"]["user"] == "me"
+    assert written["train_data"]["eos_token"] == "</s>"
+    assert second["api_key"] == {"env": "JUDGE_KEY"}
+    # The configuration itself keeps them, for the component.
+    assert config.rewards[0].options["pin"] == CANARY
+
+
+def test_messages_are_scrubbed_of_secrets_that_were_used(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "canary-scrub-51c2")
+    registry.get(REWARD, "judge", api_key={"env": "JUDGE_KEY"})
+    assert scrub("401 for key canary-scrub-51c2.") == f"401 for key {HIDDEN}."
+
+
+def test_loggers_read_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    registry.add(LOGGER, "sink", dataclasses.make_dataclass("Sink", [("token", str)]))
+    monkeypatch.setenv("SINK_TOKEN", CANARY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.get(LOGGER, "sink", token={"env": "SINK_TOKEN"}).token == CANARY
