@@ -72,7 +72,7 @@ def definition_of(
 def _described(directory: Path) -> Path | None:
     """The directory with the config.json of a local model, which for an adapter is that of its base model."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
-        directory = Path(peft.base_of(directory))
+        directory = Path(peft.base_of(directory).named)
     return directory if (directory / "config.json").is_file() else None
 
 

@@ -16,7 +16,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models import peft
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.model import Model
-from rlhf_core.models.peft import PREFIX, WEIGHTS, read_config
+from rlhf_core.models.peft import PREFIX, WEIGHTS, Base, read_config
 from rlhf_core.models.safetensors import Reader
 from rlhf_core.partition import join, paths, split
 
@@ -52,17 +52,20 @@ class Adapter:
                         f"{file}: layer {layer} has no {' and no '.join(sorted(lost))} for {module}"
                     )
 
-    def on(self, model: Model) -> Model:
-        """The model with this adapter. DoRA's are merged into the weights, with a warning that says so.
+    def on(self, model: Model, base: Base) -> Model:
+        """Put this adapter on a model. DoRA's are merged into the weights, with a warning that says so.
 
-        Raises InputError where it does not fit.
+        base: what the adapter's configuration calls the model from now on. Raises InputError where the adapter does not
+        fit, and where the model has no place for its reward head.
         """
+        if self.score is not None and model.definition.head != "score":
+            raise InputError(f"{self.directory}: a reward model's adapter: load it with head='score'")
         lora, layers = self._lora(), dict(paths(model.definition.abstract_params()))
         definition = model.definition.with_lora(lora)
         if unknown := set(lora.targets) - set(linear_modules(model.params)):
             raise InputError(f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}")
         params = model.params
-        if self.score is not None and definition.head == "score":
+        if self.score is not None:
             params = {**params, "score": {"kernel": self._view(self.score).T}}
         found: dict[str, Any] = {}
         whole = True
@@ -78,8 +81,13 @@ class Adapter:
             inner["adapter"] = adapter
         params = jax.device_put(join(params, found), definition.shardings(model.mesh))
         same = whole and lora.rank == self.config.get("r") and not self.config.get("alpha_pattern")
-        named = self.config.get("base_model_name_or_path")
-        config = self.config if same else peft.config_for(lora, base=named, head=definition.head)
+        if same:
+            config = {**self.config, "base_model_name_or_path": base.named}
+            if base.revision is not None or "revision" in config:
+                config["revision"] = base.revision
+        else:
+            head = definition.head
+            config = peft.config_for(lora, base=base.named, head=head, revision=base.revision)
         adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
         return self._turned(adapted) if self.config.get("use_dora") else adapted
 

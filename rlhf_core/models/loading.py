@@ -21,7 +21,8 @@ from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
-from rlhf_core.models.model import TOKENIZER_FILES, Model, config_for
+from rlhf_core.models.head_config import config_for
+from rlhf_core.models.model import TOKENIZER_FILES, Model
 from rlhf_core.models.parse import EXPERT_COUNTS
 from rlhf_core.plugins import installed
 
@@ -51,7 +52,7 @@ def load_model(
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
     Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
     """
-    directory, beside = _places(path, adapter)
+    directory, beside, base = _places(path, adapter)
     definition, hf_config = _define(directory, head, registry, dtype)
     adapters = None if beside is None else Adapter(beside)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
@@ -74,13 +75,14 @@ def load_model(
         stored_dtype=_stored_dtype(directory, hf_config),
         compute_dtype=dtype,
     )
-    return model if adapters is None else adapters.on(model)
+    return model if adapters is None else adapters.on(model, base)
 
 
 def stored_head(directory: Path) -> Head | None:
     """What the model of a local directory, or its adapter, ends in; None where nothing says it."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
-        return "score" if peft.read_config(directory).get("task_type") == "SEQ_CLS" else "lm"
+        classifies = peft.read_config(directory).get("task_type") == "SEQ_CLS"
+        return "score" if classifies or Adapter(directory).score is not None else "lm"
     if not (directory / "config.json").is_file():
         return None
     names = _read_config(directory).get("architectures") or []
@@ -89,14 +91,23 @@ def stored_head(directory: Path) -> Head | None:
     return "score" if any(str(name).endswith("ForSequenceClassification") for name in names) else "lm"
 
 
-def _places(path: str | Path, adapter: str | Path | None) -> tuple[Path, Path | None]:
-    """The directories of the model and of its adapter, if any."""
+def local_directory(path: str | Path) -> Path:
+    """The directory of a model: the one that is named, or that of the files which the hub gives for a name.
+
+    Raises InputError where there is neither.
+    """
+    return _directory(path)
+
+
+def _places(path: str | Path, adapter: str | Path | None) -> tuple[Path, Path | None, peft.Base]:
+    """The directories of the model and of its adapter, if any, and what the adapter calls the model."""
     directory = _directory(path)
     if adapter is not None:
-        return directory, _directory(adapter)
+        return directory, _directory(adapter), peft.Base(peft.fixed_name(path), None)
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
-        return _directory(peft.base_of(directory)), directory
-    return directory, None
+        base = peft.base_of(directory)
+        return _directory(base.named, base.revision), directory, base
+    return directory, None, peft.Base(peft.fixed_name(path), None)
 
 
 def _tokenizer(directory: Path | None) -> Any | None:
@@ -113,7 +124,7 @@ def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | Non
 
     Weights of a family other than core's are not looked at.
     """
-    directory, beside = _places(path, None)
+    directory, beside, _ = _places(path, None)
     definition, _ = _define(directory, head, registry, None)
     if beside is not None:
         Adapter(beside)
@@ -226,7 +237,7 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in spelt}
 
 
-def _directory(path: str | Path) -> Path:
+def _directory(path: str | Path, revision: str | None = None) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -251,7 +262,7 @@ def _directory(path: str | Path) -> Path:
         *TOKENIZER_FILES,
     ]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(

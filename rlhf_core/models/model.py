@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhf_core.models import peft
 from rlhf_core.models.attention import capped
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.definition import Definition, complete, define
+from rlhf_core.models.head_config import config_for
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.models.stop_ids import GENERATION, save_stop_ids, stop_ids_of
 from rlhf_core.partition import split
@@ -67,6 +67,10 @@ class Model:
     attention: AttentionOver | None = None
     adapter: Mapping[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.adapter is not None:  # whichever way the model got its head
+            object.__setattr__(self, "adapter", peft.for_head(self.adapter, self.definition.head))
+
     def logits(self, input_ids: Any, attention_mask: Any) -> jax.Array:
         """Next-token logits float32 [B, T, V]; meaningless where the mask is 0.
 
@@ -107,15 +111,12 @@ class Model:
         """This model's trunk under `head`; a head that the model lacks is drawn from `seed`."""
         if head == self.definition.head:
             return self
-        definition, lora, adapter = self._define(head), self.definition.lora, self.adapter
-        if lora is not None and adapter is not None:
-            adapter = peft.config_for(lora, base=adapter["base_model_name_or_path"], head=head)
+        definition = self._define(head)
         return dataclasses.replace(
             self,
             definition=definition,
             params=complete(definition, self.params, self.mesh, seed),
             hf_config=config_for(self.hf_config, head, self.tokenizer),
-            adapter=adapter,
         )
 
     def computing(
@@ -235,35 +236,6 @@ def _is_of(tokenizer: Any, directory: Path) -> bool:
         return False
     original = load_tokenizer(directory)
     return all(of(original) == of(tokenizer) for of in (tokenizer_hash, template_hash))
-
-
-def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
-    """config.json for `head`: for "score", `…ForSequenceClassification` with one label and a `pad_token_id`.
-
-    transformers reads the score at the rightmost token that is not padding, by id, which the config must name.
-    """
-    config = dict(hf_config)
-    text = "Text" if config.get("model_type") == "gemma3_text" else ""  # only its classifier's class says so
-    ours, theirs = ("ForCausalLM", f"{text}ForSequenceClassification")
-    if head == "lm":
-        config["architectures"] = [name.replace(theirs, ours) for name in config.get("architectures") or []]
-        return {k: v for k, v in config.items() if k not in ("id2label", "label2id", "num_labels")}
-    config["architectures"] = [name.replace(ours, theirs) for name in config.get("architectures") or []]
-    config.pop("num_labels", None)
-    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    pad = getattr(tokenizer, "pad_token_id", None)
-    config["pad_token_id"] = config.get("pad_token_id") if pad is None else pad
-    if config["pad_token_id"] is None:
-        # A first token never ends a sequence, so transformers still finds the last one.
-        config["pad_token_id"] = config.get("bos_token_id")
-    ends = config.get("eos_token_id")
-    if config["pad_token_id"] in (ends if isinstance(ends, list) else [ends]) and ends is not None:
-        warnings.warn(
-            f"token {config['pad_token_id']} is both padding and the end of a sequence: transformers, which skips "
-            "padding, will read scores one token before the end; give the tokenizer a padding token of its own",
-            stacklevel=3,
-        )
-    return config
 
 
 def padded_rows(input_ids: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

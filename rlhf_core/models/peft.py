@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.models.lora import Lora
 from rlhf_core.partition import paths
 
@@ -55,14 +55,9 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 def read_config(directory: Path) -> dict[str, Any]:
     """The adapter's configuration; InputError names a field whose value could not be honoured."""
     file = directory / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT ({error.strerror})") from None
-    except ValueError as error:
-        raise InputError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{file}: must hold a JSON object")
+    if not file.is_file():
+        raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT")
+    config = read_json_object(file)
     problems = []
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type {config.get('peft_type')!r} is not supported; only LORA is")
@@ -84,35 +79,65 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def base_of(directory: Path) -> str:
-    """Where the base model is: a directory, also beside the adapter, or a hub name.
+class Base(NamedTuple):
+    """The base model of an adapter: an absolute directory, or a hub name with the revision that it was trained on."""
+
+    named: str
+    revision: str | None
+
+
+def base_of(directory: Path) -> Base:
+    """Find the base model that an adapter names; a relative path is one from the adapter's directory.
 
     Raises InputError where none is named.
     """
-    named = read_config(directory).get("base_model_name_or_path")
-    if not named:
+    config = read_config(directory)
+    named = config.get("base_model_name_or_path")
+    if not named or not isinstance(named, str):
         raise InputError(f"{directory / CONFIG}: base_model_name_or_path is missing: name the base model")
-    beside = directory / str(named)
-    return str(beside) if not Path(named).is_absolute() and beside.is_dir() else str(named)
+    revision = config.get("revision")
+    if revision is not None and not isinstance(revision, str):
+        raise InputError(f"{directory / CONFIG}: revision {revision!r} is not the name of a revision")
+    beside = (directory / named).resolve()
+    return Base(str(beside) if beside.is_dir() else fixed_name(named), revision)
 
 
-def config_for(lora: Lora, *, base: str | None, head: str) -> dict[str, Any]:
-    """adapter_config.json of an adapter on the model `base`."""
-    return {
+def fixed_name(named: str | Path) -> str:
+    """What an adapter calls a base model, wherever the adapter is copied: an absolute directory, or a hub name."""
+    directory = Path(named).expanduser()
+    return str(directory.resolve()) if directory.is_dir() else str(named)
+
+
+def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
+    """An adapter's configuration for a model with this head: its task, and whether the head is saved with it."""
+    changed, saved = dict(config), config.get("modules_to_save") or []
+    if head == "score":
+        changed["task_type"] = "SEQ_CLS"
+        if "score" not in saved:
+            changed["modules_to_save"] = [*saved, "score"]
+    elif config.get("task_type") == "SEQ_CLS" or saved:
+        changed |= {"task_type": "CAUSAL_LM", "modules_to_save": None}
+    return changed
+
+
+def config_for(lora: Lora, *, base: str | None, head: str, revision: str | None = None) -> dict[str, Any]:
+    """Make the adapter_config.json of an adapter on the model `base`."""
+    config = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if head == "score" else "CAUSAL_LM",
+        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": sorted({target.rpartition(".")[2] for target in lora.targets}),
-        "modules_to_save": ["score"] if head == "score" else None,
+        "modules_to_save": None,
         "use_rslora": lora.use_rslora,
         "use_dora": False,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    return for_head(config | ({} if revision is None else {"revision": revision}), head)
 
 
 def save(directory: Path, config: Mapping[str, Any], params: Mapping[str, Any]) -> None:

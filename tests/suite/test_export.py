@@ -8,10 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlhf_core import load_model
+from rlhf_core.errors import InputError
 
 IDS, MASK = np.array([[3, 9, 4, 7]]), np.ones((1, 4), int)
 
@@ -74,3 +77,81 @@ def test_scoring_refuses_the_adapter_of_a_language_model(rlhf: Any, adapter: Pat
     ended = rlhf("score", str(adapter), str(tmp_path / "rows.jsonl"))
     assert ended.code == 2
     assert "without a reward head" in ended.message
+
+
+@pytest.fixture
+def reward_adapter(adapter: Path, tmp_path: Path) -> Path:
+    """A language model's adapter, opened as a reward model and saved again: what a reward stage does."""
+    with pytest.warns(UserWarning, match="its reward head is new"):
+        load_model(adapter, head="score", seed=3).save(tmp_path / "rm")
+    return tmp_path / "rm"
+
+
+def test_an_adapter_says_which_head_it_has_whatever_it_was_made_from(reward_adapter: Path) -> None:
+    config = json.loads((reward_adapter / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+
+
+@pytest.mark.parametrize("options", [[], ["--merge"]])
+@pytest.mark.parametrize("mislabelled", [False, True])
+def test_the_head_of_a_reward_adapter_is_exported(
+    rlhf: Any, reward_adapter: Path, tmp_path: Path, options: list[str], mislabelled: bool
+) -> None:
+    scores = load_model(reward_adapter, head="score").scores(IDS, MASK)
+    if mislabelled:
+        file = reward_adapter / "adapter_config.json"
+        config = json.loads(file.read_text()) | {"task_type": "CAUSAL_LM", "modules_to_save": None}
+        file.write_text(json.dumps(config))
+    ended = rlhf("export", str(reward_adapter), str(tmp_path / "out"), *options)
+    assert ended.code == 0
+    assert "a reward model" in ended.out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the head is there: none is drawn
+        again = load_model(tmp_path / "out", head="score")
+    np.testing.assert_allclose(again.scores(IDS, MASK), scores, atol=1e-6)
+
+
+def test_a_reward_adapter_is_not_opened_without_its_head(reward_adapter: Path) -> None:
+    with pytest.raises(InputError, match="a reward model's adapter: load it with head='score'"):
+        load_model(reward_adapter)
+
+
+def test_an_export_says_what_it_leaves_out(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_model("score").save(tmp_path / "rm")
+    (tmp_path / "rm" / "rlhf_artifact.json").write_text("{}")
+    tensors = load_file(tmp_path / "rm" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "rm" / "model.safetensors", metadata={"format": "pt"})
+    ended = rlhf("export", str(tmp_path / "rm"), str(tmp_path / "out"))
+    assert ended.out.endswith(": a reward model; left out: rlhf_artifact.json, lm_head.weight\n")
+
+
+def test_a_relative_base_model_is_found_from_a_copy(adapter: Path, tmp_path: Path) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../base"}))
+    model = load_model(adapter)
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    model.save(tmp_path / "far" / "away" / "copy")
+    again = load_model(tmp_path / "far" / "away" / "copy")
+    assert again.adapter is not None
+    assert again.adapter["base_model_name_or_path"] == str((tmp_path / "base").resolve())
+    np.testing.assert_array_equal(again.logits(IDS, MASK), model.logits(IDS, MASK))
+
+
+def test_the_revision_of_a_base_model_is_fetched_and_kept(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[tuple[str, str | None]] = []
+
+    def snapshot(name: str, *, revision: str | None = None, **_: Any) -> str:
+        fetched.append((name, revision))
+        return str(tmp_path / "base")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    file = adapter / "adapter_config.json"
+    named = {"base_model_name_or_path": "some-owner/base", "revision": "v2"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    load_model(adapter).save(tmp_path / "copy")
+    assert fetched == [("some-owner/base", "v2")]
+    saved = json.loads((tmp_path / "copy" / "adapter_config.json").read_text())
+    assert {name: saved[name] for name in named} == named

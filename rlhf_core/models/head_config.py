@@ -1,0 +1,38 @@
+"""What a config.json says of a model's head."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.models.config import Head
+
+
+def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
+    """Make the config.json for `head`: for "score", `…ForSequenceClassification` with one label and a `pad_token_id`.
+
+    transformers reads the score at the rightmost token that is not padding, by id, which the config must name.
+    """
+    config = dict(hf_config)
+    text = "Text" if config.get("model_type") == "gemma3_text" else ""  # only its classifier's class says so
+    ours, theirs = ("ForCausalLM", f"{text}ForSequenceClassification")
+    if head == "lm":
+        config["architectures"] = [name.replace(theirs, ours) for name in config.get("architectures") or []]
+        return {k: v for k, v in config.items() if k not in ("id2label", "label2id", "num_labels")}
+    config["architectures"] = [name.replace(ours, theirs) for name in config.get("architectures") or []]
+    config.pop("num_labels", None)
+    config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    pad = getattr(tokenizer, "pad_token_id", None)
+    config["pad_token_id"] = config.get("pad_token_id") if pad is None else pad
+    if config["pad_token_id"] is None:
+        # A first token never ends a sequence, so transformers still finds the last one.
+        config["pad_token_id"] = config.get("bos_token_id")
+    ends = config.get("eos_token_id")
+    if config["pad_token_id"] in (ends if isinstance(ends, list) else [ends]) and ends is not None:
+        warnings.warn(
+            f"token {config['pad_token_id']} is both padding and the end of a sequence: transformers, which skips "
+            "padding, will read scores one token before the end; give the tokenizer a padding token of its own",
+            stacklevel=3,
+        )
+    return config
