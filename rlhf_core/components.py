@@ -12,14 +12,15 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
+from pydantic import SecretStr, ValidationError
 
+from rlhf_core.component_options import option_model, parameters
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, near_file, raised
 from rlhf_core.options import Options, TrainerConfig
@@ -60,7 +61,7 @@ class Entry:
         values, problems = self._read(options)
         if problems:
             raise InputError(*lines(problems, f"{self.kind.name} '{self.name}'"))
-        return self._call(values)
+        return self._made(values)
 
     def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
         """What `make` would object to; things that open files (kinds with `factory`, but for loggers) are not made.
@@ -69,12 +70,18 @@ class Entry:
         """
         values, problems = self._read(options, also)
         made = self.kind == LOGGER or (inspect.isclass(self.thing) and not self.kind.factory)
-        if not problems and made:
+        if not problems and (made or self.kind.attributes):
             try:
-                self._call(values)
+                self._made(values)
             except InputError as error:
                 problems += [Problem("", message) for message in error.problems]
         return problems
+
+    def _made(self, values: Mapping[str, Any]) -> Any:
+        component = self._call(values)
+        for name in self.kind.attributes:
+            self.kind.attribute(component, name)
+        return component
 
     def _call(self, values: Mapping[str, Any]) -> Any:
         if self.options is None:
@@ -150,16 +157,18 @@ def describe(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
     elif not _is_function(thing):
         if kind.arguments and not callable(thing):
             raise InputError(f"{what}: expected a dataclass or a function, got {type(thing).__name__}")
+        _check_attributes(kind, thing, _fields(thing), what)
         return Entry(kind, name, thing, owner, None)
     models, required = {}, set()
-    for parameter in _parameters(kind, thing, what):
+    for parameter in parameters(kind, thing, what):
         if parameter.name == "name" and parameter.default is parameter.empty:
             raise InputError(
                 f"{what}: in a file 'name' is the component's own; call the option something else"
             )
-        models[parameter.name] = _model(thing, parameter, what)
+        models[parameter.name] = option_model(thing, parameter, what)
         if parameter.default is parameter.empty:
             required.add(parameter.name)
+    _check_attributes(kind, thing, models.keys() | _fields(thing), what)
     return Entry(kind, name, thing, owner, models, frozenset(required))
 
 
@@ -191,47 +200,13 @@ def _check_class(kind: Kind[Any], thing: type, what: str) -> None:
         raise InputError(f"{what}: it has no __call__({', '.join(kind.arguments)})")
 
 
-def _parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
-    """The parameters that are options: all of what makes a component; of a component, those with defaults."""
-    try:
-        signature = inspect.signature(thing)
-    except ValueError as error:
-        raise InputError(f"{what}: its parameters cannot be read: {error}") from None
-    makes = kind.factory or inspect.isclass(thing)
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = [p for p in signature.parameters.values() if p.kind in by_keyword]
-    if makes:
-        return found
-    return [p for p in found if p.default is not p.empty and p.name not in kind.arguments]
+def _check_attributes(kind: Kind[Any], thing: Any, options: Collection[str], what: str) -> None:
+    if problems := list(kind.attribute_problems(thing, options)):
+        raise InputError(*(f"{what}: {problem}" for problem in problems))
 
 
-def _model(thing: Any, parameter: inspect.Parameter, what: str) -> type[Options]:
-    try:
-        annotation = _annotation(thing, parameter)
-        return create_model("Option", __base__=Options, value=(annotation, ...))
-    except (NameError, TypeError, SyntaxError, PydanticUserError) as error:
-        raise InputError(
-            f"{what}: the type of option '{parameter.name}' cannot be read: {error}. "
-            "Import it outside of TYPE_CHECKING, or use a simpler one"
-        ) from None
-
-
-def _annotation(thing: Any, parameter: inspect.Parameter) -> Any:
-    """The type of an option; without an annotation, that of its default."""
-    annotation, name = parameter.annotation, parameter.name
-    if annotation is parameter.empty:
-        default = type(parameter.default)
-        return {bool: bool, int: int | float, float: float, str: str}.get(default, Any)
-    if not isinstance(annotation, str):
-        return annotation
-    if inspect.isclass(thing):
-        home = next((base for base in thing.__mro__ if name in inspect.get_annotations(base)), thing)
-        scope = vars(sys.modules[home.__module__])
-    else:
-        scope = inspect.unwrap(thing).__globals__
-    # One option at a time: those of the call may name types that only a type checker imports.
-    holder = types.new_class("Holder", exec_body=lambda body: body.update(__annotations__={name: annotation}))
-    return typing.get_type_hints(holder, globalns=scope, include_extras=True)[name]
+def _fields(thing: Any) -> set[str]:
+    return {each.name for each in dataclasses.fields(thing)} if dataclasses.is_dataclass(thing) else set()
 
 
 def _hashable(value: Any) -> Any:

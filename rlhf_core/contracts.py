@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from rlhf_core.kinds import Kind as Kind
 
 if TYPE_CHECKING:
     import jax
@@ -19,24 +21,6 @@ if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig
     from rlhf_core.sampling import Rollouts, SamplingOptions
     from rlhf_core.stage import Stage
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Kind(Generic[T]):
-    """A kind of component, the key under which the registry keeps names. Kinds are open: a plugin may declare its own.
-
-    name: what messages call it, such as "policy loss".
-    arguments: the names a component is called with; a function's other keyword parameters with defaults are options.
-    factory: True where the component is an object, so that a registered function is called to make it.
-    constant: True where jit closes over the component, so that it must hash by value: a class must be frozen.
-    """
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    factory: bool = False
-    constant: bool = False
 
 
 class Rows(NamedTuple):
@@ -273,7 +257,15 @@ class OptimizerFactory(Protocol):
 
 TRAINER: Kind[Trainer] = Kind("trainer")
 PAIRWISE_LOSS: Kind[PairwiseLoss] = Kind("pairwise loss", ("inputs",), constant=True)
-POLICY_LOSS: Kind[PolicyLoss] = Kind("policy loss", ("inputs",), constant=True)
+POLICY_LOSS: Kind[PolicyLoss] = Kind(
+    "policy loss",
+    ("inputs",),
+    constant=True,
+    attributes={
+        "aggregation": ("token_mean", "sequence_mean", "fixed_length"),
+        "importance_sampling_level": ("token", "sequence", "sequence_token"),
+    },
+)
 ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",), constant=True)
 SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
 REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"))

@@ -115,6 +115,10 @@ class Registry:
         except InputError:
             return frozenset()
 
+    def options(self, kind: Kind[Any], name: str) -> list[str]:
+        """Return the options of a component, sorted. Raises InputError for an unknown name."""
+        return sorted(self._entry(kind, name).options or {})
+
     def names(self, kind: Kind[Any]) -> list[str]:
         """Every registered name of a kind, sorted."""
         return sorted(self._entries.get(kind, {}))

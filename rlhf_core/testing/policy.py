@@ -16,7 +16,6 @@ from rlhf_core.errors import InputError
 from rlhf_core.testing.findings import Broken, Findings, hashes, made, require_close, require_finite
 from rlhf_core.testing.outputs import require_output
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "fixed_length")
 FIELDS = ("logps", "old_logps", "advantages", "ref_logps", "entropies")
 LENGTHS = (7, 5, 1, 3)
 EXTREME = 40.0
@@ -32,7 +31,7 @@ def check_policy_loss(loss: Any) -> None:
 
     loss: what is registered (a frozen dataclass, or a function), or an object made of it with other options.
 
-    component: it can be registered, and `aggregation`, where there is one, is known.
+    component: it can be registered, and its attributes (`aggregation`, `importance_sampling_level`) are known.
     hash: equal options are equal.
     output: a LossOutput, one value a token. dtype: float32. metrics: arrays of the same shape, finite.
     repeatable: called again, it gives the same. jit: it compiles, to the same values.
@@ -47,9 +46,8 @@ def check_policy_loss(loss: Any) -> None:
     found = Findings("policy loss", loss)
     loss = made(found, POLICY_LOSS, loss)
     with found.property("component"):
-        aggregation = getattr(loss, "aggregation", "token_mean")
-        if aggregation not in AGGREGATIONS:
-            raise Broken(f"aggregation is {aggregation!r}; it is one of {', '.join(AGGREGATIONS)}")
+        for name in POLICY_LOSS.attributes:
+            POLICY_LOSS.attribute(loss, name)
     hashes(found, loss)
     base = example()
     with found.property("output"):

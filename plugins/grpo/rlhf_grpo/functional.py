@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs, plugins
+from rlhf_core.errors import InputError
 from rlhf_core.logprobs import logps_from_logits, token_logps
 from rlhf_core.metrics import results
 from rlhf_core.models import Model, padded_rows
@@ -179,23 +180,33 @@ def padded_inputs(
 
 
 def _denominator(loss: PolicyLoss, mask: jax.Array, terms: Terms, num_items: Any) -> Any:
-    aggregation = getattr(loss, "aggregation", "token_mean")
+    aggregation = POLICY_LOSS.attribute(loss, "aggregation")
     if aggregation == "token_mean":
         return mask.sum() if num_items is None else num_items
     return mask.shape[0] * (terms.max_completion_length if aggregation == "fixed_length" else 1)
 
 
 def loss_by_name(name: str, **options: Any) -> PolicyLoss:
-    """The named loss with those of the options that it has."""
+    """Make the named loss with those of the options that it has.
+
+    Raises InputError for a value that it does not take, and for an importance_sampling_level other than "token" where
+    the loss has no such option.
+    """
+    level = options["importance_sampling_level"]
     if name not in LOSSES:
         registry = plugins.load().registry
-        return registry.get(
-            POLICY_LOSS,
-            name,
-            **{k: v for k, v in options.items() if not registry.check(POLICY_LOSS, name, {k: v})},
-        )
+        known = registry.options(POLICY_LOSS, name)
+        made = registry.get(POLICY_LOSS, name, **{k: v for k, v in options.items() if k in known})
+        own = POLICY_LOSS.attribute(made, "importance_sampling_level")
+        if level not in ("token", own):
+            raise InputError(
+                f"importance_sampling_level: '{level}', but policy loss '{name}' has level '{own}'"
+            )
+        return made
     loss: Any = LOSSES[name]
-    known = {field.name: options[field.name] for field in fields(loss) if field.name in options}
-    if name in ("gspo", "gspo_token") and known.get("importance_sampling_level") == "token":
-        del known["importance_sampling_level"]  # their level is what they are
-    return loss(**known)
+    chosen = {field.name: options[field.name] for field in fields(loss) if field.name in options}
+    if name in ("gspo", "gspo_token") and level == "token":
+        del chosen["importance_sampling_level"]  # their level is what they are
+    component: PolicyLoss = loss(**chosen)
+    POLICY_LOSS.attribute(component, "importance_sampling_level")
+    return component

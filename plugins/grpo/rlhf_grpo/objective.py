@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import PolicyInputs
-from rlhf_core.errors import InputError
+from rlhf_core import POLICY_LOSS, PolicyInputs
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objectives import loss_output, trained_logps, trained_sequence, trained_weight
 from rlhf_grpo.correction import importance, mismatch
@@ -101,20 +100,16 @@ def combine(
         kl = kl_estimate(inputs.logps, inputs.ref_logps, terms.kl)
         metrics["kl"] = Mean.of(kl, mask)
         if terms.beta:
-            level: Level = getattr(loss, "importance_sampling_level", "token")
+            level = cast("Level", POLICY_LOSS.attribute(loss, "importance_sampling_level"))
             value = value + terms.beta * (kl * ratio(inputs, level) if terms.bias_correction else kl)
-    aggregation = getattr(loss, "aggregation", "token_mean")
+    aggregation = POLICY_LOSS.attribute(loss, "aggregation")
     if aggregation == "token_mean":
         total, count = (value * mask).sum(), mask.sum() if num_items is None else num_items
     elif aggregation == "sequence_mean":
         length = jnp.maximum(inputs.sequence_sum(jnp.ones_like(mask)), 1.0)
         total, count = (value * mask / length).sum(), sequences
-    elif aggregation == "fixed_length":
-        total, count = (value * mask).sum(), sequences * terms.max_completion_length
     else:
-        raise InputError(
-            f"policy loss '{terms.name}': aggregation '{aggregation}' is not token_mean, sequence_mean or fixed_length"
-        )
+        total, count = (value * mask).sum(), sequences * terms.max_completion_length
     if inputs.entropies is not None:
         metrics["entropy"] = Mean.of(inputs.entropies, mask)
         if terms.entropy_coef:

@@ -87,7 +87,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         reader(model.definition, temperature=temperature),
         layout,
         reference,
-        getattr(loss, "aggregation", "token_mean"),
+        POLICY_LOSS.attribute(loss, "aggregation"),
         asked.preview,
     )
     feed.compile(model.params)

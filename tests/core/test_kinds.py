@@ -1,0 +1,182 @@
+"""Attributes that a kind declares: read through one function, and checked when a component is registered."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import pytest
+
+from rlhf_core import ADVANTAGE, POLICY_LOSS, Kind, LossOutput, PolicyInputs
+from rlhf_core.errors import InputError
+from rlhf_core.registry import Registry
+from rlhf_core.testing import check_policy_loss
+
+
+@dataclass(frozen=True)
+class Base:
+    def __call__(self, inputs: PolicyInputs) -> LossOutput:
+        return LossOutput(-inputs.logps * inputs.advantages)
+
+
+@dataclass(frozen=True)
+class Misspelt(Base):
+    agregation: ClassVar[str] = "sequence_mean"
+
+
+@dataclass(frozen=True)
+class Inherited(Misspelt):
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class MisspeltField(Base):
+    agregation: str = "sequence_mean"
+
+
+@dataclass(frozen=True)
+class Unread(Base):
+    clip: ClassVar[float] = 0.3
+
+
+@dataclass(frozen=True)
+class WrongValue(Base):
+    aggregation: ClassVar[str] = "sequence_means"
+
+
+@dataclass(frozen=True)
+class WrongLevel(Base):
+    importance_sampling_level: str = "sequences"
+
+
+@dataclass(frozen=True)
+class NoText(Base):
+    aggregation: ClassVar[int] = 3
+
+
+def misspelt(inputs: PolicyInputs) -> LossOutput:
+    return Base()(inputs)
+
+
+misspelt.agregation = "sequence_mean"  # type: ignore[attr-defined]
+
+
+class Plain:
+    """Not a dataclass: only an object of it can be registered."""
+
+    def __init__(self) -> None:
+        self.agregation = "sequence_mean"
+
+    def __call__(self, inputs: PolicyInputs) -> LossOutput:
+        return Base()(inputs)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (Misspelt, "attribute 'agregation'.*Did you mean 'aggregation'"),
+    (Inherited, "attribute 'agregation'"),
+    (Misspelt(), "attribute 'agregation'"),
+    (MisspeltField, "'agregation' is nearly 'aggregation'"),
+    (Unread, "nothing reads its attribute 'clip'"),
+    (
+        WrongValue,
+        "aggregation of .* is 'sequence_means'; it is one of token_mean.*Did you mean 'sequence_mean'",
+    ),
+    (WrongLevel, "importance_sampling_level of .* is 'sequences'.*Did you mean 'sequence'"),
+    (NoText, "aggregation of .* is 3; it is one of"),
+    (misspelt, "attribute 'agregation'.*Did you mean 'aggregation'"),
+    (Plain(), "'agregation' is nearly 'aggregation'"),
+]
+
+
+@pytest.mark.parametrize(("thing", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", None))
+def test_refused_at_registration(thing: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Registry().add(POLICY_LOSS, "mine", thing)
+
+
+@pytest.mark.parametrize("thing", [Misspelt, MisspeltField, Unread, WrongValue, WrongLevel, misspelt])
+def test_refused_by_the_kit(thing: Any) -> None:
+    with pytest.raises(AssertionError, match="component: "):
+        check_policy_loss(thing)
+
+
+def test_other_constants_are_refused_in_every_kind_that_jit_closes_over() -> None:
+    @dataclass(frozen=True)
+    class Advantage:
+        scale: ClassVar[str] = "none"
+
+        def __call__(self, inputs: Any) -> Any: ...
+
+    with pytest.raises(InputError, match="nothing reads its attribute 'scale'"):
+        Registry().add(ADVANTAGE, "mine", Advantage)
+
+
+def test_what_is_no_attribute_of_its_own_is_left_alone() -> None:
+    @dataclass(frozen=True)
+    class Rich(Base):
+        aggregation: ClassVar[str] = "fixed_length"
+        temperature: float = 1.0
+        derived: float = dataclasses.field(init=False, default=0.0)
+        _private: ClassVar[int] = 3
+        helper: ClassVar[Any] = staticmethod(jnp.tanh)
+
+        @property
+        def double(self) -> float:
+            return 2 * self.temperature
+
+        @classmethod
+        def make(cls) -> Any:
+            return cls()
+
+    registry = Registry()
+    registry.add(POLICY_LOSS, "rich", Rich)
+    made = registry.get(POLICY_LOSS, "rich", temperature=2.0)
+    assert POLICY_LOSS.attribute(made, "aggregation") == "fixed_length"
+    assert POLICY_LOSS.attribute(made, "importance_sampling_level") == "token"
+
+
+def with_options(
+    inputs: PolicyInputs, scale: float = 1.0, importance_sampling_level: str = "sequence"
+) -> LossOutput:
+    return LossOutput(-inputs.logps * scale)
+
+
+with_options.aggregation = "sequence_mean"  # type: ignore[attr-defined]
+
+
+def test_a_function_keeps_its_attributes_when_options_are_given() -> None:
+    registry = Registry()
+    registry.add(POLICY_LOSS, "mine", with_options)
+    for options, level in (
+        ({}, "sequence"),
+        ({"scale": 2.0}, "sequence"),
+        ({"importance_sampling_level": "sequence_token"}, "sequence_token"),
+    ):
+        made = registry.get(POLICY_LOSS, "mine", **options)
+        assert POLICY_LOSS.attribute(made, "aggregation") == "sequence_mean"
+        assert POLICY_LOSS.attribute(made, "importance_sampling_level") == level
+
+
+@dataclass(frozen=True)
+class Chosen(Base):
+    aggregation: str = "sequence_mean"
+
+
+@pytest.mark.parametrize(
+    ("thing", "option"), [(Chosen, "aggregation"), (with_options, "importance_sampling_level")]
+)
+def test_a_wrong_value_in_a_file_is_told_before_the_run(thing: Any, option: str) -> None:
+    registry = Registry()
+    registry.add(POLICY_LOSS, "mine", thing)
+    with pytest.raises(InputError, match=f"{option} of .* is 'token_means'"):
+        registry.get(POLICY_LOSS, "mine", **{option: "token_means"})
+    assert registry.check(POLICY_LOSS, "mine", {option: "token_means"})
+    assert registry.check(POLICY_LOSS, "mine", {}) == []
+
+
+def test_kinds_with_attributes_can_be_keys() -> None:
+    kind: Kind[Any] = Kind("shape", attributes={"side": ("left", "right")})
+    assert {kind: 1}[Kind("shape", attributes={"side": ("left", "right")})] == 1
+    assert kind != Kind("shape")
