@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +24,23 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
-from rlhf_core.artifacts import attempt, damage, describe, replace_directory, write_atomic
-from rlhf_core.errors import InputError, RunError
+from rlhf_core import checkpoint_tree as tree
+from rlhf_core.artifacts import damage, describe
+from rlhf_core.errors import RunError
+from rlhf_core.files import (
+    GOES_ON,
+    attempt,
+    disk_reason,
+    make_directory,
+    replace_directory,
+    sealed,
+    unsealed,
+    write_atomic,
+)
 
 FORMAT = 1
-_PLAIN_KINDS = "biufcSU"  # numpy dtypes that an .npz holds without pickle
 _CONTEXT = v1.Context()
 # Made in the background, a directory that fails leaves threads waiting, and the process never exits.
 _CONTEXT.asynchronous.create_directories_asynchronously = False
@@ -60,7 +69,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self._damaged: set[int] = set()
-        self._pending: Future[None] | None = None
+        self._pending: Future[list[str]] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def steps(self) -> list[int]:
@@ -78,41 +87,50 @@ class Checkpoints:
         arrays: Mapping[str, np.ndarray] | None = None,
         protect: int | None = None,
         block: bool = False,
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Save a state, returning as soon as its arrays may be donated; `block` waits for the end.
 
         state: any pytree of jax arrays, typed keys included. host: JSON. arrays: numpy arrays of any shape,
         copied here. A checkpoint of the same step is replaced. protect: a step that stays beside the newest.
+        before: called by the main process, in another thread, before there is this checkpoint: brings to the disk
+        whatever a run that goes on from it relies on.
 
-        Raises RunError where the disk is full or not writable, with the older checkpoints untouched.
+        Raises RunError where the disk is full or not writable, with the older checkpoints untouched. An older one that
+        cannot be deleted is a warning.
         """
         self.wait()
-        leaves = _leaves(state)
-        kept = {name: _plain(name, array) for name, array in (arrays or {}).items()}
-        shapes = {name: _shape(leaf) for name, leaf in leaves.items()}
-        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=_scalar)
+        leaves = tree.leaves(state)
+        kept = {name: tree.plain(name, array) for name, array in (arrays or {}).items()}
+        shapes = {name: tree.shape(leaf) for name, leaf in leaves.items()}
+        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=tree.scalar)
         beside = self.directory / f".{step}.tmp"
 
         def start() -> v1.AsyncResponse[None]:
             if jax.process_index() == 0:
                 self._clean()
-                beside.mkdir(parents=True)
+                make_directory(beside)
             with _CONTEXT:
                 return v1.save_async(beside / "state", leaves)
 
         def finish(response: v1.AsyncResponse[None]) -> None:
             response.result()
             if jax.process_index() == 0:
+                if before is not None:
+                    before()
                 np.savez(beside / "arrays.npz", **{f"arrays/{name}": array for name, array in kept.items()})  # type: ignore[arg-type]
                 write_atomic(beside / "host.json", described)
                 manifest = {"format": FORMAT, "files": describe(beside)}
-                write_atomic(beside / "manifest.json", json.dumps(manifest, indent=1))
-                replace_directory(beside, self.directory / str(step))
-                self._retire(step, protect)
+                write_atomic(beside / "manifest.json", sealed(manifest))
+                replace_directory(beside, final)
+
+        def complete(response: v1.AsyncResponse[None]) -> list[str]:
+            attempt(lambda: finish(response), what, final, leftover=beside, then=GOES_ON)
+            return self._retire(step, protect) if jax.process_index() == 0 else []
 
         what, final = f"the checkpoint of step {step}", self.directory / str(step)
-        response = attempt(start, what, final, leftover=beside)
-        self._pending = self._pool.submit(attempt, lambda: finish(response), what, final, leftover=beside)
+        response = attempt(start, what, final, leftover=beside, then=GOES_ON)
+        self._pending = self._pool.submit(complete, response)
         if block:
             self.wait()
 
@@ -135,23 +153,23 @@ class Checkpoints:
             return None
         directory = self.directory / str(step)
         saved = json.loads((directory / "host.json").read_text())
-        wanted = _leaves(abstract_state)
-        _compare(directory, saved["leaves"], {name: _shape(leaf) for name, leaf in wanted.items()})
+        wanted = tree.leaves(abstract_state)
+        tree.compare(directory, saved["leaves"], {name: tree.shape(leaf) for name, leaf in wanted.items()})
         try:
-            found = v1.load(directory / "state", {name: _abstract(leaf) for name, leaf in wanted.items()})
+            found = v1.load(directory / "state", {name: tree.abstract(leaf) for name, leaf in wanted.items()})
         except Exception as error:  # its bytes are as they were written: an older one would fail as well
             raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
-        found = {name: _on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
+        found = {name: tree.on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
         with np.load(directory / "arrays.npz", allow_pickle=False) as file:
             arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
         return Restored(step, state, saved["host"], arrays)
 
     def wait(self) -> None:
-        """Until the running save is on disk. Raises what it failed with."""
+        """Wait until the running save is on disk. Raises what it failed with."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        for line in () if pending is None else pending.result():
+            warnings.warn(line, stacklevel=3)
 
     def close(self) -> None:
         """`wait`, and release the thread. Safe to call twice."""
@@ -162,20 +180,30 @@ class Checkpoints:
 
     def _newest_whole(self) -> int | None:
         """Decided by the first process for all, who might otherwise see a shared disk at different times."""
-        chosen, problems = -1, []
+        chosen, problems, unreadable = -1, [], ""
         if jax.process_index() == 0 and self.directory.is_dir():
             self._recover()
             for step in reversed(self.steps()):
-                problem = _problem(self.directory / str(step))
+                try:
+                    problem = _problem(self.directory / str(step))
+                except PermissionError as error:  # nothing is known of it, and an older one is no replacement
+                    unreadable = f"{error.filename} cannot be read: {disk_reason(error)}"
+                    break
                 if problem is None:
                     chosen = step
                     break
                 problems.append(problem)
                 self._damaged.add(step)
-        if problems and chosen < 0:
+        if unreadable:
+            chosen = -3
+        elif problems and chosen < 0:
             chosen = -2
         if jax.process_count() > 1:
             chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+        if chosen == -3:
+            raise RunError(
+                unreadable or f"{self.directory} cannot be read by the first process, which says why"
+            )
         if chosen == -2:
             raise RunError(
                 f"none of the checkpoints in {self.directory} is whole: {'; '.join(problems)}. "
@@ -187,7 +215,12 @@ class Checkpoints:
 
     def _require(self, step: int) -> None:
         """Raise RunError, on every process, where the checkpoint of `step` is not whole."""
-        problem = _problem(self.directory / str(step)) if jax.process_index() == 0 else None
+        problem = None
+        if jax.process_index() == 0:
+            try:
+                problem = _problem(self.directory / str(step))
+            except PermissionError as error:
+                problem = f"{error.filename} cannot be read: {disk_reason(error)}"
         whole = problem is None
         if jax.process_count() > 1:
             whole = bool(multihost_utils.broadcast_one_to_all(np.int32(whole)))
@@ -196,23 +229,32 @@ class Checkpoints:
                 f"the checkpoint of step {step} is damaged: {problem or self.directory / str(step)}"
             )
 
-    def _retire(self, newest: int, protect: int | None) -> None:
-        """Delete what retention does not keep, after step `newest` was committed; never that one, or `protect`."""
+    def _retire(self, newest: int, protect: int | None) -> list[str]:
+        """Delete what retention does not keep, after step `newest` was committed; never that one, or `protect`.
+
+        What could not be deleted, a line each: the state that was saved is none the worse for it.
+        """
         self._damaged.discard(newest)
         whole = [step for step in self.steps() if step not in self._damaged]
         surplus = set() if self.keep is None else set(whole[: -self.keep])
-        for step in ((surplus - {protect}) | self._damaged) - {newest}:
-            aside = (
-                self.directory / f".{step}.tmp"
-            )  # renamed first: a deletion that is killed leaves nothing half
-            if (self.directory / str(step)).exists():
-                os.rename(self.directory / str(step), aside)
-                shutil.rmtree(aside, ignore_errors=True)
+        problems = []
+        for step in sorted(((surplus - {protect}) | self._damaged) - {newest}):
+            old, aside = self.directory / str(step), self.directory / f".{step}.tmp"
+            try:
+                if old.exists():
+                    os.rename(old, aside)  # first, so that a deletion that is killed leaves nothing half
+                    shutil.rmtree(aside)
+            except OSError as error:
+                problems.append(
+                    f"the checkpoint of step {step}, which is not needed any more, could not be deleted from "
+                    f"{old}: {disk_reason(error)}"
+                )
         self._damaged.clear()
+        return problems
 
     def _clean(self) -> None:
         """Delete what killed saves left. Nothing is in flight when this is called."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         self._recover()
         for path in self.directory.glob(".*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
@@ -225,63 +267,21 @@ class Checkpoints:
                 os.rename(aside, final)
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
-    """{dotted path: leaf}; the names a checkpoint is stored and compared under."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
-    if len(leaves) != len(pairs):
-        raise ValueError("two arrays of the state have the same dotted path: a key of it contains a dot")
-    return leaves
-
-
-def _shape(leaf: Any) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _on_sharding(leaf: Any, wanted: Any) -> Any:
-    """orbax gives a typed key back with the sharding of its data, which has one axis more."""
-    if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return leaf
-    return jax.jit(lambda key: key, out_shardings=_abstract(wanted).sharding)(leaf)
-
-
-def _plain(name: str, array: Any) -> np.ndarray:
-    copy = np.array(array)
-    if copy.dtype.kind not in _PLAIN_KINDS:
-        raise TypeError(
-            f"arrays['{name}'] has dtype {copy.dtype}, which a checkpoint cannot hold; convert it"
-        )
-    return copy
-
-
 def _problem(directory: Path) -> str | None:
-    """Why a checkpoint is not whole, None where it is."""
+    """Why a checkpoint is not whole, None where it is. Raises PermissionError where this user may not see that."""
     manifest = directory / "manifest.json"
     try:
-        described = json.loads(manifest.read_bytes())
+        described = unsealed(manifest.read_bytes())
         if described["format"] != FORMAT:
             return f"{manifest} has format {described['format']}, this version reads {FORMAT}"
         problems = damage(directory, described["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{manifest} cannot be read ({error})"
+    except PermissionError:
+        raise
+    except OSError as error:
+        return f"{manifest} cannot be read: {disk_reason(error)}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{manifest} is damaged ({error})"
     return problems[0] if problems else None
-
-
-def _compare(directory: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    problems = [
-        f"{name}: saved as {saved.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
-        for name in sorted({*saved, *wanted})
-        if saved.get(name) != wanted.get(name)
-    ]
-    if problems:
-        more = [f"and {len(problems) - 10} more arrays"] if len(problems) > 10 else []
-        head = f"{directory} was saved from another model or optimizer; use another --dir, or delete it:"
-        raise InputError(head, *(f"  {line}" for line in problems[:10] + more))
 
 
 def _not_a_second_report(record: logging.LogRecord) -> bool:
@@ -290,10 +290,3 @@ def _not_a_second_report(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("absl").addFilter(_not_a_second_report)
-
-
-def _scalar(x: Any) -> Any:
-    """A NumPy number as Python's, for JSON."""
-    if isinstance(x, np.generic):
-        return x.item()
-    raise TypeError(f"a checkpoint cannot keep {x!r}; make it a number, a text, or an array beside them")

@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.files import sealed
 from rlhf_core.stage import Stage
 
 
@@ -94,8 +95,9 @@ def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
         (None, "is not an artifact"),
         ("{", "is damaged"),
         ("[]", "is damaged"),
-        ('{"format": 1}', "is damaged"),
-        ('{"format": 9, "versions": {"rlhf-core": "9.0"}}', "format 9.*9.0"),
+        ('{"format": 1}', "is damaged .it has no checksum"),
+        (sealed({"format": 1}), "is damaged"),
+        (sealed({"format": 9, "versions": {"rlhf-core": "9.0"}}), "format 9.*9.0"),
     ],
 )
 def test_manifests_that_cannot_be_used(tmp_path: Path, manifest: str | None, message: str) -> None:
@@ -136,36 +138,6 @@ def test_leftovers_of_a_killed_run_are_removed(stage: Stage) -> None:
     assert [path.name for path in saved.path.parent.iterdir()] == ["model"]
 
 
-def test_write_atomic_replaces_and_makes_parents(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b.json"
-    artifacts.write_atomic(path, "é")
-    artifacts.write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [each.name for each in path.parent.iterdir()] == ["b.json"]
-
-
-def test_write_atomic_keeps_the_old_file_when_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "b.json"
-    artifacts.write_atomic(path, "old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(RunError, match=r"b\.json could not be written.*no space left"):
-        artifacts.write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["b.json"]
-
-
-def test_not_writable_is_a_message(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"Not a directory|File exists"):
-        artifacts.write_atomic(tmp_path / "file" / "x", "")
-
-
 def test_hash_file(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")  # FIPS 180-2, B.1
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
@@ -177,3 +149,30 @@ def test_manifest_is_strict_json(stage: Stage) -> None:
         save(stage, FakeModel(b""), mean=float("nan"))
     path = save(stage, FakeModel(b""), mean=0.5).path
     assert json.loads((path / artifacts.MANIFEST).read_text())["contract"] == {"mean": 0.5}
+
+
+def test_every_flipped_bit_of_the_manifest_is_an_error(stage: Stage) -> None:
+    """103 of 300 of these were another contract that was taken."""
+    path = save(stage, FakeModel(b"weights"), max_length=512, template="é \x1b", mean=0.25, read_at=None).path
+    manifest = path / artifacts.MANIFEST
+    whole, made = manifest.read_bytes(), artifacts.identity(path)
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(bytes(content))
+        with pytest.raises(InputError, match=r"rlhf_artifact\.json is damaged \(.*run the stage"):
+            artifacts.read(path)
+        assert artifacts.identity(path) != made
+    manifest.write_bytes(whole)
+    assert artifacts.read(path).metadata["contract"]["max_length"] == 512
+
+
+def test_a_file_that_may_not_be_read_is_a_message(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(stage, FakeModel(b"weights")).path
+
+    def refused(file: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(artifacts, "hash_file", refused)
+    with pytest.raises(InputError, match=r"/\S+ cannot be read: Permission denied"):
+        artifacts.read(path)

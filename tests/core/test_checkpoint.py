@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -313,3 +314,106 @@ def test_an_error_that_is_not_the_disks_is_raised_as_it_is(
     monkeypatch.undo()
     opened.save(2, make_state(), host={}, block=True)
     assert opened.steps() == [2]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(5, "Input/output error"), (13, "Permission denied"), (28, "no space left on the disk")],
+)
+def test_what_tensorstore_says_of_the_disk_is_one_message(
+    opened: Checkpoints, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    """Its errors are ValueErrors, with the number of the file system's at the end."""
+    opened.save(1, make_state(), host={}, block=True)
+
+    class Failing:
+        def result(self) -> None:
+            raise ValueError(f"UNKNOWN: Failed writing: \"x/d/77\" [os_error_code='{number}']")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.v1, "save_async", lambda *_: Failing())
+        opened.save(2, make_state(), host={})
+        with pytest.raises(
+            RunError, match=rf"^the checkpoint of step 2 could not be written to \S+/2: {words}"
+        ):
+            opened.wait()
+    assert opened.steps() == [1]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Checkpoints(tmp_path, keep=1)
+    found.save(1, make_state(1), host={}, block=True)
+    plain = os.rename
+
+    def rename(old: Any, new: Any) -> None:
+        if Path(old).name == "1":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        plain(old, new)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", rename)
+        found.save(2, make_state(2), host={})
+        with pytest.warns(
+            UserWarning,
+            match=r"step 1, which is not needed any more, could not be deleted .*Input/output error",
+        ):
+            found.wait()
+    assert found.steps() == [1, 2]
+    found.save(3, make_state(3), host={})
+    found.close()
+    assert found.steps() == [3]
+
+
+def test_one_that_may_not_be_read_is_an_error_not_an_older_state(
+    opened: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        opened.save(step, make_state(), host={}, block=True)
+
+    def refused(directory: Path, _: Any) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(directory / "host.json"))
+
+    monkeypatch.setattr(checkpoint, "damage", refused)
+    for step in (None, 2):
+        with pytest.raises(RunError, match=r"/2/host\.json cannot be read: Permission denied"):
+            opened.restore(abstract(make_state()), step)
+    monkeypatch.undo()
+    opened.save(3, make_state(), host={}, block=True)
+    assert opened.steps() == [1, 2, 3]
+
+
+def test_every_flipped_bit_of_its_manifest_is_noticed(opened: Checkpoints) -> None:
+    opened.save(1, make_state(), host={}, block=True)
+    manifest = opened.directory / "1" / "manifest.json"
+    whole = manifest.read_bytes()
+    for bit in range(0, 8 * len(whole), 7):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(bytes(content))
+        with pytest.raises(RunError, match=r"manifest\.json is damaged"):
+            opened.restore(abstract(make_state()))
+
+
+def test_what_a_checkpoint_relies_on_is_on_the_disk_before_it(
+    opened: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    plain = checkpoint.replace_directory
+
+    def replace(new: Path, final: Path) -> None:
+        calls.append(f"rename {final.name}")
+        plain(new, final)
+
+    monkeypatch.setattr(checkpoint, "replace_directory", replace)
+    opened.save(1, make_state(), host={}, block=True, before=lambda: calls.append("rows"))
+    assert calls == ["rows", "rename 1"]
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened.save(2, make_state(), host={}, before=full)
+    with pytest.raises(RunError, match="no space left"):
+        opened.wait()
+    assert opened.steps() == [1]

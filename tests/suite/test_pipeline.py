@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import plugins
+from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.files import unsealed
 from rlhf_core.pipeline import Results, read, run
 from rlhf_core.plan import plan
 
@@ -115,12 +116,12 @@ def test_a_changed_input_artifact_is_refused(pipeline: Path, fake: ModuleType) -
 def test_the_same_artifact_made_by_other_versions_is_the_same(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     (path,) = Path("runs/a/base").rglob("rlhf_artifact.json")
-    manifest = json.loads(path.read_text())
+    manifest = unsealed(path.read_bytes())
     manifest["versions"]["rlhf-gentle"] = "0.1.0"
-    path.write_text(json.dumps(manifest))
+    artifacts.write_manifest(path.parent, manifest)
     assert go(pipeline, fake).stages["rm"].skipped
     manifest["contract"] = {"other": 1}
-    path.write_text(json.dumps(manifest))
+    artifacts.write_manifest(path.parent, manifest)
     with pytest.raises(InputError, match=r"stage 'rm'.model: the contents of base.model have changed"):
         go(pipeline, fake)
 

@@ -64,7 +64,7 @@ def save(path: Path, model: Model, kind: str, contract: Contract | None) -> Path
         "versions": {},
         "contract": {} if contract is None else contract.to_dict(),
     }
-    (path / artifacts.MANIFEST).write_text(json.dumps(manifest))
+    artifacts.write_manifest(path, manifest)
     return path
 
 

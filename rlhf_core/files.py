@@ -1,0 +1,276 @@
+"""Files and directories that survive a power cut, whole or not there, and the errors of the file system in words."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_core.errors import RunError
+
+T = TypeVar("T")
+CHECKSUM = "checksum"
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK = FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+"""Errors by which a file system refuses to be written to, whoever asks."""
+GOES_ON = "What was written before is whole; the same command goes on from there."
+UNTOUCHED = "What was there before is untouched; mend that and give the same command again."
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueError for everything
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+
+
+def write_atomic(path: str | Path, content: bytes | str) -> None:
+    """Write a file so that a reader, or a power cut, finds the whole of the old or of the new one.
+
+    Makes missing parent directories. A link stays, and what it points to is replaced; a file that is there keeps its
+    mode and owner. What is no regular file, such as a pipe or /dev/stdout, is written to. Raises RunError where the
+    disk is full or not writable.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    # Cut: a name may have 255 bytes.
+    name = path.name.encode()[:100].decode(errors="ignore")
+    beside = Path(os.path.realpath(path)).with_name(f".{name}.{secrets.token_hex(4)}.tmp")
+
+    def write() -> None:
+        try:
+            before = os.stat(path)
+        except FileNotFoundError:
+            before = None
+        if before is not None and (stream := _open_already(before)) is not None:
+            sys.stdout.flush()
+            _write_all(stream, data)
+        elif before is not None and not stat.S_ISREG(before.st_mode):
+            with open(path, "wb", buffering=0) as file:
+                _write_all(file.fileno(), data)
+        else:
+            _replace(beside, Path(os.path.realpath(path)), data, before)
+
+    attempt(write, path.name, path, leftover=beside, then=UNTOUCHED)
+
+
+def _replace(beside: Path, target: Path, data: bytes, before: os.stat_result | None) -> None:
+    make_directory(target.parent)
+    # A file that others may not read is never there for them, not even under its other name.
+    mode = 0o666 if before is None else 0o600
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        _write_all(descriptor, data)
+        if before is not None:
+            with suppress(PermissionError):
+                os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(beside, target)
+    flush(target.parent)
+
+
+def _open_already(file: os.stat_result) -> int | None:
+    """The descriptor of this process's stdout or stderr where `file` is one of them."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), file):
+                return descriptor
+    return None
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
+    """Append `line` and its end in one write; durable: it is on the disk when this returns.
+
+    A line that a killed process tore is ended first. Makes missing parent directories. Raises RunError where the disk
+    is full or not writable, with nothing of the line left behind.
+    """
+    path = Path(path)
+
+    def write() -> None:
+        make_directory(path.parent)
+        new = not path.exists()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            try:
+                _write_all(descriptor, ("\n" * torn + line + "\n").encode())
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, size)
+                raise
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if durable and new:
+            flush(path.parent)
+
+    attempt(write, path.name, path, then=GOES_ON)
+
+
+def make_directory(path: str | Path) -> None:
+    """Make a directory and its missing parents, each of them on the disk when this returns."""
+    path = Path(path)
+    missing: list[Path] = []
+    for each in (path, *path.parents):
+        if each.is_dir():
+            break
+        missing.append(each)
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        flush(each.parent)
+
+
+def flush(path: str | Path) -> None:
+    """fsync a file or a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_lines(path: Path) -> None:
+    """Bring what was appended to a file, and its name, to the disk; nothing where there is no such file."""
+
+    def write() -> None:
+        if path.exists():
+            flush(path)
+            flush(path.parent)
+
+    attempt(write, path.name, path)
+
+
+def flush_tree(directory: Path) -> None:
+    """fsync every file and directory below `directory`, itself included, and its name."""
+    for path in directory.rglob("*"):
+        flush(path)
+    flush(directory)
+    flush(directory.parent)
+
+
+def replace_directory(new: Path, final: Path) -> None:
+    """Rename `new` to `final`. A directory that is there already is moved aside first and deleted last."""
+    aside = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(new, final)
+    flush(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a file for good, one that is not there too."""
+    if path.exists():
+        path.unlink(missing_ok=True)
+        flush(path.parent)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what `write_atomic` left in a directory, not below it, in processes that were killed."""
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if _LEFTOVER.fullmatch(path.name) and path.is_file():
+                with suppress(OSError):
+                    path.unlink()
+
+
+def sealed(record: Mapping[str, Any]) -> str:
+    """The text of a JSON file that holds `record` and a checksum of it, by which `unsealed` finds any changed bit."""
+    return _text({**record, CHECKSUM: _checksum(record)})
+
+
+def unsealed(content: bytes) -> dict[str, Any]:
+    """The record in what `sealed` made. Raises ValueError, with the reason, for content that is not that."""
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    said = found.pop(CHECKSUM, None)
+    if said is None:
+        raise ValueError("it has no checksum")
+    # Compared as text too: some changes of an escaped character leave its meaning.
+    if said != _checksum(found) or _text({**found, CHECKSUM: said}).encode() != content:
+        raise ValueError("its checksum is of other content")
+    return found
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
+def attempt(
+    write: Callable[[], T], what: str, path: Path, *, leftover: Path | None = None, then: str = GOES_ON
+) -> T:
+    """Call `write`; where it fails, delete `leftover`, and raise RunError if the file system is to blame.
+
+    then: what holds after the failure, and what to do, the last sentence of the message.
+    """
+    try:
+        return write()
+    except BaseException as error:
+        free = _free(path)  # before the deletion: the space there was when it failed
+        if leftover is not None:
+            with suppress(OSError):  # what stopped the writing may stop the deletion
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        reason = disk_reason(error)
+        if reason is None:
+            raise
+        raise RunError(
+            f"{what} could not be written to {path}: {reason}{free if reason == NO_SPACE else ''}. {then}"
+        ) from error
+
+
+NO_SPACE = "no space left on the disk"
+
+
+def disk_reason(error: BaseException) -> str | None:
+    """What the file system said, in words; None where the error is not the file system's."""
+    for cause in _causes(error):
+        found = _OS_ERROR.search(str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(found[1]) if found else None
+        if number in FULL or any(os.strerror(each) in str(cause) for each in FULL):
+            return NO_SPACE
+        if isinstance(cause, OSError):
+            return str(cause.strerror or cause)
+        if number is not None:
+            return os.strerror(number)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__
+
+
+def _free(path: Path) -> str:
+    """` (N MiB free)`, empty where the disk does not even say that."""
+    try:
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+        return f" ({shutil.disk_usage(there).free / 2**20:,.1f} MiB free)"
+    except (OSError, StopIteration):
+        return ""

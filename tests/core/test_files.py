@@ -1,0 +1,248 @@
+"""Files that are whole or not there, what kind of file they are, and what the disk says where it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhf_core import files
+from rlhf_core.errors import RunError
+from rlhf_core.files import append_line, make_directory, remove_leftovers, sealed, unsealed, write_atomic
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_write_atomic_replaces_and_makes_parents(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    write_atomic(path, "é")
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in path.parent.iterdir()] == ["b.json"]
+
+
+def test_write_atomic_keeps_the_old_file_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b.json"
+    write_atomic(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(RunError, match=r"b\.json could not be written.*no space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["b.json"]
+
+
+def test_not_writable_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"Not a directory|File exists"):
+        write_atomic(tmp_path / "file" / "x", "")
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_gets_the_umask(tmp_path: Path) -> None:
+    private = tmp_path / "private.json"
+    private.write_text("old")
+    private.chmod(0o600)
+    before = os.umask(0o027)
+    try:
+        write_atomic(private, "new")
+        write_atomic(tmp_path / "new.json", "new")
+    finally:
+        os.umask(before)
+    assert private.read_text() == "new"
+    assert (mode(private), mode(tmp_path / "new.json")) == (0o600, 0o640)
+
+
+def test_a_private_file_is_never_readable_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("old")
+    path.chmod(0o600)
+    seen: list[int] = []
+    plain = os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        return plain(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    write_atomic(path, "new")
+    assert seen == [0o600]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    target, link = tmp_path / "data" / "there.json", tmp_path / "link.json"
+    link.symlink_to(Path("data") / "there.json")
+    write_atomic(link, "made")  # it points to nothing yet
+    inode = target.stat().st_ino
+    write_atomic(link, "again")
+    assert link.is_symlink()
+    assert target.read_text() == "again"
+    assert target.stat().st_ino != inode  # a reader that has it open still reads the whole old one
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["data", "link.json", "there.json"]
+
+
+def test_devices_and_pipes_are_written_to(tmp_path: Path) -> None:
+    null = os.stat("/dev/null")
+    write_atomic("/dev/null", "gone")
+    assert os.stat("/dev/null").st_ino == null.st_ino
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+    reader.start()
+    write_atomic(pipe, b"x" * 200_000)
+    reader.join(timeout=30)
+    assert [len(each) for each in got] == [200_000]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full, which Linux has")
+def test_a_full_device_is_one_message() -> None:
+    with pytest.raises(RunError, match="full could not be written to /dev/full: no space left on the disk"):
+        write_atomic("/dev/full", "x")
+
+
+@pytest.mark.parametrize("redirected", [False, True], ids=["a pipe", "a file"])
+def test_stdout_by_its_name(tmp_path: Path, redirected: bool) -> None:
+    script = "from rlhf_core.files import write_atomic\nprint('first')\n"
+    script += "write_atomic('/dev/stdout', 'row\\n')\nprint('last')"
+    out = tmp_path / "out"
+    with open(out, "wb") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=file if redirected else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            check=True,
+        )
+    assert (out.read_bytes() if redirected else done.stdout) == b"first\nrow\nlast\n"
+
+
+def test_two_at_once_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    inner = iter([True])
+    plain = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if next(inner, False):
+            write_atomic(path, "inner")  # as another process would, in the middle of this
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomic(path, "outer")
+    assert path.read_text() == "outer"
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
+    path = tmp_path / ("ü" * 127)
+    write_atomic(path, "x")
+    assert path.read_text() == "x"
+
+
+@pytest.mark.parametrize("failing", ["open", "write", "fsync", "replace"])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, r"no space left on the disk \([\d,.]+ MiB free\)"),
+        (errno.EDQUOT, r"no space left on the disk \([\d,.]+ MiB free\)"),
+        (errno.EIO, "Input/output error"),
+        (errno.EACCES, "Permission denied"),
+        (errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_whatever_fails_is_one_message_and_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, number: int, words: str
+) -> None:
+    path = tmp_path / "b.json"
+    write_atomic(path, "old")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, failing, fails)
+    with pytest.raises(
+        RunError, match=rf"^b\.json could not be written to \S+: {words}\. What was there before is"
+    ):
+        write_atomic(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["b.json"]
+
+
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".a.json.0123abcd.tmp", ".a.json.tmp", ".120.tmp", "a.0123abcd.tmp", ".lock"):
+        (tmp_path / name).write_text("")
+    remove_leftovers(tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {
+        ".a.json.tmp",
+        ".120.tmp",
+        "a.0123abcd.tmp",
+        ".lock",
+    }
+    remove_leftovers(tmp_path / "missing")
+
+
+def test_new_directories_are_on_the_disk_up_to_one_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append(Path(path)))
+    make_directory(tmp_path / "a" / "b" / "c")
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    make_directory(tmp_path / "a" / "b")
+    assert len(flushed) == 3
+
+
+def test_a_line_is_appended_whole_after_one_that_was_torn(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    append_line(path, "one", durable=True)
+    with open(path, "a") as file:
+        file.write("to")
+    append_line(path, "three")
+    assert path.read_text() == "one\nto\nthree\n"
+
+
+def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_line(path, "one")
+    plain, calls = os.write, iter([True])
+
+    def write(descriptor: int, data: bytes) -> int:
+        if next(calls, False):
+            return plain(descriptor, data[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(RunError, match=r"rows\.jsonl could not be written to .*no space left on the disk"):
+        append_line(path, "two and more")
+    assert path.read_text() == "one\n"
+
+
+def test_what_is_sealed_comes_back_and_nothing_else_is_taken() -> None:
+    record = {"b": [1, 0.1, None], "a": "é\x1b", "n": {"x": True}}
+    assert unsealed(sealed(record).encode()) == record
+    assert list(unsealed(sealed(record).encode())) == ["b", "a", "n"]
+    for content, reason in (
+        (b"", "Expecting value"),
+        (b"[]", "no JSON object"),
+        (b"{}", "no checksum"),
+        (b"[" * 100_000, "nested too deeply"),
+        (sealed(record).replace("1", "2").encode(), "checksum is of other content"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            unsealed(content)
