@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -26,6 +25,7 @@ from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, nea
 from rlhf_core.options import Options, TrainerConfig
 from rlhf_core.options.problems import Problem, explain, lines, unknown
 from rlhf_core.options.secrets import from_environment, reads_environment, remember
+from rlhf_core.workers.named import file_module_name
 
 HERE = str(Path(__file__).parent)
 _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
@@ -225,8 +225,7 @@ def load_file(path: Path) -> types.ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise InputError(f"{path}: no such file.{near_file(path)}")
-    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()
-    name = f"rlhf_file_{path.stem}_{digest[:8]}"
+    name = file_module_name(path, path.read_bytes())
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import artifacts
+from rlhf_core import artifacts, workers
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.loggers import Console, JsonLines
@@ -27,9 +27,9 @@ def execute(
 ) -> dict[str, Artifact]:
     """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; every declared output, {name: Artifact}.
 
-    The loggers that `config` names listen during this stage only. `rlhf_stage_end` comes last whatever
-    happened, and what was raised is raised after it. finished: called before it, where every output is there. Raises
-    RunError where the trainer returned without an output it declares.
+    The loggers that `config` names listen during this stage only, and worker processes end with it.
+    `rlhf_stage_end` comes last whatever happened, and what was raised is raised after it. finished: called before it,
+    where every output is there. Raises RunError where the trainer returned without an output it declares.
     """
     stage.dir.mkdir(parents=True, exist_ok=True)
     listeners = make_loggers(config, stage) if stage.is_main else {}
@@ -56,6 +56,7 @@ def execute(
         finally:
             for listener in listeners.values():
                 host.pm.unregister(listener)
+            workers.close()
 
 
 def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:

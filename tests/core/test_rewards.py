@@ -16,10 +16,6 @@ from rlhf_core.builtin import rlhf_register
 from rlhf_core.errors import InputError
 from rlhf_core.rewards import numeric_answer
 
-needs_math_verify = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: rlhf-core[math]"
-)
-
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
@@ -142,29 +138,6 @@ def test_solutions_of_grade_school_problems(shared: Path) -> None:
     expected = [answers[row["prompt"][0]["content"]] for row in pairs]
     assert numeric_answer([row["chosen"] for row in pairs], expected) == [1] * len(pairs)
     assert numeric_answer([row["rejected"] for row in pairs], expected) == [0] * len(pairs)
-
-
-@needs_math_verify
-def test_mathematical_equality(registry: Registry) -> None:
-    reward = registry.get(REWARD, "math_verify")
-    right = [
-        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"),
-        (r"so $\frac{\sqrt 2}{2}$", r"1/\sqrt{2}"),
-        (chat(r"\boxed{(x+1)^2}"), "x^2 + 2x + 1"),
-        (r"$\frac{1}{2}$", 0.5),
-        ("The answer is 5", "$5$"),
-    ]
-    wrong = [(r"\boxed{x^2}", "x^3"), ("no idea", 3), ("", 3)]
-    table = [*right, *wrong, ("5", None)]
-    assert reward(*map(list, zip(*table, strict=True))) == [1] * 5 + [0] * 3 + [None]
-    with pytest.raises(InputError, match=r"math_verify.*leave it null"):
-        reward(["5"], [""])
-
-
-@needs_math_verify
-def test_what_sympy_never_finishes_is_wrong(registry: Registry) -> None:
-    reward = registry.get(REWARD, "math_verify", seconds=1.5)
-    assert reward([r"\boxed{10^{10^{10}}}", "4"], [4, 4]) == [0, 1]
 
 
 def test_a_missing_package_is_said_before_anything_runs(

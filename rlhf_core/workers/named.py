@@ -1,0 +1,108 @@
+"""Functions sent to another process by the names that they have there: module, file and attribute.
+
+Plain pickle cannot name what was loaded from a file that is not installed, which is where most rewards are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import io
+import operator
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.workers.outcomes import UnsendableError
+
+FILE_PREFIX = "rlhf_file_"
+
+
+def file_module_name(path: Path, source: bytes) -> str:
+    """Name the module of a Python file that is not installed: the same for the same content at the same place."""
+    digest = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()
+    return f"{FILE_PREFIX}{path.stem}_{digest[:8]}"
+
+
+def dumps(function: Any) -> bytes:
+    """Pickle a function, a partial of one, or an object. Raises UnsendableError for what has no name elsewhere."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(function)
+    except UnsendableError:
+        raise
+    except Exception as error:  # every type has its own way to refuse
+        raise UnsendableError(str(error) or type(error).__name__) from error
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, type | types.FunctionType):
+            return NotImplemented
+        module = sys.modules.get(thing.__module__)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or thing.__module__ == __name__:
+            return NotImplemented  # Python's own and ours, which pickle names
+        if module.__name__ == "__main__":
+            raise UnsendableError(f"{thing.__qualname__} is defined in the script that runs, {file}")
+        try:
+            same = operator.attrgetter(thing.__qualname__)(module) is thing
+        except AttributeError:
+            same = False
+        if not same:
+            raise UnsendableError(f"{thing.__qualname__} is no attribute of a module")
+        return find, (module.__name__, str(file), thing.__qualname__)
+
+
+class ByName:
+    """A function of an installed module that only the worker imports."""
+
+    def __init__(self, module: str, attribute: str) -> None:
+        self.names = module, attribute
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return imported, self.names
+
+
+def imported(module: str, attribute: str) -> Any:
+    """Import a module and get one of its attributes."""
+    return getattr(importlib.import_module(module), attribute)
+
+
+def find(module_name: str, file: str, attribute: str) -> Any:
+    """Load the module, by its name where that leads to the same file, else from the file, and get the attribute."""
+    module = sys.modules.get(module_name) or _imported(module_name, file) or _from_file(module_name, file)
+    return operator.attrgetter(attribute)(module)
+
+
+def _imported(module_name: str, file: str) -> types.ModuleType | None:
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
+        return None
+    return importlib.import_module(module_name)
+
+
+def _from_file(module_name: str, file: str) -> types.ModuleType:
+    path = Path(file)
+    if module_name.startswith(FILE_PREFIX) and file_module_name(path, path.read_bytes()) != module_name:
+        raise ImportError(
+            f"{file} was changed while the run goes on; start the run again to use what it is now"
+        )
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

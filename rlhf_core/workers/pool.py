@@ -1,0 +1,336 @@
+"""A pool of worker processes that are kept between calls."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_core.errors import RunError
+from rlhf_core.workers import stage_end
+from rlhf_core.workers.named import dumps
+from rlhf_core.workers.outcomes import DiedError, RaisedError, TooSlowError
+
+CHILD = str(Path(__file__).with_name("child.py"))
+ATTEMPTS, STARTS = 3, 6
+"""How often a call is made, and how often a process is started for it, before their deaths are an error."""
+LOAD_SECONDS = 600.0
+"""How long a worker may take to import what it calls."""
+SLICE = 0.25
+"""Seconds between two looks at whether a process is still there, should its end of the pipe have been inherited."""
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Pool:
+    """Up to `size` processes that call one function, each in a process session of its own.
+
+    Signals sent to this process's group, such as Ctrl-C, do not reach the workers, and they end with this process,
+    however it ends. They start when they are needed, in a fresh interpreter that inherits no threads, locks or files,
+    and are kept until `close`, which the end of a stage calls. What a function prints goes to stderr.
+
+    function: is found again in the worker by its module or file and its name; so are the classes of objects.
+    memory: bytes of data a worker may have; beyond it the function gets a MemoryError. None: no limit.
+
+    Raises UnsendableError for a function that has no such name, as a lambda.
+    """
+
+    def __init__(self, function: Any, size: int, *, memory: int | None = None) -> None:
+        self._size = size
+        self._shared = _Shared(dumps(function), memory)
+        self._threads: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end, self._shared, self._threads, os.getpid())
+        stage_end.before_end(self._end)
+
+    def submit(
+        self,
+        *arguments: Any,
+        named: Mapping[str, Any] | None = None,
+        cpu_seconds: float | None = None,
+        seconds: float | None = None,
+    ) -> Future[Any]:
+        """Call the function in a worker that is free, else as soon as one is.
+
+        named: keyword arguments. cpu_seconds: of CPU time, which no load of the machine shortens; seconds: of the
+        clock, both from when the worker begins, its start and imports not counted.
+
+        The future raises TooSlowError beyond these limits; DiedError where the process ended otherwise, three times;
+        RaisedError for what the function raised, but InputError and RunError as they are.
+        """
+        if self.closed:
+            raise RuntimeError("the pool is closed")
+        message = pickle.dumps((arguments, dict(named or {}), cpu_seconds), pickle.HIGHEST_PROTOCOL)
+        task = _Task(Future(), message, cpu_seconds, seconds)
+        with self._shared.lock:
+            self._shared.unfinished += 1
+            if len(self._threads) < min(self._size, self._shared.unfinished):
+                thread = threading.Thread(target=_serve, args=(self._shared,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._shared.tasks.put(task)
+        return task.future
+
+    def outcomes(self, calls: Iterable[Sequence[Any]], **limits: Any) -> list[Any]:
+        """The value of each call, or what its future raised, in the order of the calls."""
+        futures = [self.submit(*arguments, **limits) for arguments in calls]
+        return [future.exception() or future.result() for future in futures]
+
+    @property
+    def processes(self) -> list[int]:
+        """The ids of the processes that run now."""
+        with self._shared.lock:
+            return [worker.process.pid for worker in self._shared.workers]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, by `close` or the end of a stage."""
+        return not self._end.alive
+
+    def close(self) -> None:
+        """End all workers; calls that are under way raise DiedError."""
+        self._end()
+
+
+class _Task(NamedTuple):
+    future: Future[Any]
+    message: bytes
+    cpu_seconds: float | None
+    seconds: float | None
+
+
+class _Shared:
+    """What a pool and its threads share; the threads must not keep the pool itself alive."""
+
+    def __init__(self, function: bytes, memory: int | None) -> None:
+        self.function, self.memory = function, memory
+        self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self.lock = threading.RLock()  # a pool may be collected, and so closed, by the thread that holds it
+        self.unfinished = 0
+        self.workers: list[_Worker] = []
+        self.closed = False
+
+
+def _end(shared: _Shared, threads: list[threading.Thread], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked copy of this process: the workers are its parent's
+    with shared.lock:
+        shared.closed = True
+        for worker in shared.workers:
+            worker.kill()
+    for _ in threads:
+        shared.tasks.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=10)
+
+
+def _serve(shared: _Shared) -> None:
+    """Take one task after another to one process. It is this thread's child, and ends with it."""
+    worker: _Worker | None = None
+    while (task := shared.tasks.get()) is not None:
+        if task.future.set_running_or_notify_cancel():
+            try:
+                worker = _run(shared, worker, task)
+            except BaseException as error:
+                worker = None
+                task.future.set_exception(error)
+        with shared.lock:
+            shared.unfinished -= 1
+    if worker is not None:
+        _forget(shared, worker)
+
+
+def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None:
+    """Settle the task's future; the process that is left for the next one."""
+    cause, calls = "the pool is closed", 0
+    for _ in range(STARTS):
+        if shared.closed or calls == ATTEMPTS:
+            break
+        try:
+            worker = worker or _started(shared)
+            calls += 1
+            if worker.unready is not None:
+                reply = worker.unready
+                _forget(shared, worker)
+                worker = None
+            else:
+                reply = worker.call(task)
+        except _Ended as ended:
+            _forget(shared, worker or ended.worker)
+            worker = None
+            if ended.slow:
+                task.future.set_exception(TooSlowError(str(ended)))
+                return None
+            cause = str(ended)
+            continue
+        except BaseException:
+            _forget(shared, worker)
+            raise
+        if reply[0] == "value":
+            task.future.set_result(reply[1])
+        else:
+            task.future.set_exception(reply[1] if reply[0] == "refused" else RaisedError(reply[1], reply[2]))
+        return worker
+    task.future.set_exception(DiedError(cause))
+    return None
+
+
+def _started(shared: _Shared) -> _Worker:
+    try:
+        worker = _Worker(shared.memory)
+    except OSError as error:
+        raise RunError(f"a worker process could not be started: {error}") from error
+    with shared.lock:
+        shared.workers.append(worker)
+        if shared.closed:
+            worker.kill()
+    worker.load(shared.function, shared.memory)
+    return worker
+
+
+def _forget(shared: _Shared, worker: _Worker | None) -> None:
+    """End a process for good."""
+    if worker is not None:
+        with shared.lock:  # a process that is waited for no longer has an id that could be killed
+            if worker in shared.workers:
+                shared.workers.remove(worker)
+            worker.kill()
+        worker.dispose()
+
+
+class _Ended(Exception):
+    """The process is gone; slow: by its own limit."""
+
+    def __init__(self, text: str, *, slow: bool = False, worker: _Worker | None = None) -> None:
+        super().__init__(text)
+        self.slow, self.worker = slow, worker
+
+
+class _Worker:
+    """One process, as its thread sees it. unready: what it said where it could not load the function."""
+
+    def __init__(self, memory: int | None) -> None:
+        self.unready: tuple[Any, ...] | None = None
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators are the parent's
+        )
+
+    def load(self, function: bytes, memory: int | None) -> None:
+        """Let the process import what it will call."""
+        start = {"parent": os.getpid(), "path": sys.path, "memory": memory, "function": function}
+        try:
+            self._send(pickle.dumps(start))
+            reply = self._receive(LOAD_SECONDS)
+        except _TimeIsUp:
+            raise _Ended(f"it took longer than {LOAD_SECONDS:g} s to import", worker=self) from None
+        except _Ended as ended:
+            ended.worker = self
+            raise
+        if reply[0] != "value":
+            self.unready = reply
+
+    def call(self, task: _Task) -> tuple[Any, ...]:
+        """The reply. Raises _Ended where none comes."""
+        wall = task.seconds
+        if wall is None and task.cpu_seconds is not None:
+            wall = max(60.0, 30 * task.cpu_seconds)  # something in it sleeps
+        try:
+            self._send(task.message)
+            return self._receive(wall)
+        except _TimeIsUp:
+            if task.seconds is not None:
+                raise _Ended(f"took longer than {task.seconds:g} s", slow=True) from None
+            raise _Ended(f"gave no answer within {wall:g} s") from None
+        except _Ended as ended:
+            if task.cpu_seconds is not None and self.process.returncode == -signal.SIGPROF:
+                raise _Ended(f"took longer than {task.cpu_seconds:g} s of CPU time", slow=True) from None
+            raise ended from None
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        if self.process.returncode is None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self.process.kill()  # it has not come to have a session yet
+            except PermissionError:  # a zombie, on some systems
+                pass
+
+    def dispose(self) -> None:
+        """Wait for the process and close the pipes."""
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _send(self, message: bytes) -> None:
+        assert self.process.stdin is not None
+        left = memoryview(len(message).to_bytes(8, "big") + message)
+        try:
+            while left:
+                left = left[self.process.stdin.write(left) :]
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._gone() from None
+
+    def _receive(self, seconds: float | None) -> tuple[Any, ...]:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        size = int.from_bytes(self._read(8, deadline), "big")
+        reply: tuple[Any, ...] = pickle.loads(self._read(size, deadline))
+        return reply
+
+    def _read(self, count: int, deadline: float | None) -> bytes:
+        assert self.process.stdout is not None
+        pipe, parts = self.process.stdout.fileno(), bytearray()
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while len(parts) < count:
+            left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+            if left <= 0:
+                raise _TimeIsUp
+            ready = poll.poll(left * 1000)
+            if ready:
+                part = os.read(pipe, min(count - len(parts), 1 << 20))
+                if not part:
+                    raise self._gone()
+                parts += part
+            elif self.process.poll() is not None and not poll.poll(0):
+                raise self._gone()
+        return bytes(parts)
+
+    def _gone(self) -> _Ended:
+        """How the process ended, in words."""
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return _Ended("it closed its end of the pipe")
+        if code >= 0:
+            return _Ended(f"its process ended with code {code}")
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        memory = ", as where memory ran out" if -code == signal.SIGKILL else ""
+        return _Ended(f"its process was ended by {name}{memory}")
+
+
+class _TimeIsUp(Exception):
+    pass

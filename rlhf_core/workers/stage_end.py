@@ -1,0 +1,29 @@
+"""What is closed when a stage ends."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+
+_closers: list[Callable[[], object]] = []
+_lock = threading.Lock()
+
+
+def before_end(closer: Callable[[], object]) -> None:
+    """Let `close` call this. A closer that was called already must do nothing."""
+    with _lock:
+        _closers[:] = [each for each in _closers if getattr(each, "alive", True)]
+        _closers.append(closer)
+
+
+def close() -> None:
+    """End every worker process and the event loop; whatever needs one again starts another."""
+    with _lock:
+        closers = _closers[::-1]
+        _closers.clear()
+    for closer in closers:
+        closer()
+
+
+atexit.register(close)
