@@ -222,8 +222,11 @@ def load_file(path: Path) -> types.ModuleType:
 
     Raises InputError where it is missing or fails, naming the line.
     """
-    path = path.resolve()
-    if not path.is_file():
+    try:
+        path, whole = path.resolve(), path.resolve().is_file()
+    except (OSError, ValueError):  # too long, or with a NUL byte
+        whole = False
+    if not whole:
         raise InputError(f"{path}: no such file.{near_file(path)}")
     name = file_module_name(path, path.read_bytes())
     if name in sys.modules:

@@ -48,7 +48,17 @@ def near_file(path: Path) -> str:
     try:
         return near(path.name, [entry.name for entry in path.parent.iterdir()])
     except OSError:
-        return f" There is no directory {path.parent} either." if not path.parent.exists() else ""
+        return f" There is no directory {path.parent} either." if not exists(path.parent) else ""
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or directory at `path`; False for what no file system could hold, such as a path that
+    is too long or has a NUL byte, where `Path.exists` raises.
+    """
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def disk_full(error: BaseException) -> bool:

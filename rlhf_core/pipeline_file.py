@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import InputError, near, near_file
+from rlhf_core.errors import InputError, exists, near, near_file, reading
 from rlhf_core.options import TrainerConfig, parse_value
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
@@ -157,17 +157,22 @@ def is_model_field(field: str) -> bool:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        with reading(path):
+            try:
+                return tomllib.loads(text)
+            except tomllib.TOMLDecodeError as error:
+                message, _, at = str(error).partition(" (at ")
+                line = f" {at.rstrip(')')}" if at else ""
+                raise InputError(f"{path}{line}: not valid TOML: {message}") from None
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path}: no such file.{near_file(path)}") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a directory; give the pipeline file in it") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        message, _, at = str(error).partition(" (at ")
-        line = f" {at.rstrip(')')}" if at else ""
-        raise InputError(f"{path}{line}: not valid TOML: {message}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
 
 
 def _stage_tables(table: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:
@@ -279,6 +284,6 @@ def _looks_like_a_path(value: str, base: Path) -> bool:
 def _existing(value: str, base: Path, where: str, problems: list[str], *, also: Sequence[str] = ()) -> str:
     """also: words that do as well as a path."""
     path = Path(_absolute(value, base))
-    if not path.exists():
+    if not exists(path):
         problems.append(f"{where}: no such file: {path}.{near(value, also) or near_file(path)}")
     return str(path)

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import options
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, exists, near
 from rlhf_core.pipeline_file import PipelineFile, StageTable, is_model_field
 
 if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig
     from rlhf_core.plugins import Host
 
+LONGEST_NAME, LONGEST_PATH = 255, 3900
+"""Bytes of a file's name, and of a run directory's path, which leaves room for the files in it."""
 LANGUAGE_MODEL, REWARD_MODEL = "language_model", "reward_model"
 
 
@@ -99,8 +101,15 @@ def plan(file: PipelineFile, host: Host) -> Plan:
 
 def _directory(path: Path) -> list[str]:
     """What keeps a run from being written at `path`."""
+    if (
+        any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts)
+        or len(os.fsencode(path)) > LONGEST_PATH
+    ):
+        return [f"dir: {str(path)[:60]}… is longer than a file system takes; give another --dir"]
+    if "\0" in str(path):
+        return ["dir: has a NUL character; give another --dir"]
     there = path
-    while not there.exists() and there != there.parent:
+    while not exists(there) and there != there.parent:
         there = there.parent
     if not there.is_dir():
         return [f"dir: {there} is not a directory; give another --dir"]
@@ -207,7 +216,7 @@ def _references(
     file, colon, _ = value.partition(":")
     path = Path(file if colon and file.endswith(".py") else value)
     if not is_model_field(key):
-        if path.is_absolute() and path.exists() and key != "save_directory":
+        if path.is_absolute() and exists(path) and key != "save_directory":
             inputs[dotted] = Input(path)
         return value
     reference, kind = None, None
@@ -220,7 +229,7 @@ def _references(
         stage, _, output = value.partition(".")
         kind = (known.outputs[stage] or {})[output]
         path = known.dir / stage / "artifacts" / output
-    elif path.exists():
+    elif exists(path):
         kind = _artifact_kind(path)
     else:
         return value
@@ -265,7 +274,7 @@ def _made_by(path: str, known: _Known) -> str | None:
     for reference in known.models:
         stage, _, output = reference.partition(".")
         target = known.dir / stage / "artifacts" / output
-        if Path(path) == target and not target.exists():
+        if Path(path) == target and not exists(target):
             return reference
     return None
 

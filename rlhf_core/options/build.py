@@ -190,7 +190,7 @@ def parse_value(text: str) -> Any:
         return None
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, or nested too deeply
         return text
     value = table.pop("value")
     return text if table or isinstance(value, datetime.date | datetime.time) else value
