@@ -22,7 +22,7 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
     require_writable(None if output is None else Path(output))
     found = read_run(run)
     path = found.dir / "report.html" if output is None else Path(output)
-    write_atomic(path, page(found))
+    write_atomic(path, page(found).encode("utf-8", "replace"))  # a text may hold half a character
     return path
 
 
@@ -40,7 +40,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Pat
 
     path = Path("compare.html" if output is None else output)
     require_writable(path)
-    write_atomic(path, page([read_run(run) for run in runs]))
+    write_atomic(path, page([read_run(run) for run in runs]).encode("utf-8", "replace"))
     return path
 
 

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from rlhf_core import events
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.errors import InputError
+from rlhf_core.pipeline_file import STAGE_NAME
 from rlhf_core.report.series import Points, read_metrics
+from rlhf_core.report.values import number, table, text
 
 RESOLVED = "pipeline.resolved.toml"
 State = Literal["done", "failed", "stopped", "interrupted", "running", "not begun"]
@@ -92,12 +94,12 @@ def read_run(path: str | Path) -> Run:
     problems: list[str] = []
     resolved = _text(directory / RESOLVED, problems)
     try:
-        table = tomllib.loads(resolved)
-    except tomllib.TOMLDecodeError as error:
-        table = {}
+        pipeline = tomllib.loads(resolved)
+    except (ValueError, RecursionError) as error:
+        pipeline = {}
         problems.append(f"{RESOLVED} is not readable: {error}")
     said = list(rows(directory / events.FILE, problems))
-    configs = {str(stage.get("name")): stage for stage in table.get("stage", [])}
+    configs = _stage_tables(pipeline, problems)
     active = _in_use(directory)
     stages = tuple(
         _stage(found.get(name, directory / name), name, configs.get(name, {}), said, active, problems)
@@ -109,7 +111,17 @@ def read_run(path: str | Path) -> Run:
     warned = dict.fromkeys(
         (str(e.get("stage", "")), str(e.get("message", ""))) for e in said if e.get("event") == "warning"
     )
-    return Run(directory, table, resolved, stages, machine, tuple(warned), tuple(problems))
+    return Run(directory, pipeline, resolved, stages, machine, tuple(warned), tuple(problems))
+
+
+def _stage_tables(written: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
+    """{name: table} of the stages in the resolved pipeline. A name that no stage can have is not looked up on disk."""
+    stages = written.get("stage", [])
+    tables = [table(each) for each in stages] if isinstance(stages, list) else []
+    found = {name: each for each in tables if STAGE_NAME.fullmatch(name := text(each.get("name")))}
+    if not isinstance(stages, list) or len(found) != len(stages):
+        problems.append(f"{RESOLVED}: not every stage in it has a name of its own")
+    return found
 
 
 def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
@@ -123,7 +135,7 @@ def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             yield row
@@ -165,7 +177,7 @@ def _stage(
 ) -> StageRun:
     record = json_object(path / "stage.json", problems)
     planned = json_object(path / "plan.json", problems).get("updates")
-    own = [event for event in said if event.get("stage") == name and "time" in event]
+    own = [event for event in said if event.get("stage") == name and number(event.get("time")) is not None]
     metrics, times = read_metrics(rows(path / "metrics.jsonl", problems))
     first, last = (times[0], times[-1]) if times else (None, None)
     sessions = _sessions(own, record, last)
@@ -177,13 +189,11 @@ def _stage(
         state=state,
         message=message,
         config={
-            k: v
-            for k, v in {**config, **(record.get("config") or {})}.items()
-            if k not in ("name", "trainer")
+            k: v for k, v in {**config, **table(record.get("config"))}.items() if k not in ("name", "trainer")
         },
         record=record,
         sessions=sessions,
-        planned=planned if isinstance(planned, int) else None,
+        planned=int(updates) if (updates := number(planned)) is not None else None,
         metrics=metrics,
         first_row=first,
     )
@@ -196,8 +206,8 @@ def _state(
     alone = not record and not ended  # a trainer called from Python writes neither
     if record.get("state") == "done" or (alone and any(path.glob(f"artifacts/*/{MANIFEST}"))):
         return "done", ""
-    if ended.get("event") in SAID:
-        return ended["event"], str(ended.get("message", ""))
+    if (how := text(ended.get("event"))) in SAID:
+        return ("failed" if how == "failed" else "stopped"), str(ended.get("message", ""))
     if alone and not (path / "metrics.jsonl").is_file():
         return "not begun", ""
     return ("running" if active else "interrupted"), ""
@@ -209,7 +219,7 @@ def _sessions(
     """From the events; for a run without them, from what stage.json says."""
     sessions: list[Session] = []
     for event in own:
-        when, what = float(event["time"]), event.get("event")
+        when, what = float(event["time"]), text(event.get("event"))
         if what in ("begun", "continued"):
             sessions.append(Session(when, None))
         elif what != "warning" and sessions and sessions[-1].ended is None:
@@ -227,7 +237,7 @@ def _sessions(
 def _seconds(written: Any) -> float | None:
     try:
         return datetime.fromisoformat(written).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -245,10 +255,10 @@ def _in_use(directory: Path) -> bool:
 
 def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """What a file holds; empty where it is not there, or no object, which is named in `problems`."""
-    text = _text(path, problems)
+    content = _text(path, problems)
     try:
-        found = json.loads(text) if text else {}
-    except ValueError:
+        found = json.loads(content) if content else {}
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         problems.append(f"{path.parent.name}/{path.name} is not readable")

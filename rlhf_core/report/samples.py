@@ -14,12 +14,17 @@ from numpy.typing import NDArray
 
 from rlhf_core.report.run import StageRun, json_object, rows
 from rlhf_core.report.sides import Completions, Text, same_places, same_prompts
+from rlhf_core.report.values import number, numbers, table
 
 READ = 60
 """Files of completions that are read for the distributions, evenly spread over the run."""
 LONGEST = 4000
 """Characters of a text that are shown."""
 PERCENTILES = (5, 25, 50, 75, 95)
+
+
+BIN = ("confidence", "right", "pairs")
+"""What a bin of the calibration holds."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,10 @@ def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
     found: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
     for step in sorted({min(kept), max(kept)} if kept else ()):
         for row in rows(kept[step], problems):
-            scores = [row.get("chosen_score"), row.get("rejected_score")]
-            if all(isinstance(score, int | float) for score in scores):
-                key = tuple(_shown(row.get(name)) for name in ("prompt", "chosen", "rejected"))
-                found.setdefault(key, []).append((step, *map(float, scores)))  # type: ignore[arg-type]
+            chosen, rejected = number(row.get("chosen_score")), number(row.get("rejected_score"))
+            if chosen is not None and rejected is not None:
+                key = (_shown(row.get("prompt")), _shown(row.get("chosen")), _shown(row.get("rejected")))
+                found.setdefault(key, []).append((step, chosen, rejected))
     return [ScoredPair(*texts, tuple(scores)) for texts, scores in found.items()]
 
 
@@ -99,13 +104,29 @@ def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
     kept = _numbered(stage.dir / "evaluations", "*.json")
     found = []
     for step in sorted({min(kept), max(kept)} if kept else ()):
-        try:
-            row = json.loads(kept[step].read_bytes())
-            whole = {"step": step, "scores": {**row["scores"]}, "calibration": [*row["calibration"]]}
-            found.append(whole)
-        except (OSError, ValueError, KeyError, TypeError):
+        row = _evaluation(kept[step])
+        if row is None:
             problems.append(f"{stage.name}/evaluations/{kept[step].name} is not readable")
+        else:
+            found.append({"step": step, **row})
     return found
+
+
+def _evaluation(path: Path) -> dict[str, Any] | None:
+    """`scores` and `calibration` of one evaluation's file; None where they are not what an evaluation writes."""
+    try:
+        row = table(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return None
+    scores, listed = table(row.get("scores")), row.get("calibration")
+    edges = numbers(scores.get("edges"))
+    if not edges or not isinstance(listed, list):
+        return None
+    counts = {side: numbers(scores.get(side), len(edges) - 1) for side in ("chosen", "rejected")}
+    bins = [{key: number(table(each).get(key)) for key in BIN} for each in listed]
+    if None in counts.values() or any(None in each.values() or (each["pairs"] or 0) < 0 for each in bins):
+        return None
+    return {"scores": {"edges": edges, **counts}, "calibration": bins}
 
 
 def _numbered(directory: Path, pattern: str) -> dict[int, Path]:
@@ -118,14 +139,12 @@ def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
     for row in rows(path, problems):
         if "completion" not in row:
             continue
-        rewards = row.get("rewards")
-        length = row.get("length")
         yield Text(
             _shown(row.get("prompt")),
             _shown(row["completion"]),
-            _number(row.get("reward")),
-            {str(k): _number(v) for k, v in rewards.items()} if isinstance(rewards, dict) else {},
-            length if isinstance(length, int) else None,
+            number(row.get("reward")),
+            {name: number(value) for name, value in table(row.get("rewards")).items()},
+            None if (length := number(row.get("length"))) is None else int(length),
             row.get("finished") is not False,
         )
 
@@ -139,10 +158,6 @@ def _shown(value: Any) -> str:
         )
     text = "" if value is None else str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _spread(name: str, read: Mapping[int, Sequence[Text]], of: Any) -> Spread | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +9,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlhf_core.report.values import number
 
 Floats = NDArray[np.float64]
 
@@ -51,16 +52,16 @@ def read_metrics(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], 
     missing: dict[str, int] = {}
     times: list[float] = []
     for row in rows:
-        step = row.get("step")
-        if not isinstance(step, int | float):
+        step = number(row.get("step"))
+        if step is None:
             continue
-        if isinstance(row.get("time"), int | float):
-            times.append(row["time"])
+        if (when := number(row.get("time"))) is not None:
+            times.append(when)
         for name, value in row.items():
             if name in ("step", "time"):
                 continue
-            if isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(name, {})[float(step)] = float(value)
+            if (finite := number(value)) is not None:
+                found.setdefault(name, {})[step] = finite
             else:
                 missing[name] = missing.get(name, 0) + 1
     points = {}

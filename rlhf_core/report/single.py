@@ -17,6 +17,7 @@ from rlhf_core.report.run import Run, StageRun
 from rlhf_core.report.series import Points
 from rlhf_core.report.sides import Completions
 from rlhf_core.report.timing import Part, parts
+from rlhf_core.report.values import table
 
 LEAST = 2
 """Points that make a curve."""
@@ -101,7 +102,7 @@ def machine(run: Run) -> str:
 def versions(run: Run) -> str:
     """`rlhf-core 0.1.0, …` of the newest stage that has begun."""
     for stage in reversed(run.stages):
-        if found := stage.record.get("versions"):
+        if found := table(stage.record.get("versions")):
             return ", ".join(f"{name} {version}" for name, version in found.items())
     return ""
 
