@@ -91,7 +91,7 @@ def training_bytes(
     whole along `tensor`; what it gathers of other devices' parameters while it computes is not counted.
     """
     params = definition.abstract_params()
-    fixed_paths = fixed_parameters(params, frozen)
+    fixed_paths = fixed_parameters(params, frozen, definition)
     trained, fixed = split(params, fixed_paths)
     tokens = jax.ShapeDtypeStruct((rows_a_device(mesh, shape[0]), shape[1]), np.int32)
 

@@ -74,10 +74,15 @@ def muon(
 
 
 def _kinds(params: Any) -> Any:
-    """ "matrix" for every kernel within a layer, else "other": a head's kernel is not within one."""
+    """ "matrix" for every kernel within a layer, else "other": a head's kernel is not within one.
 
-    def one(path: Any, _: Any) -> str:
-        return "matrix" if len(path) > 2 and getattr(path[-1], "key", None) == "kernel" else "other"
+    A layer's kernels are below `layers` or stacked by layer, however deep in `params` their model is.
+    """
+
+    def one(path: Any, leaf: Any) -> str:
+        *above, last = (getattr(key, "key", None) for key in path)
+        within = "layers" in above or leaf.ndim > 2
+        return "matrix" if last == "kernel" and within else "other"
 
     return jax.tree_util.tree_map_with_path(one, params)
 

@@ -26,6 +26,14 @@ def matching(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozen
 
     Raises InputError for one that is found in no path, and where all of them leave nothing to train.
     """
+    hits = named(params, patterns)
+    if len(hits) == sum(1 for _ in paths(params)):
+        raise InputError("frozen_parameters: all parameters match; nothing would be trained")
+    return hits
+
+
+def named(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozenset[Path]:
+    """Find the paths as `matching` does; all of them may match."""
     every = [path for path, _ in paths(params)]
     dotted = [".".join(path) for path in every]
     found: set[Path] = set()
@@ -38,8 +46,6 @@ def matching(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozen
                 f"The model has {', '.join(dotted[:3])}, …, {dotted[-1]}"
             )
         found |= hits
-    if len(found) == len(every):
-        raise InputError("frozen_parameters: all parameters match; nothing would be trained")
     return frozenset(found)
 
 

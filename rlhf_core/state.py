@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.errors import InputError, near
 from rlhf_core.mesh import AnyMesh, replicated
 from rlhf_core.models.lora import untrained
-from rlhf_core.partition import Path, join, matching, split
+from rlhf_core.partition import Path, join, matching, named, paths, split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import optax
 
     from rlhf_core.models import Definition, Model
@@ -35,8 +36,8 @@ class TrainState:
     key: typed PRNG key [], constant through a run; users fold the step into it.
     guard: int32 [], -1, or the step of the first update whose loss or gradient was not finite. Once set, no update
         is applied any more.
-    model: static description of the model (no arrays). tx: the optimizer. fixed: the paths of parameters that are not
-        trained: they have no gradient and no optimizer state.
+    model: static description of the model (no arrays), of several by name. tx: the optimizer.
+    fixed: the paths of parameters that are not trained: they have no gradient and no optimizer state.
     """
 
     step: Any
@@ -44,7 +45,7 @@ class TrainState:
     opt_state: Any
     key: Any
     guard: Any
-    model: Definition
+    model: Any
     tx: optax.GradientTransformation
     fixed: frozenset[Path] = frozenset()
 
@@ -58,34 +59,172 @@ class TrainState:
         return dataclasses.replace(other, params=params, fixed=self.fixed)
 
 
+@dataclasses.dataclass(frozen=True)
+class Definitions(Mapping[str, "Definition"]):
+    """The definitions of several models by name; hashable, as what is static under jit has to be."""
+
+    entries: tuple[tuple[str, Definition], ...]
+
+    def __getitem__(self, name: str) -> Definition:
+        return dict(self.entries)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
 def create_state(
-    model: Model,
-    tx: optax.GradientTransformation,
+    model: Model | Mapping[str, Model],
+    tx: optax.GradientTransformation | Mapping[str, optax.GradientTransformation],
     *,
     seed: int = 0,
-    frozen: str | Sequence[str] | None = None,
+    frozen: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
 ) -> TrainState:
-    """A state at step 0 that shares its parameter buffers with `model`; optimizer state is sharded like them.
+    """Make a state at step 0 that shares its parameter buffers with `model`; optimizer state is sharded like them.
 
-    frozen: regular expressions; parameters whose dotted path one is found in are not trained. Of a model with adapters
-    these alone are, with its reward head. Raises InputError for an expression that is found in no path.
+    model: one, or several by name, {"policy": …, "critic": …}: the state's `params` and `model` are then by name too,
+        and the rules below hold for each model by itself.
+    tx: one for all models, or one per name. It is given what is trained alone.
+    frozen: regular expressions; parameters whose dotted path one is found in are not trained. Of several models the
+        path begins with the model's name, unless the expressions are given by name. Of a model with adapters these
+        alone are trained, with its reward head.
+
+    Raises InputError for an expression that is found in no path, for names that differ, and where nothing would be
+    trained.
     """
-    fixed = fixed_parameters(model.params, frozen)
-    trained = split(model.params, fixed)[0]
+    definition: Any
+    if isinstance(model, Mapping):
+        params: dict[str, Any] = {name: each.params for name, each in model.items()}
+        fixed = _fixed_of_all(model, frozen)
+        mesh, definition = (
+            _shared_mesh(model),
+            Definitions(tuple((n, m.definition) for n, m in model.items())),
+        )
+    else:
+        if isinstance(tx, Mapping) or isinstance(frozen, Mapping):
+            raise InputError("create_state: tx and frozen by name go with several models by name")
+        params, mesh, definition = model.params, model.mesh, model.definition
+        fixed = fixed_parameters(params, frozen, model.definition)
+    params = _unshared(params, fixed)
+    trained = split(params, fixed)[0]
+    if not trained:
+        raise InputError("frozen_parameters: nothing would be trained, of adapters and heads neither")
     shardings = jax.tree.map(lambda x: x.sharding, trained)
-    mesh = model.mesh
-    abstract = jax.eval_shape(tx.init, trained)
-    opt_shardings = optimizer_shardings(abstract, trained, shardings, mesh)
+    if isinstance(tx, Mapping):
+        _require_names(tx, params, trained)
+        each_tx = {name: tx[name] for name in trained}
+        tx = _by_name(each_tx)
+        opt_shardings: Any = {
+            name: optimizer_shardings(
+                jax.eval_shape(one.init, trained[name]), trained[name], shardings[name], mesh
+            )
+            for name, one in each_tx.items()
+        }
+    else:
+        opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, trained), trained, shardings, mesh)
     opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
     whole = replicated(mesh)
     step, guard = jax.device_put((np.int32(0), np.int32(-1)), (whole, whole))
     key = jax.jit(lambda: jax.random.key(seed), out_shardings=whole)()
-    return TrainState(step, model.params, opt_state, key, guard, model.definition, tx, fixed)
+    return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
 
 
-def fixed_parameters(params: Mapping[str, Any], frozen: str | Sequence[str] | None) -> frozenset[Path]:
-    """The paths of parameters that `create_state` would not train."""
-    return untrained(params) | (matching(params, frozen) if frozen else frozenset())
+def fixed_parameters(
+    params: Mapping[str, Any], frozen: str | Sequence[str] | None, model: Definition | None = None
+) -> frozenset[Path]:
+    """Find the paths of parameters that `create_state` would not train.
+
+    model: what `params` are of; needed where they hold more than the model's, see `untrained`.
+    """
+    known = None if model is None else frozenset(path for path, _ in paths(model.abstract_params()))
+    return untrained(params, known) | (matching(params, frozen) if frozen else frozenset())
+
+
+def _fixed_of_all(
+    models: Mapping[str, Model], frozen: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
+) -> frozenset[Path]:
+    """Find what is not trained of several models, as paths that begin with the model's name."""
+    fixed = {
+        (name, *path)
+        for name, model in models.items()
+        for path in fixed_parameters(model.params, None, model.definition)
+    }
+    if isinstance(frozen, Mapping):
+        if unknown := [name for name in frozen if name not in models]:
+            raise InputError(f"frozen: no model is called '{unknown[0]}'.{near(unknown[0], models)}")
+        for name, patterns in frozen.items():
+            fixed |= {(name, *path) for path in named(models[name].params, patterns)}
+    elif frozen:
+        fixed |= matching({name: model.params for name, model in models.items()}, frozen)
+    return frozenset(fixed)
+
+
+def _shared_mesh(models: Mapping[str, Model]) -> Any:
+    """The mesh that all of the models are on."""
+    if not models:
+        raise InputError("create_state: no model is given")
+    (first, mesh), *rest = ((name, model.mesh) for name, model in models.items())
+    for name, other in rest:
+        if other != mesh:
+            raise InputError(f"create_state: the models '{first}' and '{name}' are on different meshes")
+    return mesh
+
+
+def _require_names(tx: Mapping[str, Any], params: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    unknown = [name for name in tx if name not in params]
+    missing = [name for name in trained if name not in tx]
+    problems = [f"tx: no model is called '{name}'.{near(name, params)}" for name in unknown]
+    problems += [f"tx: none for '{name}', which is trained" for name in missing]
+    if problems:
+        raise InputError(*problems)
+
+
+def _by_name(txs: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformation:
+    """Combine optimizers into one, each of which sees the subtree of its name."""
+    import optax
+
+    def init(params: Any) -> Any:
+        return {name: tx.init(params[name]) for name, tx in txs.items()}
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        done = {
+            name: tx.update(grads[name], state[name], None if params is None else params[name])
+            for name, tx in txs.items()
+        }
+        return {name: d[0] for name, d in done.items()}, {name: d[1] for name, d in done.items()}
+
+    return optax.GradientTransformation(init, update)
+
+
+def _unshared(params: dict[str, Any], fixed: frozenset[Path]) -> dict[str, Any]:
+    """Copy arrays that two parameters share, such as the trunk of a policy and of the critic made from it.
+
+    An update overwrites the buffers of what is trained. Where neither parameter is, the array stays shared.
+    """
+    owners: dict[Any, Path] = {}
+    copies: dict[Path, Any] = {}
+    for path, leaf in paths(params):
+        first = owners.setdefault(_buffers(leaf), path)
+        if first != path and not {first, path} <= fixed:
+            copies[path] = jnp.copy(leaf)
+
+    def one(tree: Mapping[str, Any], at: Path) -> dict[str, Any]:
+        return {
+            name: one(value, (*at, name)) if isinstance(value, Mapping) else copies.get((*at, name), value)
+            for name, value in tree.items()
+        }
+
+    return one(params, ()) if copies else params
+
+
+def _buffers(leaf: Any) -> Any:
+    """What tells whether two arrays are in the same memory."""
+    try:
+        return tuple(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
+    except Exception:  # a backend that does not tell
+        return id(leaf)
 
 
 def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: AnyMesh) -> Any:

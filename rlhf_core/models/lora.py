@@ -102,12 +102,36 @@ def product(adapter: Mapping[str, Any]) -> jax.Array:
     return jnp.matmul(adapter["lora_a"], adapter["lora_b"], precision="highest")
 
 
-def untrained(params: Mapping[str, Any]) -> frozenset[Path]:
-    """Paths of what is not trained where adapters are: all but them and the reward head. Without adapters: none."""
+def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -> frozenset[Path]:
+    """Find what is not trained where adapters are: the rest of their model, but for its reward head.
+
+    params: of one model, or of several at any depth; a model without adapters is trained whole. model: the paths of the
+    model that `params` belong to; what it does not have, such as a head of one's own, is trained. Raises InputError for
+    a nested model with adapters that has other paths: what is its own cannot be told.
+    """
     every = [path for path, _ in paths(params)]
-    trained = {path for path in every if GROUP in path and path[-1] != "lora_key"}
-    return (
-        frozenset(path for path in every if path not in trained and path[0] != "score")
-        if trained
-        else frozenset()
-    )
+    roots = {path[: _layers_at(path)] for path in every if GROUP in path}
+    fixed: set[Path] = set()
+    for path in every:
+        above = [root for root in roots if path[: len(root)] == root]
+        if not above:
+            continue
+        root = max(above, key=len)
+        inner = path[len(root) :]
+        adapted = GROUP in inner
+        if inner[0] == "score" or (adapted and path[-1] != "lora_key"):
+            continue
+        if model is None or adapted or inner in model:
+            fixed.add(path)
+        elif root:
+            raise InputError(
+                f"'{'.'.join(path)}' is no parameter of the model that has the adapters under '{'.'.join(root)}': give "
+                "several models by name, create_state({'policy': policy, 'critic': critic}, tx)"
+            )
+    return frozenset(fixed)
+
+
+def _layers_at(path: Path) -> int:
+    """Where a model with adapters begins in a path: before the `layers` that the adapter is in."""
+    before = path[: path.index(GROUP)]
+    return max((i for i, name in enumerate(before) if name == "layers"), default=0)

@@ -1,0 +1,180 @@
+"""Several models in one state: every rule that goes by path holds for each of them, at any depth, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_core import create_state
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.metrics import Mean
+from rlhf_core.models import fresh_model
+from rlhf_core.optimizers import adamw, muon
+from rlhf_core.partition import paths
+from rlhf_core.step import Programs, split_step
+
+LORA = {"rank": 2, "base": "base"}
+BATCH = jnp.zeros((2, 1))
+
+
+def objective(params: Any, batch: Any) -> Any:
+    """Slope 1 for every parameter."""
+    floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return Mean(sum(x.sum() for x in floats) + 0 * batch.sum(), jnp.float32(1)), {}
+
+
+def moves(state: Any) -> dict[str, float]:
+    """{path: how far one update moves the parameter}, 0 where it does not."""
+    before = {path: np.asarray(leaf) for path, leaf in paths(state.params)}
+    after = split_step(objective, state, BATCH, 1)[0].params
+    far = {path: np.abs(np.asarray(leaf, float) - before[path].astype(float)) for path, leaf in paths(after)}
+    for path, each in far.items():
+        np.testing.assert_allclose(each, each.max(), atol=1e-6, err_msg=".".join(path))
+    return {".".join(path): round(float(each.max()), 3) for path, each in far.items()}
+
+
+def trained(policy: float, critic: float, state: Any, critic_adapted: bool = False) -> dict[str, float]:
+    """What has to move: of a model with adapters these and its reward head, of one without everything."""
+    rates = {}
+    for path, _ in paths(state.params):
+        adapted = path[0] == "policy" or critic_adapted
+        moving = not adapted or "adapter" in path or path[1] == "score"
+        rates[".".join(path)] = (policy if path[0] == "policy" else critic) * moving
+    return rates
+
+
+@pytest.fixture
+def policy(tiny: Any) -> Any:
+    return tiny.make_model().with_lora(**LORA)
+
+
+@pytest.fixture
+def critic(tiny: Any) -> Any:
+    return tiny.make_model("score", seed=2)
+
+
+def test_adapters_on_one_model_leave_the_other_to_be_trained(policy: Any, critic: Any) -> None:
+    tx = {"policy": optax.sgd(0.5), "critic": optax.sgd(0.125)}
+    state = create_state({"policy": policy, "critic": critic}, tx)
+    assert moves(state) == trained(0.5, 0.125, state)
+    assert state.model["critic"] == critic.definition
+
+
+def test_the_fresh_head_of_a_critic_with_adapters_is_trained(policy: Any, critic: Any) -> None:
+    models = {"policy": policy, "critic": critic.with_lora(**LORA)}
+    state = create_state(models, {"policy": optax.sgd(0.5), "critic": optax.sgd(0.125)})
+    assert moves(state) == trained(0.5, 0.125, state, critic_adapted=True)
+    assert moves(state)["critic.score.kernel"] == 0.125
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_nested_by_hand_into_one_optimizer(policy: Any, critic: Any, adapted: bool) -> None:
+    critic = critic.with_lora(**LORA) if adapted else critic
+    both = policy.with_params({"policy": policy.params, "critic": critic.params})
+    state = create_state(both, optax.sgd(0.5))
+    assert moves(state) == trained(0.5, 0.5, state, critic_adapted=adapted)
+
+
+def test_a_head_of_ones_own_beside_a_model_with_adapters_is_trained(policy: Any) -> None:
+    model = policy.with_params({**policy.params, "value": {"kernel": jnp.ones((16, 1))}})
+    moved = moves(create_state(model, optax.sgd(0.5)))
+    assert moved["value.kernel"] == 0.5
+    assert moved["embed_tokens.embedding"] == 0
+
+
+def test_what_cannot_be_told_is_refused(policy: Any, critic: Any) -> None:
+    other = {**critic.with_lora(**LORA).params, "value": {"kernel": jnp.ones((16, 1))}}
+    both = policy.with_params({"policy": policy.params, "critic": other})
+    with pytest.raises(InputError, match=r"'critic.value.kernel' is no parameter .* create_state\({'policy'"):
+        create_state(both, optax.sgd(0.5))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "still"),
+    [
+        ({"critic": ".*"}, lambda path: path.startswith("critic.")),
+        ({"critic": ["embed"]}, lambda path: path.startswith("critic.embed")),
+        (r"^critic\.layers", lambda path: path.startswith("critic.layers")),
+    ],
+)
+def test_frozen_by_model(tiny: Any, critic: Any, frozen: Any, still: Any) -> None:
+    models = {"policy": tiny.make_model(), "critic": critic}
+    tx = {"policy": optax.sgd(0.5), "critic": optax.sgd(0.125)}
+    moved = moves(create_state(models, tx, frozen=frozen))
+    assert {path for path, far in moved.items() if not far} == {path for path in moved if still(path)}
+
+
+@pytest.mark.parametrize(
+    ("tx", "frozen", "message"),
+    [
+        ({"policy": optax.sgd(1.0)}, None, "tx: none for 'critic', which is trained"),
+        ({"policy": optax.sgd(1.0), "crtic": optax.sgd(1.0)}, None, "Did you mean 'critic'"),
+        (optax.sgd(1.0), {"crtic": "embed"}, "Did you mean 'critic'"),
+        (optax.sgd(1.0), {"policy": ".*", "critic": ".*"}, "nothing would be trained"),
+    ],
+)
+def test_names_that_do_not_fit(policy: Any, critic: Any, tx: Any, frozen: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        create_state({"policy": policy, "critic": critic}, tx, frozen=frozen)
+
+
+def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(tiny: Any) -> None:
+    """A nested model's update is that of the model alone, leaf by leaf."""
+    model = tiny.make_model(seed=3)
+    for make in (adamw, muon):
+        tx = make(0.1, weight_decay=0.5)
+        alone = split_step(objective, create_state(model, tx), BATCH, 1)[0].params
+        nested = model.with_params({"policy": model.params})
+        inner = split_step(objective, create_state(nested, tx), BATCH, 1)[0].params["policy"]
+        jax.tree.map(np.testing.assert_array_equal, inner, alone)
+        named = split_step(objective, create_state({"policy": model}, {"policy": tx}), BATCH, 1)[0].params
+        jax.tree.map(np.testing.assert_array_equal, named["policy"], alone)
+
+
+def test_a_critic_made_from_the_policy_trains_beside_it(tiny: Any) -> None:
+    """Their trunks are the same arrays, which an update would overwrite twice."""
+    policy = tiny.make_model()
+    models = {"policy": policy, "critic": policy.with_head("score")}
+    state = create_state(models, {"policy": optax.sgd(0.5), "critic": optax.sgd(0.125)})
+    before = jax.tree.map(np.asarray, state.params)
+    steps = Programs(objective, state)
+    for _ in range(2):
+        state, _ = steps.apply(state, steps.accumulate(state, BATCH, None))
+    for name, rate in (("policy", 0.5), ("critic", 0.125)):
+        far = before[name]["norm"]["weight"] - np.asarray(state.params[name]["norm"]["weight"])
+        np.testing.assert_allclose(far, 2 * rate, rtol=1e-6)
+
+
+def test_each_optimizers_state_lies_where_its_parameters_do(tiny: Any) -> None:
+    mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
+    models = {
+        "policy": fresh_model(tiny.SIZES, "lm", tokenizer=tiny.make_tokenizer(), mesh=mesh),
+        "critic": fresh_model(tiny.SIZES, "score", tokenizer=tiny.make_tokenizer(), mesh=mesh),
+    }
+    state = create_state(models, {name: optax.adam(1e-3) for name in models})
+    for name in models:
+        wanted = jax.tree.map(lambda x: x.sharding, state.params[name])
+        assert jax.tree.map(lambda x: x.sharding, state.opt_state[name][0].mu) == wanted
+
+
+def test_models_of_different_meshes_are_refused(tiny: Any, policy: Any) -> None:
+    other = dataclasses.replace(policy, mesh=make_mesh(devices=jax.devices()[:2]))
+    with pytest.raises(InputError, match="'policy' and 'critic' are on different meshes"):
+        create_state({"policy": policy, "critic": other}, optax.sgd(1.0))
+
+
+def test_a_model_is_saved_with_its_own_parameters_only(tiny: Any, tmp_path: Any) -> None:
+    for model in (tiny.make_model(), tiny.make_model().with_lora(**LORA)):
+        with pytest.raises(InputError, match=r"policy.with_params\(state.params\['policy'\]\)"):
+            model.with_params({"policy": model.params}).save(tmp_path / "nested")
+        with pytest.warns(UserWarning, match=r"no place for value.kernel"):
+            model.with_params({**model.params, "value": {"kernel": jnp.ones((16, 1))}}).save(
+                tmp_path / "more"
+            )
