@@ -22,7 +22,7 @@ help:
 	@echo "make test                               every check and every test"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
-	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix"
+	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
 	@echo "make env                                only set up $(VENV)"
 
 env: $(VENV)/installed
@@ -52,4 +52,4 @@ bench: env
 
 # TRL_PYTHON and TUNIX_PYTHON name the peers' interpreters; environments are made under .bench where they are not set.
 bench-peers: env
-	@$(BIN)/python benchmarks/speed/peers.py $(BENCH_ARGS) --rounds $(ROUNDS)
+	@$(BIN)/python benchmarks/speed/peers.py $(BENCH_ARGS) --rounds $(ROUNDS) $(if $(RECORD),--record)

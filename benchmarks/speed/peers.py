@@ -3,7 +3,8 @@
     python benchmarks/speed/peers.py --work W1 [--model 50m] [--rounds 3] [--peers trl tunix]
 
 The peers' interpreters are TRL_PYTHON and TUNIX_PYTHON; where these are not set, environments are made under `.bench/`.
-Prints a table and, last, one JSON object, which is also appended to results/peers.jsonl.
+Prints a table and, last, one JSON object, which is also appended to .bench/peers.jsonl; with --record to the file
+results/peers.jsonl, which is part of the repository.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ def main() -> None:
     works.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--record", action="store_true", help="append to the results in the repository")
     given = parser.parse_args()
     task = works.task_of(given)
     peers = [peer for peer in given.peers if task.work in PEERS[peer]]
     row = summary(task, alternate(task, peers, given.rounds))
-    table.append(row)
+    table.append(row, record=given.record)
     print(table.of_run(row))
     print(json.dumps(row))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "peers.jsonl"
+LOCAL = HERE.parent.parent / ".bench" / "peers.jsonl"
 FILE = HERE.parent.parent / "docs" / "benchmarks.md"
 NAMES = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
 MIB = 2**20
@@ -20,9 +21,11 @@ MIB = 2**20
 Row = Mapping[str, Any]
 
 
-def append(row: Row) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
+def append(row: Row, *, record: bool) -> None:
+    """Keep a run's row: with `record` among the results that the pages show, else beside the peers' environments."""
+    path = RESULTS if record else LOCAL
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
