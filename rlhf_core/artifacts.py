@@ -25,6 +25,7 @@ from rlhf_core.files import (
     unsealed,
 )
 from rlhf_core.files import write_atomic as write_atomic
+from rlhf_core.templates import writes_date
 
 if TYPE_CHECKING:
     from rlhf_core.models import Model
@@ -45,6 +46,8 @@ def save_model(
     Every process calls this, as weights may be spread over them; one of them writes. Raises RunError, with
     what was there before untouched, where the disk is full or not writable.
     """
+    dated = model.tokenizer is not None and writes_date(model.tokenizer)
+    day = {"template_date": stage.template_date} if dated else {}
     final = stage.dir / "artifacts" / output
     beside = final.with_name(f".{output}.tmp")
 
@@ -59,7 +62,7 @@ def save_model(
             "stage": stage.name,
             "files": describe(beside),
             "versions": versions(),
-            "contract": dict(contract or {}),
+            "contract": {**day, **(contract or {})},
         }
         write_manifest(beside, described)
         replace_directory(beside, final)
@@ -93,6 +96,13 @@ def read(path: str | Path) -> Artifact:
 def write_manifest(directory: Path, described: Mapping[str, Any]) -> None:
     """Write an artifact's manifest, strict JSON with a checksum of its own."""
     write_atomic(directory / MANIFEST, sealed(described))
+
+
+def recorded(path: str | Path) -> dict[str, Any]:
+    """What the artifact in a directory says of its use, its contract; empty for a directory that is no artifact."""
+    if not (Path(path) / MANIFEST).is_file():
+        return {}
+    return dict(_open(Path(path)).metadata.get("contract") or {})
 
 
 def identity(path: Path) -> str:

@@ -156,7 +156,7 @@ def generate(
 
     from rlhf_core import data, runtime
     from rlhf_core.encoding import continuations
-    from rlhf_core.models import load_model, stored_head
+    from rlhf_core.models import load_model, local_directory, stored_head
     from rlhf_core.sampling import Sampler, SamplingOptions
     from rlhf_core.tokenizer import settled
 
@@ -165,7 +165,7 @@ def generate(
     registry = plugin_loading.load(files=plugins).registry
     source = [{"prompt": text} for text in prompts] if file is None else str(file)
     records = data.load(source, registry=registry)
-    if Path(model).is_dir() and stored_head(Path(model)) == "score":
+    if stored_head(local_directory(model)) == "score":
         raise InputError(f"{model} is a reward model, which writes nothing: rlhf score scores with it")
     loaded = load_model(model, registry=registry)
     if loaded.tokenizer is None:

@@ -21,6 +21,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.stage import Stage
+from rlhf_core.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, settled
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
         registry=host.registry,
         hook=host.hook,
         inputs={name: value for name, value in inputs.items() if value is not None},
+        template_date=day_begun(directory),  # before a record of this start is written
     )
     with _recorded(stage, config), hook_errors.named(host.pm):
         artifacts = execute(component, config, stage, host)

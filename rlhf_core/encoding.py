@@ -6,73 +6,58 @@ ends with the end-of-sequence token. So a completion that is scored has exactly 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.special_ids import Special as Special
+from rlhf_core.special_ids import special_ids as special_ids
 from rlhf_core.templates import PLAIN as PLAIN
 from rlhf_core.templates import ROLES as ROLES
 from rlhf_core.templates import ChatTemplate, Written
 from rlhf_core.templates import Message as Message
 from rlhf_core.templates import template_text as template_text
+from rlhf_core.text_options import TextOptions as TextOptions
 
 Ints: TypeAlias = NDArray[np.int32]
 Turns: TypeAlias = str | Sequence[Message]
 """A text, or a conversation as messages with `role` and `content`."""
+Kwargs: TypeAlias = Mapping[str, Any] | None
+"""A row's variables for the chat template."""
 
 CONTEXT = 16  # tokens of a prompt that say how the first token after it is written
 CHUNK = 4096  # texts handed to the tokenizer at once: enough to be fast, few enough to bound memory
 LOCATED = 256  # the same where the place of every token is asked for, as Python objects
 
 
-class Special(NamedTuple):
-    """Ids that mean something to training and sampling."""
-
-    bos: int | None
-    eos: tuple[int, ...]
-    """All that end a sequence, the tokenizer's own first; empty where there is none."""
-    pad: int | None
-
-
-def special_ids(tokenizer: Any, chat_template: str | None = None) -> Special:
-    """Special ids. What ends a sequence is the tokenizer's EOS, what a generation_config.json beside the tokenizer
-    names, and the token that the chat template ends a reply with (chat_template: as in `template_text`).
-    """
-    eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    place = getattr(tokenizer, "name_or_path", None)
-    beside = Path(str(place)) / "generation_config.json" if place else None
-    if beside is not None and beside.is_file():
-        listed = json.loads(beside.read_text(encoding="utf-8")).get("eos_token_id")
-        for i in listed if isinstance(listed, list) else [] if listed is None else [listed]:
-            if i not in eos and 0 <= i < len(tokenizer):
-                eos.append(int(i))
-    turn = ChatTemplate(tokenizer, chat_template).end_of_turn()
-    if turn is not None and turn not in eos:
-        eos.append(turn)
-    return Special(tokenizer.bos_token_id, tuple(eos), tokenizer.pad_token_id)
-
-
 class Encoder:
     """Prompts and completions to ids, with one tokenizer and one chat template."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
-        """chat_template: as in `template_text`."""
+    def __init__(self, tokenizer: Any, chat_template: str | TextOptions | None = None) -> None:
+        """chat_template: as in `template_text`, or all options."""
         self.tokenizer = tokenizer
-        self.chat = ChatTemplate(tokenizer, chat_template)
+        self.options = TextOptions.of(chat_template)
+        self.chat = ChatTemplate(tokenizer, self.options)
         self.template = self.chat.text
-        self.special = special_ids(tokenizer, chat_template)
+        self.special = special_ids(tokenizer, self.options)
         self._blank: dict[int, bool] = {}
         self._closed = any(int(i) in self.special.eos for i in self.tokenize([("a", True)])[0][-1:])
 
-    def prompts(self, prompts: Sequence[Turns], tools: Sequence[Any] | None = None) -> list[Ints]:
+    def prompts(
+        self,
+        prompts: Sequence[Turns],
+        tools: Sequence[Any] | None = None,
+        kwargs: Sequence[Kwargs] | None = None,
+    ) -> list[Ints]:
         """Ids, int32 [n] each, that a completion is sampled after: conversations open an assistant turn."""
-        tools = tools or [None] * len(prompts)
-        texts = [self.text(p, open_turn=True, tools=t) for p, t in zip(prompts, tools, strict=True)]
+        none = [None] * len(prompts)
+        texts = [
+            self.text(p, open_turn=True, tools=t, kwargs=k)
+            for p, t, k in zip(prompts, tools or none, kwargs or none, strict=True)
+        ]
         return self.opened(texts)
 
     def whole(
@@ -80,34 +65,64 @@ class Encoder:
         prompts: Sequence[Turns | None],
         completions: Sequence[Turns],
         tools: Sequence[Any] | None = None,
+        kwargs: Sequence[Kwargs] | None = None,
     ) -> list[Ints]:
-        """Ids, int32 [n] each, of a prompt (or None) and its completion, EOS last."""
-        tools = tools or [None] * len(prompts)
-        turns = [replied(join(p, c)) for p, c in zip(prompts, completions, strict=True)]
-        texts = [self.text(each, tools=t) for each, t in zip(turns, tools, strict=True)]
-        return [self.ended(ids) for ids in self.tokenize(texts)]
+        """Ids, int32 [n] each, of a prompt (or None) and its completion, ended as `options.read_at` says."""
+        none = [None] * len(prompts)
+        written = [
+            self.whole_text(p, c, tools=t, kwargs=k)
+            for p, c, t, k in zip(prompts, completions, tools or none, kwargs or none, strict=True)
+        ]
+        return self.closed([text for text, _ in written], [chat for _, chat in written])
 
-    def text(self, turns: Turns, *, open_turn: bool = False, tools: Any = None) -> tuple[str, bool]:
+    def whole_text(
+        self, prompt: Turns | None, completion: Turns, *, tools: Any = None, kwargs: Kwargs = None
+    ) -> tuple[tuple[str, bool], bool]:
+        """As `text`, of a prompt with its completion, and whether the template wrote it."""
+        turns = self.judged(join(prompt, completion))
+        return self.text(turns, tools=tools, kwargs=kwargs), not isinstance(turns, str)
+
+    def judged(self, turns: Turns) -> Turns:
+        """What of a text or a conversation is judged: up to its last reply, or all of it."""
+        return replied(turns) if self.options.read_at == "eos" else turns
+
+    def closed(self, texts: Sequence[tuple[str, bool]], chat: Sequence[bool]) -> list[Ints]:
+        """Ids of whole texts, int32 [n] each, with their end. chat: which of them the template wrote."""
+        ids = self.tokenize(texts)
+        as_written = self.options.read_at == "template"
+        return [
+            each if as_written and written else self.ended(each)
+            for each, written in zip(ids, chat, strict=True)
+        ]
+
+    def text(
+        self, turns: Turns, *, open_turn: bool = False, tools: Any = None, kwargs: Kwargs = None
+    ) -> tuple[str, bool]:
         """The text to tokenise, and whether the tokenizer adds special tokens (a template writes its own)."""
         if isinstance(turns, str):
             return turns, True
-        return self.chat.write(turns, open_turn=open_turn, tools=tools), self.template == PLAIN
+        written = self.chat.write(turns, open_turn=open_turn, tools=tools, kwargs=kwargs)
+        return written, self.template == PLAIN
 
-    def opening(self, prompt: Turns | None, completion: Turns, *, tools: Any = None) -> tuple[str, bool]:
+    def opening(
+        self, prompt: Turns | None, completion: Turns, *, tools: Any = None, kwargs: Kwargs = None
+    ) -> tuple[str, bool]:
         """As `text`, of a prompt as it stands before its completion: turn open; empty where there is no prompt."""
         chat = not (isinstance(prompt, str | None) and isinstance(completion, str))
         if not prompt:
             return "", not chat or self.template == PLAIN
         opened = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
-        return self.text(opened, open_turn=True, tools=tools)
+        return self.text(opened, open_turn=True, tools=tools, kwargs=kwargs)
 
     def marked(self, turns: Sequence[Message], tools: Any = None) -> tuple[Ints, NDArray[np.bool_]]:
         """Ids of a conversation that ends with a reply, EOS last, and which of them are replies."""
         return self.learned([self.replies(turns, tools=tools)])[0]
 
-    def replies(self, turns: Sequence[Message], *, tools: Any = None, first: int = 0) -> Written:
+    def replies(
+        self, turns: Sequence[Message], *, tools: Any = None, kwargs: Kwargs = None, first: int = 0
+    ) -> Written:
         """As `ChatTemplate.replies`."""
-        return self.chat.replies(turns, self._stops, tools=tools, first=first)
+        return self.chat.replies(turns, self._stops, tools=tools, kwargs=kwargs, first=first)
 
     def learned(self, conversations: Sequence[Written]) -> list[tuple[Ints, NDArray[np.bool_]]]:
         """Ids of conversations, int32 [n], EOS last, and which are of their replies: every token with a character of
@@ -132,10 +147,12 @@ class Encoder:
                 (ids, self._by_prefix(ids, each, special)) for ids, each in zip(whole, chunk, strict=True)
             ]
         out = self.tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-        return [
-            (np.array(ids, np.int32), _inside(np.array(offsets, np.intp).reshape(-1, 2), written))
-            for ids, offsets, written in zip(out["input_ids"], out["offset_mapping"], chunk, strict=True)
-        ]
+        found = []
+        for ids, offsets, written in zip(out["input_ids"], out["offset_mapping"], chunk, strict=True):
+            learned = _inside(np.array(offsets, np.intp).reshape(-1, 2), written)
+            once = self._begun_once(np.array(ids, np.int32))
+            found.append((once, learned[len(learned) - len(once) :]))
+        return found
 
     def _by_prefix(self, ids: Ints, written: Written, special: bool) -> NDArray[np.bool_]:
         """Which ids are of replies, bool [n], by tokenising the text up to each start and end."""
@@ -218,15 +235,21 @@ def _inside(offsets: NDArray[np.intp], written: Written) -> NDArray[np.bool_]:
     return np.asarray(count[ends] > count[starts])
 
 
-def continuations(tokenizer: Any, prompts: Sequence[Ints | None], completions: Sequence[Ints]) -> list[str]:
+def continuations(
+    tokenizer: Any,
+    prompts: Sequence[Ints | None],
+    completions: Sequence[Ints],
+    stop_ids: Sequence[int] = (),
+) -> list[str]:
     """The texts that completions add to their prompts, both int32 [n] ids, without special tokens.
 
     A prompt that is None is a conversation, to which the completion adds a message: a text by itself. Others are
     decoded after the end of the prompt: alone, a first token of SentencePiece's kind would lose the space before it,
     and prompt and completion together would be another text than the one that was sampled. The token that ended a
-    completion is no part of its text, whether the tokenizer calls it special or not.
+    completion is no part of its text, whether the tokenizer calls it special or not: one of the tokenizer's, the
+    template's and the model's own stop tokens, or one of `stop_ids`, those that the sampler was given besides.
     """
-    eos = special_ids(tokenizer).eos
+    eos = {*special_ids(tokenizer).eos, *stop_ids}
     completions = [ids[:-1] if len(ids) and int(ids[-1]) in eos else ids for ids in completions]
     ends = [[] if prompt is None else prompt[-CONTEXT:].tolist() for prompt in prompts]
     whole = [[*end, *ids.tolist()] for end, ids in zip(ends, completions, strict=True)]

@@ -107,12 +107,16 @@ def reading(file: str | Path, fix: str = "") -> Iterator[None]:
     except FileNotFoundError as error:
         raise InputError(f"{file}: no such file{f'; {fix}' if fix else ''}") from error
     except BaseException as error:
-        panicked = type(error).__name__ == "PanicException"
-        if not isinstance(error, Exception) and not panicked:
+        if not is_library_error(error):
             raise
         raise InputError(
             f"{file}: cannot be read: {_library_words(error)}{f'; {fix}' if fix else ''}"
         ) from error
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether a library raised this, rather than the user's Ctrl-C or an exit. Panics of Rust are no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def read_json_object(file: str | Path, fix: str = "") -> dict[str, Any]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import artifacts, workers
+from rlhf_core.agreement import text_of_first
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.loggers import Console, JsonLines
+from rlhf_core.text_settings import template_date
 
 if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig
@@ -31,6 +34,7 @@ def execute(
     `rlhf_stage_end` comes last whatever happened, and what was raised is raised after it. finished: called before it,
     where every output is there. Raises RunError where the trainer returned without an output it declares.
     """
+    stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
     stage.dir.mkdir(parents=True, exist_ok=True)
     listeners = make_loggers(config, stage) if stage.is_main else {}
     for name, listener in reversed(listeners.items()):  # pluggy calls the newest first

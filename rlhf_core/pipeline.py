@@ -24,6 +24,7 @@ from rlhf_core.preview import previews
 from rlhf_core.resolved import to_toml
 from rlhf_core.stage_record import StageRecord
 from rlhf_core.terminal import listed
+from rlhf_core.text_settings import day_begun
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -127,7 +128,16 @@ def _run_stage(
 
     name, trainer = stage_plan.name, stage_plan.trainer
     record.refuse_changes()  # again: what earlier stages made is there only now
-    stage = Stage(name, stage_plan.dir, stage_plan.seed, mesh, is_main, host.registry, host.hook)
+    stage = Stage(
+        name,
+        stage_plan.dir,
+        stage_plan.seed,
+        mesh,
+        is_main,
+        host.registry,
+        host.hook,
+        template_date=day_begun(stage_plan.dir.parent),
+    )
     if record.state != "new" and (changed := record.changed_versions()):
         warnings.warn(f"stage '{name}' was begun with {'; '.join(changed)}", stacklevel=2)
     if record.state == "done":

@@ -11,6 +11,7 @@ from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full
 from rlhf_core.options import Component
 from rlhf_core.stage import Stage
+from rlhf_core.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, settled
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def previews(
     problems: list[str] = []
     sources: dict[str, str | None] = {}
     templates: dict[str, str | None] = {}  # what a model is trained with is its own from then on
+    day = day_begun(plan.dir)
     for each in plan.stages:
         source = sources[each.name] = _tokenizer_source(each.written.model, sources)
         earlier = each.written.model.partition(".")[0] if isinstance(each.written.model, str) else ""
@@ -46,7 +48,9 @@ def previews(
                 sources[each.name] = None  # until it has loaded: a stage built on this one has nothing to add
                 inputs["tokenizer"] = _tokenizer(source, each, inherited)
                 sources[each.name] = source
-            stage = Stage(each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs, mesh)
+            stage = Stage(
+                each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs, mesh, day
+            )
             if each.name in without:
                 continue
             lines[each.name] = _asked(each, stage, host)

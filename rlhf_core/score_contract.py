@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf_core.encoding import special_ids, template_text
 from rlhf_core.errors import InputError
+from rlhf_core.text_options import ReadAt, TextOptions
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 
@@ -23,7 +24,9 @@ class Contract:
     sequence is kept.
     chat_template: "plain" or Jinja text; None: the tokenizer's own. template_hash: of its text, None without
     one.
-    special_tokens: {bos, eos, pad} ids. pooling: where the score is read.
+    special_tokens: {bos, eos, pad} ids. pooling: which token the score is read at.
+    read_at: where a conversation ends: "eos", after the stop token behind its last reply, or "template", where its chat
+    template ends, as TRL and others train. chat_template_kwargs, template_date, prompt_repeated: as in `TextOptions`.
     mean, std: of the scores on its evaluation data (without any, of some of its training data), reward units;
     None where they were not taken.
     evaluation: the metrics on its evaluation data; None where it had none.
@@ -36,6 +39,10 @@ class Contract:
     tokenizer_hash: str
     special_tokens: Mapping[str, Any]
     pooling: Literal["last_token"] = "last_token"
+    read_at: ReadAt = "eos"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_date: str | None = None
+    prompt_repeated: bool | None = None
     mean: float | None = None
     std: float | None = None
     evaluation: Mapping[str, float] | None = None
@@ -47,15 +54,17 @@ class Contract:
         *,
         max_length: int | None,
         truncation_mode: Literal["keep_end", "keep_start"] = "keep_end",
-        chat_template: str | None = None,
+        chat_template: str | TextOptions | None = None,
         mean: float | None = None,
         std: float | None = None,
     ) -> Contract:
         """The contract of a model trained with `tokenizer`.
 
-        chat_template: None, "plain", or a file, whose text is kept.
+        chat_template: None, "plain", or a file, whose text is kept; or all options.
         """
-        kept = chat_template if chat_template in (None, "plain") else template_text(tokenizer, chat_template)
+        options = TextOptions.of(chat_template)
+        kept = options.chat_template
+        kept = kept if kept in (None, "plain") else template_text(tokenizer, kept)
         special = special_ids(tokenizer, kept)
         return cls(
             max_length=max_length,
@@ -64,8 +73,23 @@ class Contract:
             template_hash=template_hash(tokenizer, kept),
             tokenizer_hash=tokenizer_hash(tokenizer),
             special_tokens={"bos": special.bos, "eos": list(special.eos), "pad": special.pad},
+            read_at=options.read_at,
+            chat_template_kwargs=dict(options.chat_template_kwargs),
+            template_date=options.template_date,
+            prompt_repeated=options.prompt_repeated,
             mean=mean,
             std=std,
+        )
+
+    @property
+    def text_options(self) -> TextOptions:
+        """How its texts become tokens."""
+        return TextOptions(
+            self.chat_template,
+            self.chat_template_kwargs,
+            self.template_date,
+            self.read_at,
+            self.prompt_repeated,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,8 +106,9 @@ class Contract:
                 "trainer gives artifacts.save_model one, contract=Contract.of(tokenizer, max_length=…).to_dict(), from "
                 "rlhf_core.scoring"
             )
-        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-        odd = (needed - set(given)) | (set(given) - {field.name for field in fields})
+        missing = dataclasses.MISSING
+        needed = {f.name for f in fields if f.default is missing and f.default_factory is missing}
+        odd = (needed - set(given)) | (set(given) - {f.name for f in fields})
         if odd:
             listed = ", ".join(sorted(odd))
             raise InputError(f"{where}: the reward model's contract is not one this version knows ({listed})")

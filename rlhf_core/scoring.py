@@ -12,15 +12,15 @@ import jax
 import numpy as np
 
 from rlhf_core import artifacts, data
-from rlhf_core.data.conversations import tools_of
-from rlhf_core.data.preferences import FAMILIES
+from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.encoding import Encoder, special_ids
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
-from rlhf_core.models import Definition, Model, load_model, stored_head
+from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.objectives import sequence_scores
 from rlhf_core.rows import Layout, Packed, choose_layout, pack, tree
 from rlhf_core.score_contract import Contract as Contract
+from rlhf_core.text_options import TextOptions
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Scorer:
             contract.require_statistics(model.source or "the reward model")
         self.model, self.contract, self.normalize = model, contract, normalize
         self._require(model.tokenizer)
-        self.encoder = Encoder(model.tokenizer, contract.chat_template)
+        self.encoder = Encoder(model.tokenizer, contract.text_options)
         self.layout: Layout | None = None
 
     @classmethod
@@ -68,11 +68,12 @@ class Scorer:
     ) -> Scorer:
         """A reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
-        One without a manifest is scored with its own tokenizer and template, and its own length limit.
+        One without a manifest is scored with its own tokenizer and template, at the end of what the template writes,
+        and with its own length limit.
         mesh: default: all devices. registry: has the model families; default: those of all installed plugins.
         Raises InputError for a language model.
         """
-        directory, contract = Path(path), None
+        directory, contract = local_directory(path), None
         if (directory / artifacts.MANIFEST).is_file():
             artifact = artifacts.read(directory)
             if artifact.kind != "reward_model":
@@ -80,18 +81,17 @@ class Scorer:
                     f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
                 )
             contract = Contract.from_dict(artifact.metadata["contract"], str(directory / artifacts.MANIFEST))
-        elif directory.is_dir() and stored_head(directory) == "lm":
-            raise InputError(
-                f"{directory} is a language model, without a reward head: rlhf train reward makes one of it"
-            )
+        elif stored_head(directory) == "lm":
+            raise InputError(f"{path} {NO_REWARD_HEAD}")
         mesh = make_mesh() if mesh is None else mesh
-        model = load_model(str(path), "score", mesh=mesh, registry=registry, seed=seed)
+        model = load_model(str(path), "score", mesh=mesh, registry=registry, seed=seed, fresh_head=False)
         if model.tokenizer is None:
             raise InputError(
                 f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
             )
         if contract is None:
-            contract = Contract.of(model.tokenizer, max_length=None)
+            foreign = TextOptions(read_at="template")
+            contract = Contract.of(model.tokenizer, max_length=None, chat_template=foreign)
         return cls(model, contract, normalize=normalize)
 
     def _require(self, tokenizer: Any) -> None:
@@ -100,7 +100,7 @@ class Scorer:
             problems.append("its tokenizer is not the one it was trained with")
         if template_hash(tokenizer, self.contract.chat_template) != self.contract.template_hash:
             problems.append("its chat template is not the one it was trained with")
-        stops = special_ids(tokenizer, self.contract.chat_template).eos
+        stops = special_ids(tokenizer, self.contract.text_options).eos
         if list(stops) != list(self.contract.special_tokens["eos"]):
             problems.append(
                 "its end-of-sequence tokens (generation_config.json) are not those it was trained with"
@@ -114,45 +114,42 @@ class Scorer:
     def score_rows(self, records: Records) -> dict[str, np.ndarray]:
         """Scores float32 [rows]: {"score": …}, or {"chosen_score": …, "rejected_score": …} for preferences.
 
-        NaN, with a warning, for rows whose completion is empty. Raises InputError naming rows that are
-        malformed.
+        NaN, with a warning, for rows in which nothing can be read. Raises InputError naming rows that are malformed.
         """
-        columns, names = set(records.columns), ["score"]
-        encoded: data.Pairs | data.Texts
-        tokenizer, template = self.model.tokenizer, self.contract.chat_template
+        whole = data.encode_whole(records, self.encoder)
+        sides = len(whole.sides)
         # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
-        if any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES)):
-            names = ["chosen_score", "rejected_score"]
-            encoded = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
-            sequences = [ids for pair in encoded.pairs for ids in (pair.chosen, pair.rejected)]
-        else:
-            encoded = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
-            sequences = [text.tokens for text in encoded.texts]
-        scores = self.score_ids(sequences, group=len(names)).reshape(-1, len(names))
-        every = np.full((len(records), len(names)), np.nan, np.float32)
-        there = set(encoded.places)
-        every[[i for i in range(len(records)) if records.where(i) in there]] = scores
-        if encoded.report.empty:
-            warnings.warn(
-                f"no score for rows without a completion: {', '.join(encoded.report.empty[:5])}", stacklevel=2
-            )
-        return {name: every[:, i] for i, name in enumerate(names)}
+        there = [i for i, row in enumerate(whole.sequences) if row is not None]
+        sequences = [ids for row in whole.sequences if row is not None for ids in row]
+        every = np.full((len(records), sides), np.nan, np.float32)
+        every[there] = self.score_ids(sequences, group=sides).reshape(-1, sides)
+        unread = [whole.places[i] for i in np.flatnonzero(np.isnan(every).any(1))]
+        if unread:
+            warnings.warn(f"no score for rows without a completion: {', '.join(unread[:5])}", stacklevel=2)
+        return {name: every[:, i] for i, name in enumerate(whole.sides)}
 
     def score_completions(
-        self, prompts: Sequence[Any], completions: Sequence[Any], tools: Sequence[Any] | None = None
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        kwargs: Sequence[Any] | None = None,
     ) -> np.ndarray:
         """Scores float32 [N] of completions, texts or message lists, after their prompts.
 
-        tools: what each conversation may call, as in a row's `tools`. A completion without an end-of-sequence token
-        gets one, like every text that was trained on: one that was cut off is scored as if it ended there.
+        tools: what each conversation may call, as in a row's `tools`. kwargs: a row's `chat_template_kwargs`. A
+        completion without an end-of-sequence token gets one, like every text that was trained on: one that was cut off
+        is scored as if it ended there. NaN where there is no token to read.
         Neighbours with the same prompt share its computation, where all prompts come equally often in a row.
         """
         given = None if tools is None else [tools_of({"tools": each}) for each in tools]
-        return self.score_ids(self.encoder.whole(prompts, completions, given), group=_repeats(prompts))
+        set_ = None if kwargs is None else [kwargs_of({"chat_template_kwargs": each}) for each in kwargs]
+        sequences = self.encoder.whole(prompts, completions, given, set_)
+        return self.score_ids(sequences, group=_repeats(prompts))
 
     def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
         """Scores float32 [N] of whole sequences, int [n_i], in this model's tokens, EOS last: in reward units, or
-        in standard deviations from the mean where this scorer normalizes.
+        in standard deviations from the mean where this scorer normalizes. NaN of one without tokens.
 
         group: so many neighbours share their start (a pair, the completions of one prompt); computed once, it
         changes nothing but the time. Longer sequences than the contract's are cut at its side, with a
@@ -167,14 +164,13 @@ class Scorer:
         # Where in its row a sequence lies changes the last bits: neighbours that are the same must tie.
         first: dict[tuple[int, bytes], int] = {}
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
+        scores[[len(ids) == 0 for ids in sequences]] = np.nan
         return self.contract.normalized(scores) if self.normalize else scores
 
     def _fit(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         limit = self.contract.max_length
-        empty = [str(i) for i, ids in enumerate(sequences) if not len(ids)]
-        if empty:
-            raise InputError(f"sequences {', '.join(empty[:5])} to score have no tokens")
-        fitted = [np.asarray(ids, np.int32) for ids in sequences]
+        # One without tokens takes part as one token, so that groups stay whole; nobody reads its score.
+        fitted = [np.asarray(ids if len(ids) else [0], np.int32) for ids in sequences]
         size = self.model.definition.vocab_size
         odd = [str(i) for i, ids in enumerate(fitted) if ids.max() >= size or ids.min() < 0]
         if odd:

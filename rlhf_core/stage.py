@@ -28,6 +28,8 @@ class Stage:
     registry: names to components. hook: the pluggy relay, `stage.hook.rlhf_step_end(...)`.
     inputs: objects given from Python that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`,
         `rewards`; in a pipeline none of them, but for the `tokenizer` while it is checked, where one is at hand.
+    template_date: the day that chat templates write, "2026-01-31", which is that of the run's beginning unless the
+        config or the model says another; None while a stage is made: that of its own beginning.
     planned_mesh: the devices that `rlhf check --devices` asks about, which need not be there; None: not asked.
     """
 
@@ -40,6 +42,7 @@ class Stage:
     hook: Any
     inputs: Mapping[str, Any] = field(default_factory=dict)
     planned_mesh: AbstractMesh | None = None
+    template_date: str | None = None
 
     def devices(self) -> Mesh:
         """The mesh, where there must be one."""

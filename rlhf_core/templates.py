@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from rlhf_core.errors import InputError, near
+from rlhf_core.template_dates import DATED, on_date
+from rlhf_core.text_options import TextOptions, kwargs_problem
 
 Message: TypeAlias = Mapping[str, Any]
 Span: TypeAlias = tuple[int, int]
@@ -34,6 +36,19 @@ PROBE = "qzxreply"  # a reply that no template writes of itself
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
+def templates_of(tokenizer: Any) -> dict[str, str]:
+    """Every chat template of a tokenizer, by name; a lone one is called "default"."""
+    own = getattr(tokenizer, "chat_template", None)
+    return dict(own) if isinstance(own, Mapping) else {} if own is None else {"default": own}
+
+
+def writes_date(tokenizer: Any, chat_template: str | None = None) -> bool:
+    """Whether a template that may be used writes the date. chat_template: as in `template_text`."""
+    if chat_template is not None:
+        return DATED in (template_text(tokenizer, chat_template) or "")
+    return any(DATED in text for text in templates_of(tokenizer).values())
+
+
 class Written(NamedTuple):
     """A conversation as a template writes it."""
 
@@ -53,8 +68,7 @@ def template_text(tokenizer: Any, chat_template: str | None = None) -> str | Non
     Raises InputError for a file that does not exist.
     """
     if chat_template is None:
-        own = getattr(tokenizer, "chat_template", None)
-        return own.get("default") if isinstance(own, dict) else own
+        return templates_of(tokenizer).get("default")
     if chat_template == "plain":
         return PLAIN
     if "{%" in chat_template or "{{" in chat_template:
@@ -78,24 +92,42 @@ def template_text(tokenizer: Any, chat_template: str | None = None) -> str | Non
 class ChatTemplate:
     """A chat template with the special tokens of a tokenizer."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
-        """chat_template: as in `template_text`."""
+    def __init__(self, tokenizer: Any, chat_template: str | TextOptions | None = None) -> None:
+        """chat_template: as in `template_text`, or options, of which the variables and the date are used too."""
+        options = TextOptions.of(chat_template)
+        chat_template = options.chat_template
         self.tokenizer = tokenizer
         self.text = template_text(tokenizer, chat_template)
-        own = getattr(tokenizer, "chat_template", None)
-        by_name = own if chat_template is None and isinstance(own, Mapping) else {}
+        by_name = templates_of(tokenizer) if chat_template is None else {}
         self._with_tools: str | None = by_name.get("tool_use", self.text)
+        self._kwargs = dict(options.chat_template_kwargs)
+        self._date = options.template_date
         self._name = f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
 
-    def write(self, turns: Sequence[Message], *, open_turn: bool = False, tools: Any = None) -> str:
+    def write(
+        self,
+        turns: Sequence[Message],
+        *,
+        open_turn: bool = False,
+        tools: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The conversation's text. open_turn: up to where the assistant's next words would follow.
+
+        tools, kwargs: what the conversation may call, and variables for the template, as its row has them.
 
         Raises InputError where there is no template, it refuses the conversation, or nobody knows a role.
         """
-        return self._render(turns, open_turn, tools, marks=False)[0]
+        return self._render(turns, open_turn, tools, kwargs, marks=False)[0]
 
     def replies(
-        self, turns: Sequence[Message], stops: Sequence[str], *, tools: Any = None, first: int = 0
+        self,
+        turns: Sequence[Message],
+        stops: Sequence[str],
+        *,
+        tools: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
+        first: int = 0,
     ) -> Written:
         """A conversation that ends with a reply, and where its replies are, from turn `first` on.
 
@@ -105,13 +137,15 @@ class ChatTemplate:
         token right behind a reply belongs to it.
         stops: the texts of the stop tokens. Raises InputError as `write` does.
         """
-        text, marked = self._render(turns, False, tools, marks=self.marks(tools))
+        text, marked = self._render(turns, False, tools, kwargs, marks=self.marks(tools))
         last = len(turns) - 1
-        before = self.write(turns[:last], open_turn=True, tools=tools) if last else ""
+        before = self.write(turns[:last], open_turn=True, tools=tools, kwargs=kwargs) if last else ""
         start = _shared(before, text)
         follows = start == len(before)
         if self.marks(tools):
-            opened = self.write(turns[:first], open_turn=True, tools=tools) if 0 < first < last else before
+            opened = before
+            if 0 < first < last:
+                opened = self.write(turns[:first], open_turn=True, tools=tools, kwargs=kwargs)
             begin = _shared(opened, text) if first else 0
             spans = [(max(a, begin), _behind(text, b, stops)) for a, b in marked if b > begin]
             return Written(text, tuple(spans), follows, True)
@@ -119,8 +153,8 @@ class ChatTemplate:
         for k in range(first, last):
             if turns[k]["role"] != "assistant":
                 continue
-            opened = self.write(turns[:k], open_turn=True, tools=tools) if k else ""
-            closed = until_stop(self.write(turns[: k + 1], tools=tools), stops)
+            opened = self.write(turns[:k], open_turn=True, tools=tools, kwargs=kwargs) if k else ""
+            closed = until_stop(self.write(turns[: k + 1], tools=tools, kwargs=kwargs), stops)
             if text.startswith(closed) and closed.startswith(opened):
                 spans.append((len(opened), len(closed)))
             else:
@@ -167,26 +201,38 @@ class ChatTemplate:
         return None
 
     def _render(
-        self, turns: Sequence[Message], open_turn: bool, tools: Any, *, marks: bool
+        self,
+        turns: Sequence[Message],
+        open_turn: bool,
+        tools: Any,
+        kwargs: Mapping[str, Any] | None,
+        *,
+        marks: bool,
     ) -> tuple[str, list[Span]]:
-        if self.text is None:
+        template = self._with_tools if tools else self.text
+        if template is None:
             raise InputError(
                 'the tokenizer has no chat template: set chat_template = "plain", or give a template file'
             )
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        variables = {**self._kwargs, **(kwargs or {})}
+        if problem := kwargs_problem(variables):
+            raise InputError(f"chat_template_kwargs {problem}")
         messages = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
         self._require_roles(turns)
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                tools=tools or None,
-                chat_template=self._with_tools if tools else self.text,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=open_turn,
-                **self.tokenizer.special_tokens_map,  # a token that there is not is undefined: written as nothing
-            )
+            with on_date(self._date, template):
+                texts, spans = render_jinja_template(
+                    [messages],
+                    tools=tools or None,
+                    chat_template=template,
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=open_turn,
+                    # A special token that there is not is undefined: written as nothing.
+                    **{**self.tokenizer.special_tokens_map, **variables},
+                )
         except TemplateSyntaxError as error:
             raise InputError(self.problem() or str(error)) from error
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:

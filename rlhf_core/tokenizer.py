@@ -6,18 +6,32 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.encoding import PLAIN, Encoder, Ints, Message, Special, Turns, join, special_ids, template_text
-from rlhf_core.errors import InputError, near
+from rlhf_core.encoding import (
+    PLAIN,
+    Encoder,
+    Ints,
+    Message,
+    Special,
+    TextOptions,
+    Turns,
+    join,
+    special_ids,
+    template_text,
+)
+from rlhf_core.errors import InputError, is_library_error, near
+from rlhf_core.templates import templates_of
 
 __all__ = [
     "PLAIN",
     "Encoder",
     "Message",
     "Special",
+    "TextOptions",
     "Turns",
     "encode_full",
     "encode_pair",
@@ -34,9 +48,9 @@ __all__ = [
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """The transformers tokenizer of a local directory or of a name on the hub.
+    """The transformers tokenizer of a local directory or of a name on the hub. Code that comes with it is never run.
 
-    Raises InputError where there is neither, or where the directory holds no tokenizer.
+    Raises InputError where there is neither, or where the directory holds no tokenizer, or one that cannot be used.
     """
     # transformers advises to install PyTorch, which nothing here needs; tokenizers warn of forks unless told.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -62,30 +76,57 @@ def load_tokenizer(source: str | Path) -> Any:
 
     unreachable = "" if path.is_dir() else _hub_problem(str(source))
     try:
-        return AutoTokenizer.from_pretrained(
-            str(path if path.is_dir() else source), local_files_only=bool(unreachable)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path if path.is_dir() else source),
+            local_files_only=bool(unreachable),
+            trust_remote_code=False,
         )
-    except Exception as error:  # damaged files fail in every way there is
+        _try(tokenizer)
+    except BaseException as error:  # damaged files fail in every way there is
+        if isinstance(error, InputError) or not is_library_error(error):
+            raise
         if path.is_dir():
             raise InputError(_unreadable(path, error)) from error
-        reason = unreachable or str(error).strip().splitlines()[0]
+        reason = unreachable or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"no tokenizer '{source}': no such directory here, nor does the hub give it ({reason}). Without "
             "network, fetch its files elsewhere and give their directory"
         ) from error
+    return tokenizer
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def _try(tokenizer: Any) -> None:
+    """Use the tokenizer once: files of the wrong form may fail only then."""
+    special = tokenizer.special_tokens_map
+    if odd := [name for name, token in special.items() if not isinstance(token, str)]:
+        raise ValueError(f"its {odd[0]} is no text")
+    for name, text in templates_of(tokenizer).items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(f"its chat template {name!r} is no text")
+    ids = tokenizer(["a b"], add_special_tokens=True, verbose=False)["input_ids"][0]
+    tokenizer.decode(ids)
+    len(tokenizer)
+    special_ids(tokenizer)
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         try:
             json.loads((path / name).read_text(encoding="utf-8"))
         except OSError:
             continue
+        except RecursionError:
+            return f"{path / name} is nested too deeply: fetch it again"
         except ValueError as damage:
             return f"{path / name} is not JSON ({damage}): fetch it again"
+    if "trust_remote_code" in str(error):
+        return (
+            f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use a "
+            "tokenizer with a tokenizer.json, or save it as one with transformers"
+        )
     if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
         return f"{path / 'config.json'}: {error.__cause__ or error}"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300, placeholder=" …")
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         reason = "it has no tokenizer.json; put it there"
     return f"the tokenizer in {path} cannot be read: {reason}"
@@ -139,7 +180,10 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def template_hash(tokenizer: Any, chat_template: str | None = None) -> str | None:
-    """sha256 of the template's text; None where there is no template."""
+    """sha256 of the template's text, of a tokenizer with several of all by name; None where there is no template."""
+    named = templates_of(tokenizer) if chat_template is None else {}
+    if set(named) - {"default"}:
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
     text = template_text(tokenizer, chat_template)
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
@@ -148,13 +192,14 @@ def render(
     tokenizer: Any,
     messages: Sequence[Message],
     *,
-    chat_template: str | None = None,
+    chat_template: str | TextOptions | None = None,
     add_generation_prompt: bool = False,
     tools: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Ids of a conversation as the template writes it, nothing added or cut."""
+    """Ids of a conversation as the template writes it, nothing added or cut. kwargs: variables for the template."""
     encoder = Encoder(tokenizer, chat_template)
-    text = encoder.text(messages, open_turn=add_generation_prompt, tools=tools)
+    text = encoder.text(messages, open_turn=add_generation_prompt, tools=tools, kwargs=kwargs)
     return [int(i) for i in encoder.tokenize([text])[0]]
 
 

@@ -8,6 +8,7 @@ from rlhf_core.data.report import Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.texts import Text, Texts, encode_texts
 from rlhf_core.data.tokens import require_vocabulary
+from rlhf_core.data.whole import Whole, encode_whole
 
 __all__ = [
     "Pair",
@@ -18,9 +19,11 @@ __all__ = [
     "Source",
     "Text",
     "Texts",
+    "Whole",
     "encode_pairs",
     "encode_prompts",
     "encode_texts",
+    "encode_whole",
     "load",
     "require_vocabulary",
     "schedule",

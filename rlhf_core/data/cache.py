@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cached_property
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.source import Source, digest
 from rlhf_core.encoding import Encoder
+from rlhf_core.templates import templates_of, writes_date
 from rlhf_core.tokenizer import tokenizer_hash
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -56,30 +57,34 @@ class Tokens:
     def _way(self) -> str | None:
         """Of all but the rows that decides the ids; None where that cannot be told."""
         assert self.encoder is not None
-        tokenizer, template = self.encoder.tokenizer, self.encoder.template
+        tokenizer, options = self.encoder.tokenizer, self.encoder.options
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             return None  # the hash of such a tokenizer is of its vocabulary alone
-        own = getattr(tokenizer, "chat_template", None)
+        dated = writes_date(tokenizer, options.chat_template)
         settings = [
             self.kind,
             tokenizer_hash(tokenizer),
             type(tokenizer).__qualname__,
             getattr(tokenizer, "split_special_tokens", False),
             self.encoder.special,
-            template,
-            own.get("tool_use") if isinstance(own, Mapping) else None,
-            date.today().isoformat() if "strftime_now" in (template or "") else None,  # some write the date
+            self.encoder.template,
+            templates_of(tokenizer) if options.chat_template is None else None,
+            options.chat_template_kwargs,
+            options.read_at,
+            options.prompt_repeated,
+            (options.template_date or date.today().isoformat()) if dated else None,
             [version(name) for name in ("tokenizers", "transformers", "jinja2")],
             _code(),
         ]
-        return digest(json.dumps(settings))
+        return digest(json.dumps(settings, sort_keys=True, default=repr))
 
 
 def _code() -> str:
     """Of the modules that turn rows into ids: a change of the rules never meets tokens of the old ones."""
     here = Path(__file__).parent
     content = hashlib.sha256()
-    for path in (here.parent / "encoding.py", here.parent / "templates.py", *sorted(here.glob("*.py"))):
+    beside = ("encoding.py", "templates.py", "template_dates.py", "text_options.py", "special_ids.py")
+    for path in (*(here.parent / name for name in beside), *sorted(here.glob("*.py"))):
         content.update(path.read_bytes())
     return content.hexdigest()
 

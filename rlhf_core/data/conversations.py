@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rlhf_core.data.source import Source
 from rlhf_core.encoding import Encoder, Turns
 from rlhf_core.errors import InputError, near
+from rlhf_core.text_options import kwargs_problem
 
 T = TypeVar("T", bound=np.generic)
 
@@ -72,6 +73,24 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
     if not _objects(tools):
         raise InputError(f"'tools' is {kind(tools)}, not a list of objects")
     return list(tools) or None
+
+
+def kwargs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The row's `chat_template_kwargs`, variables for the template: an object, or its JSON text.
+
+    Raises InputError for anything else.
+    """
+    given = row.get("chat_template_kwargs")
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"'chat_template_kwargs' is not JSON: {given!r}") from error
+    if given is None or isinstance(given, str):
+        return None
+    if problem := kwargs_problem(given):
+        raise InputError(f"'chat_template_kwargs' {problem}")
+    return dict(given) or None
 
 
 def _objects(value: Any) -> bool:

@@ -177,7 +177,7 @@ def unfilled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Arrow gives every object of a column the keys that any of them has, so that a message gets a null `tool_calls`
     and a tool the parameters of all others. Columns that are null stay so.
     """
-    structured = ("prompt", "completion", "chosen", "rejected", "messages", "tools")
+    structured = ("prompt", "completion", "chosen", "rejected", "messages", "tools", "chat_template_kwargs")
     return [
         {name: _given(cell) if name in structured else cell for name, cell in row.items()} for row in rows
     ]

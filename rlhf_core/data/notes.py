@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data.report import Report
-from rlhf_core.encoding import Encoder, Turns, replied
+from rlhf_core.encoding import Encoder, Turns
 
 
 class Notes:
@@ -39,10 +39,12 @@ class Notes:
         if applies:
             self.rows[name].add(i)
 
-    def written(self, i: int, encoder: Encoder, turns: Turns, tools: Any) -> tuple[str, bool]:
-        """As `Encoder.text`, of a text, or of row i's conversation up to its last reply."""
-        kept = replied(turns)
-        text = encoder.text(kept, tools=tools)
+    def written(
+        self, i: int, encoder: Encoder, turns: Turns, tools: Any, kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, bool]:
+        """As `Encoder.text`, of a text, or of what of row i's conversation is judged."""
+        kept = encoder.judged(turns)
+        text = encoder.text(kept, tools=tools, kwargs=kwargs)
         if not isinstance(kept, str):
             self.add("after_reply", i, len(kept) < len(turns))
             self.add("left_out", i, encoder.chat.leaves_out(kept, text[0], tools))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.report import Problems
+from rlhf_core.data.report import Problems, shorten
 from rlhf_core.data.source import Source
 from rlhf_core.encoding import Turns
 from rlhf_core.errors import InputError
@@ -52,8 +52,11 @@ class Preference(NamedTuple):
     """Whether a completion begins with the prompt that will be put before it."""
 
 
-def parse(source: Source, problems: Problems) -> list[Preference]:
-    """Prompt and completions of every row; rows that are wrong are added to `problems` and left out."""
+def parse(source: Source, problems: Problems, prompt_repeated: bool | None = None) -> list[Preference]:
+    """Prompt and completions of every row; rows that are wrong are added to `problems` and left out.
+
+    prompt_repeated: as in `TextOptions`, of texts; whether a conversation holds its prompt is seen by its turns.
+    """
     columns = set(source.columns)
     if not {"chosen", "rejected"} <= columns:
         raise cells.missing(source, ("chosen", "rejected"), ACCEPTED)
@@ -78,8 +81,10 @@ def parse(source: Source, problems: Problems) -> list[Preference]:
     if "prompt" not in columns:
         return [Preference(None, row["chosen"], row["rejected"]) for row in whole]
     if not chat["prompt"] and not chat["chosen"]:
-        return _texts(source, whole, index, problems)
-    parsed = []
+        texts = [(row["prompt"], row["chosen"], row["rejected"]) for row in whole]
+        split = without_prompts(source, index, texts, ("chosen", "rejected"), prompt_repeated, problems)
+        return [Preference(*each, doubled=not prompt_repeated and begins_with(*each)) for each in split]
+    parsed: list[Preference] = []
     for i, row in zip(index, whole, strict=True):
         sides = [_completion(row["prompt"], row[name], name) for name in ("chosen", "rejected")]
         fine = [side for side in sides if not isinstance(side, _Misfit)]
@@ -92,30 +97,40 @@ def parse(source: Source, problems: Problems) -> list[Preference]:
     return parsed
 
 
-def _texts(
-    source: Source, rows: Sequence[Mapping[str, Any]], index: Sequence[int], problems: Problems
-) -> list[Preference]:
-    """Texts with a prompt: completions or, where most rows of a file do so, whole texts starting with it."""
-    starts = [
-        bool(row["prompt"])
-        and row["chosen"].startswith(row["prompt"])
-        and row["rejected"].startswith(row["prompt"])
-        for row in rows
-    ]
-    repeated = sum(starts) * 2 > len(rows)
+T = TypeVar("T", bound=tuple[str, ...])
+
+
+def without_prompts(
+    source: Source,
+    index: Sequence[int],
+    rows: Sequence[T],
+    names: Sequence[str],
+    repeated: bool | None,
+    problems: Problems,
+) -> list[T]:
+    """Rows of texts, a prompt and its completions, without the prompt at the start of these where `repeated`.
+
+    index: the rows' places in the source. names: the columns of the completions. repeated: as
+    `TextOptions.prompt_repeated`; a row that does not begin so is then added to `problems`. Where nothing is said,
+    raises InputError for a source most of whose rows do.
+    """
     if not repeated:
-        parsed = [Preference(row["prompt"], row["chosen"], row["rejected"]) for row in rows]
-        return [p._replace(doubled=begins_with(p.prompt, p.chosen, p.rejected)) for p in parsed]
-    for i, row, start in zip(index, rows, starts, strict=True):
-        if not start:
-            side = "chosen" if not row["chosen"].startswith(row["prompt"]) else "rejected"
-            problems.add(
-                f"{source.where(i)}: 'prompt' is not the start of '{side}', as it is in most rows of the file"
+        starting = [i for i, (prompt, *sides) in zip(index, rows, strict=True)
+                    if prompt.strip() and all(side.startswith(prompt) for side in sides)]  # fmt: skip
+        if repeated is None and len(starting) * 2 > len(rows):
+            raise InputError(
+                f"{source.name}: in {len(starting):,} of {len(rows):,} rows the completion begins with the text of its "
+                f"prompt ({shorten([source.where(i) for i in starting])}): set prompt_repeated = true to take it off, "
+                "or prompt_repeated = false where the model shall read it twice"
             )
-    return [
-        Preference(row["prompt"], row["chosen"][len(row["prompt"]) :], row["rejected"][len(row["prompt"]) :])
-        for row in rows
-    ]
+        return list(rows)
+    for i, (prompt, *sides) in zip(index, rows, strict=True):
+        odd = [name for name, side in zip(names, sides, strict=True) if not side.startswith(prompt)]
+        if odd:
+            problems.add(
+                f"{source.where(i)}: 'prompt' is not the start of '{odd[0]}', as prompt_repeated = true says"
+            )
+    return [(row[0], *(side[len(row[0]) :] for side in row[1:])) for row in rows]  # type: ignore[misc]
 
 
 def begins_with(prompt: Turns | None, *completions: Turns) -> bool:

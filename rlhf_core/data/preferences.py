@@ -19,7 +19,7 @@ from rlhf_core.data.parsing import Preference, margin_of, parse
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids, pretokenised, prompt_ids
-from rlhf_core.encoding import Encoder, Ints, first_after, join
+from rlhf_core.encoding import Encoder, Ints, TextOptions, first_after, join
 from rlhf_core.errors import InputError
 from rlhf_core.rows import Tree, shared_prefix, tree
 
@@ -95,13 +95,14 @@ def encode_pairs(
     max_length: int | None,
     overlong: str = "filter",
     truncation_mode: str = "keep_end",
-    chat_template: str | None = None,
+    chat_template: str | TextOptions | None = None,
     completions: bool = False,
 ) -> Pairs:
     """Tokenise preferences; the columns decide how they are read, and every row is checked.
 
     tokenizer: may be None where all rows hold token ids; those are taken as they are, without EOS.
     max_length: tokens of either sequence, prompt included.
+    chat_template: as in `template_text`, or all options of `TextOptions`.
     overlong: "filter" drops a pair if one is longer, "truncate" cuts each sequence by `truncation_mode`.
     completions: find where they start (`Pair.starts`): after the prompt; without one, after the turns that both
         conversations begin with, or where texts or ids part. A pair of which the cut leaves no completion is dropped.
@@ -187,13 +188,15 @@ def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Array
                 parting = map(_parting, *given) if prompts is None else ((len(p),) * 2 for p in prompts)
                 arrays["starts"] = np.array(list(parting), np.int64)
             return arrays
-    preferences = parse(source, problems)
+    repeated = None if encoder is None else encoder.options.prompt_repeated
+    preferences = parse(source, problems, repeated)
     problems.stop()
     if encoder is None:
         raise InputError(f"{source.name} has text, which needs a tokenizer")
     if not all(isinstance(p.chosen, str) for p in preferences):
         cells.require_template(source, encoder)
     texts: list[tuple[str, bool]] = []
+    chat: list[bool] = []
     openings: list[tuple[str, bool]] = []
     used: list[int] = []
     notes = Notes(NOTES)
@@ -202,17 +205,18 @@ def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Array
         if cells.is_blank(p.chosen) or cells.is_blank(p.rejected):
             continue
         try:
-            tools = cells.tools_of(source.rows[i])
+            tools, kwargs = cells.tools_of(source.rows[i]), cells.kwargs_of(source.rows[i])
             for side in (p.chosen, p.rejected):
-                texts.append(notes.written(i, encoder, join(p.prompt, side), tools))
+                texts.append(notes.written(i, encoder, join(p.prompt, side), tools, kwargs))
+                chat.append(not isinstance(side, str) or not isinstance(p.prompt, str | None))
             if completions:
                 p = preferences[i] = _split(p)
-                openings.append(encoder.opening(p.prompt, p.chosen, tools=tools))
+                openings.append(encoder.opening(p.prompt, p.chosen, tools=tools, kwargs=kwargs))
             used.append(i)
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.stop()
-    ids = [encoder.ended(sequence) for sequence in encoder.tokenize(texts)]
+    ids = encoder.closed(texts, chat)
     chosen, rejected = (dict(zip(used, ids[side::2], strict=True)) for side in (0, 1))
     rows = range(len(preferences))
     arrays = _arrays([chosen.get(i) for i in rows], [rejected.get(i) for i in rows], margins, notes)

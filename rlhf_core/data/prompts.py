@@ -16,7 +16,7 @@ from rlhf_core.data.notes import Notes
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source, json_text
 from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids
-from rlhf_core.encoding import Encoder, Ints, Turns
+from rlhf_core.encoding import Encoder, Ints, TextOptions, Turns
 from rlhf_core.errors import InputError
 
 NOTES = ("left_out",)
@@ -69,10 +69,11 @@ def encode_prompts(
     max_prompt_length: int | None,
     overlong: str = "filter",
     truncation_mode: str = "keep_end",
-    chat_template: str | None = None,
+    chat_template: str | TextOptions | None = None,
 ) -> Prompts:
     """Tokenise prompts; conversations open an assistant turn.
 
+    chat_template: as in `template_text`, or all options of `TextOptions`.
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
     Raises InputError naming file and row of the first few problems, and where no prompt is left.
     """
@@ -134,8 +135,8 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
             problems.add(f"{source.where(i)}: {problem}")
             continue
         try:
-            tools = cells.tools_of(row)
-            texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools))
+            tools, kwargs = cells.tools_of(row), cells.kwargs_of(row)
+            texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools, kwargs=kwargs))
             if chat:
                 notes.add("left_out", i, encoder.chat.leaves_out(row["prompt"], texts[-1][0], tools))
         except InputError as error:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
 from rlhf_core.data.notes import Notes
-from rlhf_core.data.parsing import begins_with, number_of, parse
+from rlhf_core.data.parsing import begins_with, number_of, parse, without_prompts
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids
-from rlhf_core.encoding import Encoder, Ints, Turns, first_after, join, replied
+from rlhf_core.encoding import Encoder, Ints, TextOptions, Turns, first_after, join, replied
 from rlhf_core.errors import InputError
 from rlhf_core.rows import Tree, shared_prefix
 from rlhf_core.templates import Written
@@ -87,7 +87,7 @@ def encode_texts(
     max_length: int | None,
     overlong: str = "filter",
     truncation_mode: str = "keep_end",
-    chat_template: str | None = None,
+    chat_template: str | TextOptions | None = None,
     values: Sequence[str] = (),
 ) -> Texts:
     """Tokenise demonstrations. Which tokens are learned depends on the columns:
@@ -96,6 +96,7 @@ def encode_texts(
     `rlhf_core.templates` finds them. Preferences: as prompt + completion with the chosen one.
 
     max_length: tokens; longer rows are dropped ("filter") or cut ("truncate", by `truncation_mode`).
+    chat_template: as in `template_text`, or all options of `TextOptions`.
     values: columns of numbers, one a text, which an objective reads as `batch.sequence_values[column]`.
     Raises InputError naming file and row of the first few problems, and where no text is left.
     """
@@ -178,13 +179,18 @@ def _completions(source: Source, encoder: Encoder, notes: Notes) -> list[Text | 
     if any(chat.values()):
         cells.require_template(source, encoder)
     rows = list(_checked(source, chat, answered="completion" if chat["completion"] else None))
-    notes.rows["doubled"] = {i for i, row in enumerate(rows) if begins_with(*row)}
+    repeated = encoder.options.prompt_repeated
+    if not any(chat.values()):
+        problems = Problems()
+        rows = without_prompts(source, range(len(rows)), rows, ["completion"], repeated, problems)
+        problems.stop()
+    notes.rows["doubled"] = {i for i, row in enumerate(rows) if not repeated and begins_with(*row)}
     return _learn(source, encoder, rows, notes)
 
 
 def _chosen(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
     problems = Problems()
-    parsed = parse(source, problems)
+    parsed = parse(source, problems, encoder.options.prompt_repeated)
     problems.stop()
     if any(not isinstance(p.chosen, str) for p in parsed):
         cells.require_template(source, encoder)
@@ -221,7 +227,8 @@ def _learn(
         first = len(turns) - (1 if isinstance(completion, str) else len(completion))
         try:
             tools, kept = cells.tools_of(source.rows[i]), replied(turns)
-            chats[i] = encoder.replies(kept, tools=tools, first=first)
+            kwargs = cells.kwargs_of(source.rows[i])
+            chats[i] = encoder.replies(kept, tools=tools, kwargs=kwargs, first=first)
             notes.add("left_out", i, encoder.chat.leaves_out(kept, chats[i].text, tools))
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")

@@ -6,10 +6,12 @@ from rlhf_core.models.definition import Definition as Definition
 from rlhf_core.models.families import Architecture as Architecture
 from rlhf_core.models.family import DECODER as DECODER
 from rlhf_core.models.family import decoder_family as decoder_family
+from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import find_family as find_family
 from rlhf_core.models.loading import fresh_model as fresh_model
 from rlhf_core.models.loading import load_model as load_model
+from rlhf_core.models.loading import local_directory as local_directory
 from rlhf_core.models.loading import stored_head as stored_head
 from rlhf_core.models.model import Model as Model
 from rlhf_core.models.model import padded_rows as padded_rows

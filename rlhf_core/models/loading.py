@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from rlhf_core.registry import Registry
 
+NO_REWARD_HEAD = "is a language model, without a reward head: rlhf train reward makes a reward model of it"
+
 
 def load_model(
     path: str | Path,
@@ -41,12 +43,13 @@ def load_model(
     seed: int = 0,
     registry: Registry | None = None,
     dtype: str | None = None,
+    fresh_head: bool = True,
 ) -> Model:
     """A model from a Hugging Face directory or hub name, or an adapter of PEFT, which names its base model.
 
     adapter: a directory of PEFT with an adapter for the model at `path`.
     head: "lm", or "score" for a reward model: a `…ForSequenceClassification` with one label, or a language model,
-        whose head is then drawn from `seed`, with a warning that says so.
+        whose head is then drawn from `seed`, with a warning that says so; an error where not fresh_head.
     mesh: where the parameters go; default: one device.
     registry: has the model families; default: those of all installed plugins.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
@@ -61,6 +64,8 @@ def load_model(
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
     if fresh:
         if adapters is None or adapters.score is None:
+            if not fresh_head:
+                raise InputError(f"{path} {NO_REWARD_HEAD}")
             warnings.warn(
                 f"{path}: a language model: its reward head is new, drawn from seed {seed}", stacklevel=2
             )
@@ -258,6 +263,7 @@ def _directory(path: str | Path, revision: str | None = None) -> Path:
         "*.safetensors.index.json",
         "config.json",
         "generation_config.json",
+        "rlhf_artifact.json",
         peft.CONFIG,
         *TOKENIZER_FILES,
     ]

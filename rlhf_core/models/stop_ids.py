@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.errors import read_json_object
+from rlhf_core.special_ids import stop_ids_in
+
 GENERATION = "generation_config.json"
 
 
 def stop_ids_of(directory: Path) -> list[int]:
     """Those that the directory's generation_config.json names."""
     file = directory / GENERATION
-    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    return [named] if isinstance(named, int) else list(named or ())
+    return stop_ids_in(file) if file.is_file() else []
 
 
 def save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> None:
@@ -22,6 +24,6 @@ def save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> N
     if set(stop_ids) <= {tokenizer.eos_token_id, *stop_ids_of(directory)}:
         return
     file = directory / GENERATION
-    rest = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    rest = read_json_object(file) if file.is_file() else {}
     text = json.dumps({**rest, "eos_token_id": list(stop_ids)}, indent=2)
     file.write_text(text + "\n", encoding="utf-8")

@@ -16,6 +16,8 @@ from rlhf_core.options.base import Component, Options
 from rlhf_core.options.expansion import PART_NAMES, expand, inherited
 from rlhf_core.options.problems import Problem, shown
 from rlhf_core.options.seed import TRL_ABSENT, TRL_NAMES
+from rlhf_core.template_dates import parse_date
+from rlhf_core.text_options import kwargs_problem
 
 Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
@@ -36,6 +38,20 @@ def _seconds(given: Any) -> Any:
 def _constant(given: Any) -> Any:
     """EasyDeL's word for a constant learning rate is none."""
     return "constant" if given is None or given == "none" else given
+
+
+def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    if problem := kwargs_problem(given):
+        raise ValueError(problem)
+    return given
+
+
+def _day(given: str) -> str:
+    try:
+        parse_date(given)
+    except ValueError:
+        raise ValueError(f"{shown(given)} is not a day such as '2026-01-31'") from None
+    return given
 
 
 def _text(given: Any) -> Any:
@@ -199,6 +215,21 @@ class TrainerConfig(Options):
         None,
         description="how conversations become text; none: the tokenizer's own; 'plain': each turn under its role's "
         "name; or a Jinja file",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
+        {},
+        description="variables for the chat template, such as { enable_thinking = false }; a row's column of this name "
+        "adds to them",
+    )
+    template_date: Annotated[str, AfterValidator(_day)] | None = Field(
+        None,
+        description="the day that a chat template with strftime_now writes, such as '2026-01-31'; none: the one that "
+        "the model was trained with, else the day on which the run began",
+    )
+    prompt_repeated: bool | None = Field(
+        None,
+        description="whether completions in the data begin with the text of their prompt, which is then taken off; "
+        "none: they do not, and a file in which most do is refused",
     )
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from rlhf_core.doors import open_records, tell
 from rlhf_core.errors import InputError
 from rlhf_core.options import Component
 from rlhf_core.rollouts.rewards import Reward, WeightedReward, make_rewards
+from rlhf_core.text_settings import text_options
 from rlhf_core.trees import Tree
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def open_prompts(
         max_prompt_length=max_prompt_length,
         overlong=config.overlong,
         truncation_mode=config.truncation_mode,
-        chat_template=config.chat_template,
+        chat_template=text_options(config, stage),
     )
     tell(encoded.report, stage, field)
     return encoded

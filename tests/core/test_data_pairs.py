@@ -10,7 +10,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.components import load_file
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer import encode_full, load_tokenizer, prompt_ids
+from rlhf_core.tokenizer import TextOptions, encode_full, load_tokenizer, prompt_ids
 
 made = load_file(Path(__file__).with_name("data_rows.py"))
 CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK
@@ -35,12 +35,14 @@ def decoded(encoded, tokenizer):
     [
         {"prompt": "ask ", "chosen": "good", "rejected": "bad"},
         {"chosen": "ask good", "rejected": "ask bad"},
-        {"prompt": "ask ", "chosen": "ask good", "rejected": "ask bad"},  # whole texts beside their prompt
+        # Whole texts beside their prompt.
+        {"prompt": "ask ", "chosen": "ask good", "rejected": "ask bad", "prompt_repeated": True},
         {"chosen": "ask good</s>", "rejected": "ask bad"},
     ],
 )
 def test_text_layouts(row, tokenizer):
-    encoded = pairs([row], tokenizer)
+    repeated = TextOptions(prompt_repeated=row.get("prompt_repeated"))
+    encoded = pairs([row], tokenizer, chat_template=repeated)
     assert decoded(encoded, tokenizer) == [("<s>ask good</s>", "<s>ask bad</s>")]
     (tree,) = encoded.trees()
     assert tokenizer.decode(tree.prefix) == "<s>ask "
@@ -186,7 +188,7 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
         (
             [{"prompt": "ab", "chosen": "ab c", "rejected": "ab d"}] * 2
             + [{"prompt": "ab", "chosen": "ab", "rejected": "c"}],
-            r"dataset row 3: 'prompt' is not the start of 'rejected'",
+            r"dataset: in 2 of 3 rows .* \(dataset rows 1, 2\): set prompt_repeated = true to take it off",
         ),
         (
             [{"chosen_ids": [1, -2], "rejected_ids": [1]}],

@@ -141,9 +141,14 @@ def test_messages_and_empty_completions(model: Model) -> None:
     found = scorer.score_rows(data.load([{"messages": turns}]))["score"]
     np.testing.assert_allclose(found, padded_scores(model, [np.array(ids)]), rtol=2e-5, atol=2e-6)
     rows = [{"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": ""}]
-    with pytest.warns(UserWarning, match=r"no score for rows without a completion: .*row 2"):
-        scores = scorer.score_rows(data.load(rows))["score"]
-    assert np.isfinite(scores).tolist() == [True, False]
+    # Empty is a completion like any other, which a policy may well write; missing is none.
+    scores = scorer.score_rows(data.load(rows))["score"]
+    np.testing.assert_array_equal(scores, scorer.score_completions(["a", "a"], [" b", ""]))
+    np.testing.assert_allclose(scores[1:], padded_scores(model, [np.array([3, 1])]), rtol=2e-5, atol=2e-6)
+    missing = [*rows, {"prompt": "a", "completion": None}]
+    with pytest.warns(UserWarning, match=r"no score for rows without a completion: .*row 3"):
+        scores = scorer.score_rows(data.load(missing))["score"]
+    assert np.isfinite(scores).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize(

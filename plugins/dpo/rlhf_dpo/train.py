@@ -26,6 +26,7 @@ from rlhf_core.fit import fit
 from rlhf_core.forecast import plan_lines
 from rlhf_core.state import create_state
 from rlhf_core.suited import with_attention
+from rlhf_core.text_settings import text_options
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
 from rlhf_dpo.evaluation import Evaluation
@@ -129,7 +130,7 @@ def _pairs(
             max_length=config.max_sequence_length,
             overlong=config.overlong,
             truncation_mode=config.truncation_mode,
-            chat_template=config.chat_template,
+            chat_template=text_options(config, stage),
             completions=True,
         )
         if field == "train_data":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,12 @@ class RewardConfig(TrainerConfig):
         default=0.1,
         ge=0,
         description="weight of mean((chosen + rejected)^2), which keeps rewards near 0; 0 or none: off",
+    )
+    read_at: Literal["template", "eos"] | None = Field(
+        default=None,
+        description="where the score of a conversation is read: 'eos', at the stop token behind its last reply, or "
+        "'template', at the last token that its chat template writes; none: as the model was trained, a fresh one "
+        "'eos'",
     )
     num_preview_samples: int = Field(
         default=2,

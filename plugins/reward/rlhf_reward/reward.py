@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,16 +34,21 @@ class ModelReward:
             self.model, mesh=stage.devices(), registry=stage.registry, normalize=self.normalize
         )
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
         """One score a completion, in reward units, or in standard deviations where normalized.
 
-        A column `tools` is part of the conversations, as in training. A completion that was cut off at the policy's
-        length limit is scored as if it ended there: reward models have only learned from texts that end.
+        Columns `tools` and `chat_template_kwargs` are part of the conversations, as in training. A completion that was
+        cut off at the policy's length limit is scored as if it ended there: reward models have only learned from texts
+        that end.
         """
         if self._scorer is None:
             raise RuntimeError("setup(stage) comes before the first call")
-        scores = self._scorer.score_completions(prompts, completions, columns.get("tools"))
-        return [float(score) for score in scores]
+        scores = self._scorer.score_completions(
+            prompts, completions, columns.get("tools"), columns.get("chat_template_kwargs")
+        )
+        return [None if math.isnan(score) else float(score) for score in scores]
 
     def snapshot(self) -> dict[str, Any]:
         """What the last bits of scores depend on beside the texts: the shapes that were chosen for the first ones."""

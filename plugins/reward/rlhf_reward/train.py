@@ -27,6 +27,7 @@ from rlhf_core.forecast import plan_lines
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.state import create_state
 from rlhf_core.suited import with_attention
+from rlhf_core.text_settings import read_at_of, text_options
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, finite, subsets_of
 from rlhf_reward.objective import objective, pair_loss
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rlhf_core import Stage
     from rlhf_core.data import Pairs, Records
     from rlhf_core.models import Model
+    from rlhf_core.tokenizer import TextOptions
     from rlhf_reward.objective import Measure
 
 
@@ -70,7 +72,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
         trained.tokenizer,
         max_length=config.max_sequence_length,
         truncation_mode=config.truncation_mode,
-        chat_template=config.chat_template,
+        chat_template=_text_options(config, stage),
     )
     if evaluate is None:
         seen = train.pairs[:STATISTICS_PAIRS]
@@ -92,6 +94,10 @@ STATISTICS_PAIRS = 128
 def _measure(config: RewardConfig, stage: Stage) -> Measure:
     component = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
     return partial(pair_loss, component, coefficient=config.center_rewards_coefficient, name=config.loss.name)
+
+
+def _text_options(config: RewardConfig, stage: Stage) -> TextOptions:
+    return text_options(config, stage, read_at=read_at_of(config, stage, config.read_at))
 
 
 def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measure) -> Evaluation | None:
@@ -131,7 +137,7 @@ def _encoded(records: Records, config: RewardConfig, stage: Stage, tokenizer: An
             max_length=config.max_sequence_length,
             overlong=config.overlong,
             truncation_mode=config.truncation_mode,
-            chat_template=config.chat_template,
+            chat_template=_text_options(config, stage),
         )
         if field == "train_data":
             encoded.report.require_differences(records.name)

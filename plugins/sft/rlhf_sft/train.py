@@ -12,6 +12,7 @@ from rlhf_core.fit import evaluator, fit
 from rlhf_core.forecast import plan_lines
 from rlhf_core.state import create_state
 from rlhf_core.suited import with_attention
+from rlhf_core.text_settings import text_options
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
@@ -64,7 +65,7 @@ def _texts(config: SFTConfig, stage: Stage, tokenizer: Any, field: str, *, neede
         max_length=config.max_sequence_length,
         overlong=config.overlong,
         truncation_mode=config.truncation_mode,
-        chat_template=config.chat_template,
+        chat_template=text_options(config, stage),
     )
     tell(encoded.report, stage, field)
     return encoded

@@ -1,0 +1,118 @@
+"""Whole sequences, as a reward model reads them: every row that has something to read, whatever it would teach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.data import conversations as cells
+from rlhf_core.data.parsing import FAMILIES, parse, without_prompts
+from rlhf_core.data.report import Problems
+from rlhf_core.data.source import Records, Source
+from rlhf_core.data.texts import read_columns
+from rlhf_core.data.tokens import pretokenised
+from rlhf_core.encoding import Encoder, Ints, Turns
+from rlhf_core.errors import InputError
+
+Row = tuple[Turns | None, Turns]
+"""A prompt, or None where the completion holds it, and a completion."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The sequences of all rows.
+
+    sides: ("score",), or ("chosen_score", "rejected_score") for preferences. sequences: int32 [n] for each row and
+    side; None in rows without a completion. places: names each row, such as "prefs.jsonl row 17".
+    """
+
+    sides: tuple[str, ...]
+    sequences: list[list[Ints] | None]
+    places: list[str]
+
+
+def encode_whole(records: Records, encoder: Encoder) -> Whole:
+    """Tokenise texts, conversations or preferences, EOS last or as the template writes them.
+
+    An empty completion is read like any other; one that is missing (null, or nobody answers) is not. Raises InputError
+    naming file and row of the first few problems.
+    """
+    columns = set(records.columns)
+    paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))
+    sequences: list[list[Ints] | None] = []
+    places: list[str] = []
+    for source in records.sources:
+        sequences += (_pairs if paired else _texts)(source, encoder)
+        places += [source.where(i) for i in range(len(source.rows))]
+    return Whole(("chosen_score", "rejected_score") if paired else ("score",), sequences, places)
+
+
+def _pairs(source: Source, encoder: Encoder) -> list[list[Ints] | None]:
+    problems = Problems()
+    family = next((names for names in FAMILIES if set(names) <= set(source.columns)), None)
+    if family is not None:
+        sides = [pretokenised(source, name, encoder.tokenizer, problems) for name in family]
+        problems.stop()
+        return [list(each) for each in zip(*sides, strict=True)]
+    there = [i for i, row in enumerate(source.rows) if _has(row, "chosen") and _has(row, "rejected")]
+    kept = source.take(there, "complete")
+    parsed = parse(kept, problems, encoder.options.prompt_repeated) if there else []
+    problems.stop()
+    rows = [[(each.prompt, each.chosen), (each.prompt, each.rejected)] for each in parsed]
+    return _encoded(source, there, rows, encoder)
+
+
+def _texts(source: Source, encoder: Encoder) -> list[list[Ints] | None]:
+    columns = read_columns(source)
+    prompted, last = columns[0] == "prompt", columns[-1]
+    chat = {name: name == "messages" or cells.is_chat(source, name) for name in columns}
+    problems = Problems()
+    there: list[int] = []
+    rows: list[Row] = []
+    for i, row in enumerate(source.rows):
+        if not _has(row, last):
+            continue
+        found = [p for p in (cells.cell_problem(row, name, chat[name]) for name in columns) if p]
+        if found:
+            problems.add(f"{source.where(i)}: {'; '.join(found)}")
+        elif encoder.options.read_at == "template" or cells.is_answered(row[last]):
+            there.append(i)
+            rows.append((row["prompt"] if prompted else None, row[last]))
+    problems.stop()
+    if prompted and not any(chat.values()):
+        texts: list[Any] = rows
+        rows = without_prompts(source, there, texts, [last], encoder.options.prompt_repeated, problems)
+        problems.stop()
+    return _encoded(source, there, [[row] for row in rows], encoder)
+
+
+def _has(row: Mapping[str, Any], column: str) -> bool:
+    """Whether a row has something in a column; one without the column is malformed, which `cell_problem` says."""
+    return column not in row or row[column] is not None
+
+
+def _encoded(
+    source: Source, there: Sequence[int], rows: Sequence[Sequence[Row]], encoder: Encoder
+) -> list[list[Ints] | None]:
+    """The sequences of the rows that are there, in their places among all rows of the source."""
+    if any(not isinstance(part, str | None) for row in rows for side in row for part in side):
+        cells.require_template(source, encoder)
+    problems = Problems()
+    texts: list[tuple[str, bool]] = []
+    chat: list[bool] = []
+    for i, row in zip(there, rows, strict=True):
+        try:
+            tools, kwargs = cells.tools_of(source.rows[i]), cells.kwargs_of(source.rows[i])
+            written = [encoder.whole_text(prompt, side, tools=tools, kwargs=kwargs) for prompt, side in row]
+        except InputError as error:
+            problems.add(f"{source.where(i)}: {error}")
+            continue
+        texts += [text for text, _ in written]
+        chat += [by_template for _, by_template in written]
+    problems.stop()
+    ids = iter(encoder.closed(texts, chat))
+    found: list[list[Ints] | None] = [None] * len(source.rows)
+    for i, row in zip(there, rows, strict=True):
+        found[i] = [next(ids) for _ in row]
+    return found

@@ -1,0 +1,81 @@
+"""Whether completions begin with their prompt is said by an option, never guessed from the other rows of a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.encoding import Encoder
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer import TextOptions
+
+PAIR = {"prompt": "a b ", "chosen": "a b c", "rejected": "a b d"}
+OTHER = {"prompt": "e ", "chosen": "f", "rejected": "g"}
+TEXT = {"prompt": "a b ", "completion": "a b c"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Any) -> Any:
+    return tiny.make_tokenizer()
+
+
+def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool | None) -> Any:
+    options = TextOptions(prompt_repeated=repeated)
+    records = data.load(rows)
+    if kind == "whole":
+        return data.encode_whole(records, Encoder(tokenizer, options)).sequences
+    if kind == "pairs":
+        found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=options)
+        return [[pair.chosen, pair.rejected] for pair in found.pairs]
+    texts = data.encode_texts(records, tokenizer, max_length=None, chat_template=options)
+    return [[text.tokens] for text in texts.texts]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"), [("pairs", PAIR), ("whole", PAIR), ("texts", TEXT), ("whole", TEXT)]
+)
+def test_a_row_reads_alike_whatever_the_other_rows(kind: str, row: dict[str, Any], tokenizer: Any) -> None:
+    other = {name: value for name, value in {**OTHER, "completion": "f"}.items() if name in row}
+    for repeated, words in ((False, "a b a b c"), (True, "a b c"), (None, "a b a b c")):
+        beside = {name: "e " + text if repeated else text for name, text in other.items()}
+        beside["prompt"] = "e "
+        found = encode(kind, [beside, row, beside, beside], tokenizer, repeated)
+        assert tokenizer.decode(found[1][0]) == f"{words} </s>", repeated
+    # Most rows begin so: it has to be said what that means.
+    for rows in ([row], [row, row, other]):
+        with pytest.raises(
+            InputError, match=r"set prompt_repeated = true to take it off, or prompt_repeated = false"
+        ):
+            encode(kind, rows, tokenizer, None)
+        assert tokenizer.decode(encode(kind, rows, tokenizer, False)[0][0]) == "a b a b c </s>"
+    with pytest.raises(
+        InputError, match=r"row 2: 'prompt' is not the start of '(chosen|completion)', as prompt_rep"
+    ):
+        encode(kind, [row, other], tokenizer, True)
+
+
+def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
+    """Training drops what teaches nothing; a score is asked for all the same."""
+    encoder = Encoder(tokenizer)
+    rows = [{"prompt": "a", "completion": text} for text in (" b", "", "  ", None)]
+    whole = data.encode_whole(data.load(rows), encoder)
+    said = [row and tokenizer.decode(row[0]) for row in whole.sequences]
+    assert said == ["a b </s>", "a </s>", "a </s>", None]
+    assert whole.places[3].endswith("row 4")
+    again = encoder.whole(["a"] * 3, [" b", "", "  "])
+    for row, ids in zip(whole.sequences, again, strict=False):
+        assert row is not None
+        np.testing.assert_array_equal(row[0], ids)
+    pairs = data.encode_whole(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
+    assert pairs.sides == ("chosen_score", "rejected_score")
+    assert [row and [tokenizer.decode(ids) for ids in row] for row in pairs.sequences] == [
+        ["e </s>", "e g </s>"],
+        None,
+    ]
+    texts = data.encode_whole(data.load([{"text": "a b"}, {"text": ""}]), encoder)
+    assert [row and tokenizer.decode(row[0]) for row in texts.sequences] == ["a b </s>", "</s>"]
+    ids = data.encode_whole(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
+    assert [each.tolist() for each in ids.sequences[0] or []] == [[4, 5], [6]]
