@@ -113,13 +113,15 @@ class RewardInputs(NamedTuple):
     """What a reward function may ask for by name; every other dataset column is passed under its own name.
 
     prompts, completions: texts, or message lists for chat data, one a completion.
-    completion_ids: the sampled tokens, stop token included. columns: the dataset's others, one value a completion.
+    completion_ids: the sampled tokens, stop token included. columns: the dataset's others, one value per completion.
+    places: names each completion's row in messages, such as "prompts.jsonl row 17"; functions do not get them.
     """
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
     completion_ids: Sequence[Sequence[int]]
     columns: Mapping[str, Sequence[Any]]
+    places: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

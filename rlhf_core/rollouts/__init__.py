@@ -13,10 +13,10 @@ from rlhf_core.rollouts.opening import require_known as require_known
 from rlhf_core.rollouts.opening import warm_up as warm_up
 from rlhf_core.rollouts.rewards import Reward as Reward
 from rlhf_core.rollouts.rewards import WeightedReward as WeightedReward
-from rlhf_core.rollouts.rewards import check_columns as check_columns
-from rlhf_core.rollouts.rewards import restore as restore
-from rlhf_core.rollouts.rewards import set_up as set_up
-from rlhf_core.rollouts.rewards import snapshots as snapshots
+from rlhf_core.rollouts.setup import check_columns as check_columns
+from rlhf_core.rollouts.setup import restore as restore
+from rlhf_core.rollouts.setup import set_up as set_up
+from rlhf_core.rollouts.setup import snapshots as snapshots
 
 __all__ = [
     "Reward",

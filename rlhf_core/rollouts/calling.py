@@ -1,15 +1,14 @@
-"""Calling reward functions: together, within their time, and with one outcome on every process."""
+"""Call reward functions: together, within their time, and with one outcome on every process."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -17,6 +16,9 @@ from jax.experimental import multihost_utils
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.rewards.unreadable import UnreadableError
+from rlhf_core.rollouts.rewards import part_of
+from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
     from rlhf_core.rollouts.rewards import Reward
@@ -25,17 +27,19 @@ Outcome = np.ndarray | BaseException | None
 """What came of a call: float64 [N], what was raised, or None where another process makes the call."""
 DONE, SKIPPED, STOPPED = 0, 1, 2
 HERE = str(Path(__file__).parent.parent)
+SECONDS_TO_FIND_ROW = 5.0
 
 
 def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True) -> np.ndarray:
     """Every function on every completion: float64 [N, functions], NaN where one does not apply or its call is skipped.
 
-    Asynchronous functions and those with a timeout run at the same time, after the others. Of several processes the
-    first calls the functions, and the others get its values bit for bit; objects with `setup` are called last, on all
-    processes, one after another. Every process makes this call and returns, or raises, the same.
+    Asynchronous functions and those in worker processes run at the same time, after the others. Of several processes
+    the first calls the functions, and the others get its values bit for bit; objects with `setup` are called last, on
+    all processes, one after another. Every process makes this call and returns, or raises, the same.
 
-    Raises RunError, with the label, for whatever a function raises (with on_error "skip" only for values that are no
-    rewards), and, if `needed`, where no function applies to any completion. Counts skipped calls in `Reward.failures`.
+    Raises RunError, with the label and where it can be told the row, for whatever a function raises (with on_error
+    "skip" only for values that are no rewards), and, if `needed`, where no function applies to any completion. Counts
+    skipped calls in `Reward.failures`. Of rows that a reward cannot read, "skip" leaves out only those.
     """
     outcomes = _call(rewards, inputs)
     states = _agreed([_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)])
@@ -43,13 +47,20 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     skipped = []
     for f, (reward, outcome, state) in enumerate(zip(rewards, outcomes, states, strict=True)):
         if state == STOPPED:
+            if isinstance(outcome, UnreadableError):
+                raise InputError(*_by_row(reward, outcome, inputs)) from outcome
             if isinstance(outcome, RunError | InputError):
                 raise outcome
-            raise RunError(_failure(reward, outcome)) from (
+            row = _culprit(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
+            raise RunError(_failure(reward, outcome) + row) from (
                 outcome if isinstance(outcome, BaseException) else None
             )
         if state == SKIPPED:
-            skipped.append(_failure(reward, outcome))
+            if isinstance(outcome, UnreadableError):
+                skipped.append(_by_row(reward, outcome, inputs)[0])
+                table[:, f] = reward.checked(outcome.values, len(table))
+            else:
+                skipped.append(_failure(reward, outcome))
             if not reward.failures:
                 warnings.warn(f"{skipped[-1]}; such calls are left out and counted", stacklevel=2)
             reward.failures += 1
@@ -71,18 +82,31 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
 def _state(reward: Reward, outcome: Outcome) -> int:
     if not isinstance(outcome, BaseException):
         return DONE
-    wrong_values = isinstance(outcome, RunError | InputError)
+    wrong_values = isinstance(outcome, RunError | InputError) and not isinstance(outcome, UnreadableError)
     return SKIPPED if reward.on_error == "skip" and not wrong_values else STOPPED
 
 
 def _failure(reward: Reward, outcome: Outcome) -> str:
-    if isinstance(outcome, _TooSlowError):
+    if isinstance(outcome, TooSlowError):
+        how = f"took longer than its timeout of {reward.timeout:g} s"
+    elif isinstance(outcome, DiedError):
+        how = f"could not be called: {outcome}"
+    elif isinstance(outcome, RaisedError):
         how = str(outcome)
     elif isinstance(outcome, BaseException):
         how = raised(outcome, HERE)
     else:
         how = "failed in another process, whose output says why"
     return f"reward '{reward.label}' {how}"
+
+
+def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> list[str]:
+    """What is wrong, row by row; a row has several completions."""
+    lines = [
+        f"{inputs.places[i] if inputs.places else f'completion {i}'}: reward '{reward.label}': {text}"
+        for i, text in outcome.rows.items()
+    ]
+    return list(dict.fromkeys(lines))
 
 
 def _agreed(states: Sequence[int]) -> np.ndarray:
@@ -100,14 +124,14 @@ def _of_first_process(table: np.ndarray) -> np.ndarray:
 
 
 def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
-    """One outcome a reward. Objects with `setup` compute on the mesh: in the same order on every process."""
+    """One outcome per reward. Objects with `setup` compute on the mesh: in the same order on every process."""
     functions = [f for f, reward in enumerate(rewards) if not reward.collective]
     groups = [functions if jax.process_index() == 0 else []]
     groups += [[f] for f, reward in enumerate(rewards) if reward.collective]
     outcomes: list[Outcome] = [None] * len(rewards)
-    with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs an event loop
-        for group in groups:
-            called = thread.submit(asyncio.run, _together([rewards[f] for f in group], inputs)).result()
+    for group in groups:
+        if group:
+            called = run_async(_together([rewards[f] for f in group], inputs))
             for f, outcome in zip(group, called, strict=True):
                 outcomes[f] = outcome
     return outcomes
@@ -115,51 +139,57 @@ def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
 
 async def _together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
     # Functions that hold the loop come first: no other's time runs meanwhile.
-    order = sorted(range(len(rewards)), key=lambda f: _waits(rewards[f]))
+    order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
     called = await asyncio.gather(*(_one(rewards[f], inputs) for f in order), return_exceptions=True)
     outcomes = dict(zip(order, called, strict=True))
     return [outcomes[f] for f in range(len(rewards))]
 
 
-def _waits(reward: Reward) -> bool:
-    return reward.timeout is not None or _is_async(reward.function)
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 async def _one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
     """float64 [N]; NaN where the function does not apply. Raises RunError where it returns something else."""
-    arguments = reward.arguments(inputs)
-    threaded = reward.timeout is not None and not _is_async(reward.function)
+    if reward.in_workers:
+        parts = reward.parts(inputs)
+        pool = reward.pool()
+        futures = [
+            asyncio.wrap_future(pool.submit(named=reward.arguments(part), seconds=reward.timeout))
+            for part in parts
+        ]
+        returned = await asyncio.gather(*futures)
+        return np.concatenate(
+            [
+                reward.checked(values, len(part.completions))
+                for values, part in zip(returned, parts, strict=True)
+            ]
+        )
     try:
         async with asyncio.timeout(reward.timeout) as limit:
-            values = reward.function(**arguments) if not threaded else _in_thread(reward.function, arguments)
-            while inspect.isawaitable(values):  # a thread may return something to wait for, too
+            values = reward.function(**reward.arguments(inputs))
+            while inspect.isawaitable(values):
                 values = await values
     except TimeoutError as error:
         if not limit.expired():  # the function's own
             raise
-        left = "; its thread goes on in the background" if threaded else ""
-        raise _TooSlowError(f"took longer than its timeout of {reward.timeout:g} s{left}") from error
+        raise TooSlowError from error
     return reward.checked(values, len(inputs.completions))
 
 
-class _TooSlowError(Exception):
-    pass
+def _culprit(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:
+    """` for prompts.jsonl row 17`: the row of the first completion for which, alone, a plain function raises the same.
 
-
-def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> asyncio.Future[Any]:
-    """The call in a thread of its own. A daemon, not one of a pool's: those are waited for when Python ends."""
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            done.set_result(function(**arguments))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return asyncio.wrap_future(done)
+    Empty where there is none or it does so for all, where calls cost time or money, and where values depend on what was
+    seen before.
+    """
+    if isinstance(error, TooSlowError | DiedError) or reward.asynchronous or reward.collective:
+        return ""
+    if hasattr(reward.function, "snapshot"):
+        return ""
+    began, failing, passes = time.monotonic(), -1, False
+    for i in range(len(inputs.completions)):
+        (again,) = run_async(_together([reward], part_of(inputs, i, i + 1)))
+        same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
+        failing, passes = i if same and failing < 0 else failing, passes or not same
+        if failing >= 0 and passes:  # what fails for all of them is no fault of a row
+            return f" for {inputs.places[failing] if inputs.places else f'completion {failing}'}"
+        if time.monotonic() - began > SECONDS_TO_FIND_ROW:
+            break
+    return ""

@@ -41,7 +41,7 @@ def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, to
     columns = {
         name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
     }
-    return RewardInputs(raw, completions, ids, columns)
+    return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in asked])
 
 
 def measure(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,13 +17,26 @@ from pydantic import Field
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, near
 from rlhf_core.options import Component
+from rlhf_core.rewards.called import Called
+from rlhf_core.workers import Pool, UnsendableError
 
 if TYPE_CHECKING:
     from rlhf_core.registry import Registry
-    from rlhf_core.stage import Stage
 
 OWN = ("prompts", "completions", "completion_ids")
 """What every function may take, beside the columns of the prompts."""
+ELSEWHERE = {
+    "trainer_state": "TRL passes its trainer's state by this name, and nothing like it is passed here; remove the "
+    "parameter, or give it a default. What changes over a run is a reward with state: a dataclass with `__call__`, "
+    "`snapshot()` and `restore(kept)`",
+    "log_extra": "TRL passes a function by this name; here every reward's values are in samples/*.jsonl beside the "
+    "completions, and its mean and deviation in the metrics. Remove the parameter",
+    "log_metric": "TRL passes a function by this name; here a metric of its own is a second reward with weight = 0. "
+    "Remove the parameter",
+    "environments": "TRL passes its environments by this name, and there are none here. Remove the parameter",
+    "kwargs": "write it with two stars, **kwargs, to take every column",
+}
+"""Parameters that are no columns: {name: what to do}."""
 
 
 class WeightedReward(Component):
@@ -33,6 +47,9 @@ class WeightedReward(Component):
         default=None, description="its name in the metrics; none: `name`, without directories"
     )
     timeout: float | None = Field(default=None, gt=0, description="seconds a call may take; none: no limit")
+    processes: int | None = Field(
+        default=None, ge=1, description="worker processes that share a call's completions; none: no worker"
+    )
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
         description="after a call that failed or took too long: end the run, or leave its completions unscored",
@@ -44,7 +61,8 @@ class Reward:
     """A reward function with its label in the metrics and its weight in the sum.
 
     timeout: seconds a call may take; None: no limit. on_error: what a call that failed or took longer means.
-    failures: calls that were skipped so far. warned: whether NaN has been spoken of.
+    processes: worker processes that share a call; None: none, but one for a plain function with a timeout.
+    failures: calls that were skipped so far. warned: whether NaN was warned of.
     """
 
     label: str
@@ -54,6 +72,56 @@ class Reward:
     on_error: Literal["stop", "skip"] = "stop"
     failures: int = 0
     warned: bool = False
+    processes: int | None = None
+    _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it is called on the event loop, and cancelled there."""
+        call = getattr(self.function, "func", self.function)
+        return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether it is called in processes of its own, which can be ended."""
+        limited = self.timeout is not None or self.processes is not None
+        return limited and not self.asynchronous and not self.collective
+
+    def pool(self) -> Pool:
+        """Its worker processes. Raises InputError for a function that another process cannot find."""
+        if self._pool is None or self._pool.closed:
+            try:
+                self._pool = Pool(Called(self.function), self.processes or 1)
+            except UnsendableError as error:
+                why = "timeout" if self.processes is None else "processes"
+                raise InputError(
+                    f"reward '{self.label}' has `{why}`, so that it runs in a process of its own, which has to find it "
+                    f"by name: {error}; put it into a file and name it file.py:function, make it async, or leave out "
+                    f"`{why}`"
+                ) from error
+        return self._pool
+
+    def parts(self, inputs: RewardInputs) -> list[RewardInputs]:
+        """The call, in as many parts as there are processes; completions of one prompt stay together."""
+        total, wanted = len(inputs.completions), self.processes or 1
+        cuts = [0]
+        for k in range(1, wanted):
+            cut = max(total * k // wanted, cuts[-1])
+            while cuts[-1] < cut < total and inputs.prompts[cut] == inputs.prompts[cut - 1]:
+                cut += 1
+            if cut > cuts[-1]:
+                cuts.append(cut)
+        ends = [*cuts[1:], total]
+        return [
+            part_of(inputs, start, end)
+            for start, end in zip(cuts, ends, strict=True)
+            if end > start or not start
+        ]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that were given to a function; a column of such a name does not reach it."""
+        return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
 
     @property
     def collective(self) -> bool:
@@ -74,7 +142,10 @@ class Reward:
         missing = sorted(self.wants()[0] - set(OWN) - set(columns))
         own, have = ", ".join(OWN), ", ".join(sorted(columns)) or "no columns beside the prompt"
         return [
-            f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have {have}"
+            f"{where}: reward '{self.label}' needs '{name}': {ELSEWHERE[name]}"
+            if name in ELSEWHERE
+            else f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have "
+            f"{have}"
             f"{f'.{meant} Beside columns there are {own}' if (meant := near(name, [*OWN, *columns])) else ''}"
             for name in missing
         ]
@@ -85,7 +156,13 @@ class Reward:
         """
         _, takes, any_column = self.wants()
         offered = {**inputs.columns, **{name: getattr(inputs, name) for name in OWN}}
-        asked = {name: value for name, value in offered.items() if any_column or name in takes}
+        asked = {
+            name: value
+            for name, value in offered.items()
+            if (any_column or name in takes) and name not in self.chosen
+        }
+        if self.in_workers:  # what is sent is a copy
+            return asked
         return {
             name: list(map(list, value)) if name == "completion_ids" else copy.deepcopy(value)
             for name, value in asked.items()
@@ -100,7 +177,7 @@ class Reward:
         except TypeError:
             raise RunError(
                 f"reward '{self.label}' returned {type(values).__name__}; it must return a list of {expected} numbers, "
-                "one a completion"
+                "one per completion"
             ) from None
         if len(given) != expected:
             raise RunError(
@@ -154,6 +231,7 @@ def make_rewards(
                 function,
                 component.timeout,
                 component.on_error,
+                processes=component.processes,
             )
         )
     for function in given or ():
@@ -172,12 +250,9 @@ def make_rewards(
     for label in labels:
         if labels.count(label) > 1:
             raise InputError(f"{where}.rewards: two rewards are called '{label}'; give one of them a `label`")
-    for reward in rewards:
-        if reward.collective and reward.timeout is not None:
-            raise InputError(
-                f"{where}.rewards: '{reward.label}' is an object with `setup`: it computes on the mesh and cannot be "
-                "left behind there; leave out its `timeout`"
-            )
+    problems = [f"{where}.rewards: {problem}" for reward in rewards for problem in _unsuited(reward)]
+    if problems:
+        raise InputError(*problems)
     if weights is not None:
         if len(weights) != len(rewards):
             raise InputError(f"{where}.reward_weights: {len(weights)} weights for {len(rewards)} rewards")
@@ -186,34 +261,44 @@ def make_rewards(
     return rewards
 
 
-def check_columns(rewards: Sequence[Reward], columns: Sequence[str], stage: Stage) -> None:
-    """Raises InputError, all problems at once, where a reward needs a column that the prompts lack."""
-    problems = [p for r in rewards for p in r.check_columns(columns, f"stage '{stage.name}'.rewards")]
-    if problems:
-        raise InputError(*problems)
+def part_of(inputs: RewardInputs, start: int, end: int) -> RewardInputs:
+    """The completions start to end, without the last."""
+    return RewardInputs(
+        inputs.prompts[start:end],
+        inputs.completions[start:end],
+        inputs.completion_ids[start:end],
+        {name: values[start:end] for name, values in inputs.columns.items()},
+        inputs.places[start:end],
+    )
+
+
+def _unsuited(reward: Reward) -> list[str]:
+    """Why it cannot have the `timeout` or `processes` that it has."""
+    limits = [name for name in ("timeout", "processes") if getattr(reward, name) is not None]
+    if reward.collective and limits:
+        return [
+            f"'{reward.label}' is an object with `setup`: it computes on the mesh and cannot be ended there; leave out "
+            f"its `{limits[0]}`"
+        ]
+    if reward.asynchronous and reward.processes is not None:
+        return [
+            f"'{reward.label}' is asynchronous: its calls wait together as it is; leave out its `processes`"
+        ]
+    if not reward.in_workers:
+        return []
+    if hasattr(reward.function, "snapshot"):
+        return [
+            f"'{reward.label}' has `snapshot`: its values depend on what it has seen, which a worker process would "
+            f"keep to itself; leave out its `{limits[0]}`"
+        ]
+    try:
+        reward.pool()
+    except InputError as error:
+        return list(error.problems)
+    return []
 
 
 def _label(name: str) -> str:
     """`file.py:function` without the file's directory: the same metric wherever a run happens."""
     file, _, function = name.rpartition(":")
     return f"{Path(file).name}:{function}" if file.endswith(".py") else name
-
-
-def set_up(rewards: Sequence[Reward], columns: Sequence[str], stage: Stage) -> None:
-    """Check columns, then let rewards load what they need."""
-    check_columns(rewards, columns, stage)
-    for reward in rewards:
-        if hasattr(reward.function, "setup"):
-            reward.function.setup(stage)
-
-
-def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:
-    """{label: what a checkpoint keeps of it} for functions that are objects with `snapshot`."""
-    return {r.label: r.function.snapshot() for r in rewards if hasattr(r.function, "snapshot")}
-
-
-def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
-    """Give each reward back what `snapshots` kept of it."""
-    for reward in rewards:
-        if reward.label in kept:
-            reward.function.restore(kept[reward.label])

@@ -23,7 +23,12 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
             _running = _LoopThread()
             stage_end.before_end(_close)
         loop = _running.loop
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # where it is this thread that was interrupted
+        raise
 
 
 def _close() -> None:

@@ -186,7 +186,7 @@ def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None
             task.future.set_exception(reply[1] if reply[0] == "refused" else RaisedError(reply[1], reply[2]))
         return worker
     task.future.set_exception(DiedError(cause))
-    return None
+    return worker
 
 
 def _started(shared: _Shared) -> _Worker:

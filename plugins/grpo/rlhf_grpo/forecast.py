@@ -108,5 +108,5 @@ def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tup
     prompts = open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=longest)
     for each in (held_out, prompts):
         if each is not None:
-            check_columns(rewards, list(each.columns), stage)
+            check_columns(rewards, each, stage)
     return len(prompts), max(map(len, prompts.ids)), str(prompts.report)

@@ -47,7 +47,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     prompts = open_prompts(config, stage, model.tokenizer, "train_data", max_prompt_length=longest)
     require_known(prompts, model.definition.vocab_size)
     rewards = open_rewards(config.rewards, stage, weights=config.reward_weights)
-    set_up(rewards, list(prompts.columns), stage)
+    set_up(rewards, prompts, stage)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
     terms = Terms.of(config)
     fixed = fixed_parameters(model.params, config.frozen_parameters)
@@ -131,7 +131,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
     if prompts is None:
         return None
     require_known(prompts, model.definition.vocab_size)
-    check_columns(rewards, list(prompts.columns), stage)
+    check_columns(rewards, prompts, stage)
     own = config.evaluation
     size = config.eval_batch_size or max(config.total_batch_size // own.num_generations, 1)
     steps = config.max_evaluation_steps

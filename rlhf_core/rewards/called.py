@@ -1,0 +1,32 @@
+"""A reward function as a worker process calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Called:
+    """Call a function and return what it returned as plain numbers, which need no library to be read again."""
+
+    function: Any
+
+    def __call__(self, **arguments: Any) -> Any:
+        values = self.function(**arguments)
+        if inspect.isawaitable(values):
+            values = asyncio.run(_awaited(values))
+        if hasattr(values, "tolist"):
+            return values.tolist()
+        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+            return values
+        return [value.item() if hasattr(value, "item") else value for value in values]
+
+
+async def _awaited(values: Any) -> Any:
+    while inspect.isawaitable(values):
+        values = await values
+    return values
