@@ -17,12 +17,14 @@ from rlhf_core.rollouts.setup import check_columns as check_columns
 from rlhf_core.rollouts.setup import restore as restore
 from rlhf_core.rollouts.setup import set_up as set_up
 from rlhf_core.rollouts.setup import snapshots as snapshots
+from rlhf_core.rollouts.trial import forecast_rewards as forecast_rewards
 
 __all__ = [
     "Reward",
     "WeightedReward",
     "check_columns",
     "completion",
+    "forecast_rewards",
     "measure",
     "open_prompts",
     "open_rewards",

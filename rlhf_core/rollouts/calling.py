@@ -52,7 +52,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             if isinstance(outcome, RunError | InputError):
                 raise outcome
             row = _culprit(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
-            raise RunError(_failure(reward, outcome) + row) from (
+            raise RunError(failure(reward, outcome) + row) from (
                 outcome if isinstance(outcome, BaseException) else None
             )
         if state == SKIPPED:
@@ -60,7 +60,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
                 skipped.append(_by_row(reward, outcome, inputs)[0])
                 table[:, f] = reward.checked(outcome.values, len(table))
             else:
-                skipped.append(_failure(reward, outcome))
+                skipped.append(failure(reward, outcome))
             if not reward.failures:
                 warnings.warn(f"{skipped[-1]}; such calls are left out and counted", stacklevel=2)
             reward.failures += 1
@@ -86,7 +86,8 @@ def _state(reward: Reward, outcome: Outcome) -> int:
     return SKIPPED if reward.on_error == "skip" and not wrong_values else STOPPED
 
 
-def _failure(reward: Reward, outcome: Outcome) -> str:
+def failure(reward: Reward, outcome: Outcome) -> str:
+    """Name the reward and say how its call failed."""
     if isinstance(outcome, TooSlowError):
         how = f"took longer than its timeout of {reward.timeout:g} s"
     elif isinstance(outcome, DiedError):
@@ -131,13 +132,14 @@ def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
     outcomes: list[Outcome] = [None] * len(rewards)
     for group in groups:
         if group:
-            called = run_async(_together([rewards[f] for f in group], inputs))
+            called = run_async(call_together([rewards[f] for f in group], inputs))
             for f, outcome in zip(group, called, strict=True):
                 outcomes[f] = outcome
     return outcomes
 
 
-async def _together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
+async def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
+    """Call functions at the same time, on the event loop; one outcome each."""
     # Functions that hold the loop come first: no other's time runs meanwhile.
     order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
     called = await asyncio.gather(*(_one(rewards[f], inputs) for f in order), return_exceptions=True)
@@ -185,7 +187,7 @@ def _culprit(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:
         return ""
     began, failing, passes = time.monotonic(), -1, False
     for i in range(len(inputs.completions)):
-        (again,) = run_async(_together([reward], part_of(inputs, i, i + 1)))
+        (again,) = run_async(call_together([reward], part_of(inputs, i, i + 1)))
         same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
         failing, passes = i if same and failing < 0 else failing, passes or not same
         if failing >= 0 and passes:  # what fails for all of them is no fault of a row

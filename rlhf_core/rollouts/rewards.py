@@ -54,6 +54,10 @@ class WeightedReward(Component):
         default="stop",
         description="after a call that failed or took too long: end the run, or leave its completions unscored",
     )
+    check: bool = Field(
+        default=True,
+        description="whether `rlhf check` calls it once, unless it is async, on made-up completions",
+    )
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Reward:
 
     timeout: seconds a call may take; None: no limit. on_error: what a call that failed or took longer means.
     processes: worker processes that share a call; None: none, but one for a plain function with a timeout.
-    failures: calls that were skipped so far. warned: whether NaN was warned of.
+    tried: whether `rlhf check` may call it. failures: calls that were skipped so far.
+    warned: whether NaN was warned of.
     """
 
     label: str
@@ -73,6 +78,7 @@ class Reward:
     failures: int = 0
     warned: bool = False
     processes: int | None = None
+    tried: bool = True
     _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -232,6 +238,7 @@ def make_rewards(
                 component.timeout,
                 component.on_error,
                 processes=component.processes,
+                tried=component.check,
             )
         )
     for function in given or ():

@@ -25,12 +25,19 @@ def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], s
     columns: their names; or the prompts, whose rows are then given to the rewards' `check`, on the first process. A row
     that a reward cannot read is a problem, and a warning where the reward's `on_error` is "skip".
     """
+    lines = checked(rewards, columns, stage)  # on every process
+    for line in lines if stage.is_main else ():
+        warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
+
+
+def checked(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
+    """As `check_columns`; the warnings."""
     names = list(columns) if isinstance(columns, Sequence) else list(columns.columns)
     problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
     if problems:
         raise InputError(*problems)
     if isinstance(columns, Sequence):
-        return
+        return []
     if stage.mesh is None:
         problems, skipped = check_rows(rewards, columns)
     else:
@@ -38,11 +45,10 @@ def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], s
         problems, skipped = json.loads(text_of_first(found))
     if problems:
         raise InputError(*problems)
-    for line in skipped if stage.is_main else ():
-        warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
+    return skipped
 
 
-def check_rows(rewards: Sequence[Reward], prompts: Prompts) -> tuple[list[str], list[str]]:
+def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str]]:
     """What the `check` of rewards finds in the prompts' columns: (problems, rows that are left out)."""
     problems: list[str] = []
     skipped: list[str] = []

@@ -14,7 +14,7 @@ from rlhf_core.doors import open_records, require_model, try_loss
 from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_line
 from rlhf_core.mesh import rows_a_device
-from rlhf_core.rollouts import check_columns, open_prompts, open_rewards
+from rlhf_core.rollouts import forecast_rewards, open_prompts, open_rewards
 from rlhf_core.sampling import slots_a_device
 from rlhf_core.stopping import stop_table
 from rlhf_grpo.advice import advise
@@ -39,7 +39,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     drawn = -(-total // config.updates_per_rollout) * completions
     more = config.dynamic_sampling
     lines = [
-        said,
+        said[0],
         f"a rollout is {config.prompts_per_rollout:,} prompts × {config.num_generations} "
         f"completions = {completions:,}"
         + (f", drawn up to {more.max_rounds} times (dynamic_sampling)" if more else ""),
@@ -70,7 +70,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         longest_prompt=longest,
     )
     told += advise_shared(config, total)
-    return [*lines, *(f"warning: {line}" for line in told)]
+    return [*lines, *said[1:], *(f"warning: {line}" for line in told)]
 
 
 def _try_loss(config: GRPOConfig, stage: Stage) -> None:
@@ -93,8 +93,8 @@ def _try_loss(config: GRPOConfig, stage: Stage) -> None:
     try_loss(stage, measure, tokens, tokens)
 
 
-def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, str]:
-    """(how many, tokens of the longest, a line): as they will be used where the tokenizer is at hand, else all rows."""
+def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, list[str]]:
+    """(how many, tokens of the longest, lines): as they will be used where the tokenizer is at hand, else all rows."""
     tokenizer = stage.inputs.get("tokenizer")
     for options in (config.sampling, config.evaluation_sampling):
         if tokenizer is not None and options.stop_strings:
@@ -102,11 +102,16 @@ def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tup
     if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None
-        return len(records), config.max_prompt_length, f"{len(records):,} prompts before length limits"
+        lines = forecast_rewards(rewards, records, stage)
+        return (
+            len(records),
+            config.max_prompt_length,
+            [f"{len(records):,} prompts before length limits", *lines],
+        )
     longest = config.max_prompt_length
     held_out = open_prompts(config, stage, tokenizer, "eval_data", max_prompt_length=longest, needed=False)
     prompts = open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=longest)
     for each in (held_out, prompts):
         if each is not None:
-            check_columns(rewards, each, stage)
-    return len(prompts), max(map(len, prompts.ids)), str(prompts.report)
+            lines = forecast_rewards(rewards, each, stage)
+    return len(prompts), max(map(len, prompts.ids)), [str(prompts.report), *lines]

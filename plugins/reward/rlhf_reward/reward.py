@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_multiple
+from rlhf_core.models import stored_head
 from rlhf_core.rows import Layout
 from rlhf_core.scoring import Scorer
 
@@ -27,6 +30,15 @@ class ModelReward:
     model: str
     normalize: bool = False
     _scorer: Scorer | None = field(default=None, init=False, repr=False)
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
+        """Raise InputError where the files of a local model say that it cannot score; nothing is loaded."""
+        directory = Path(self.model)
+        if directory.is_dir() and stored_head(directory) == "lm":
+            raise InputError(
+                f"{directory} is a language model, without a reward head: rlhf train reward makes one of it"
+            )
+        return {}
 
     def setup(self, stage: Stage) -> None:
         """Load the weights onto the stage's mesh. Raises InputError where there is nothing to normalize with."""

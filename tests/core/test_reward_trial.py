@@ -1,0 +1,248 @@
+"""What is found out about reward functions before a run: columns, rows, and a call on made-up completions."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core import Registry, RewardInputs, data, workers
+from rlhf_core.builtin import rlhf_register
+from rlhf_core.errors import InputError
+from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, score, set_up
+from rlhf_core.rollouts.rewards import make_rewards
+
+STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
+FUNCTIONS = """
+from pathlib import Path
+CALLED = Path(__file__).with_name("called")
+
+def words(completions):
+    return [len(c.split()) for c in completions]
+
+def last(completions):
+    return [len(c[-1]["content"]) for c in completions]
+
+def scalar(completions):
+    return 1.0
+
+def one_less(completions):
+    return [0.0] * (len(completions) - 1)
+
+def misspelt(completions):
+    return [lenght(c) for c in completions]
+
+def mean_word(completions):
+    return [sum(map(len, str(c).split())) / len(str(c).split()) for c in completions]
+
+def parses(completions):
+    import re
+    return [float(re.search("x", str(c)).group()) for c in completions]
+
+def prints(completions):
+    print("in the way")
+    return [0.0] * len(completions)
+
+def hangs(completions):
+    while True:
+        pass
+
+def counted(completions, answer):
+    CALLED.write_text(repr((completions, answer)))
+    return [0.0] * len(completions)
+
+async def judge(completions):
+    CALLED.write_text("judged")
+    return [0.0] * len(completions)
+
+def trl(completions, trainer_state):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    registry = Registry()
+    rlhf_register(registry)
+    return registry
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Any:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    yield tmp_path / "mine.py"
+    workers.close()
+
+
+def rewards(registry: Registry, *components: dict[str, Any]) -> list[Reward]:
+    return make_rewards([WeightedReward(**c) for c in components], None, None, registry, "stage 'policy'")
+
+
+def prompts(chat: bool = False, **columns: list[Any]) -> Any:
+    raw = [[{"role": "user", "content": "a"}] if chat else "a"] * max([1, *map(len, columns.values())])
+    return SimpleNamespace(raw=raw, chat=chat, columns=columns, where=lambda i: f"prompts.jsonl row {i + 1}")
+
+
+@pytest.mark.parametrize(
+    ("name", "chat", "said"),
+    [
+        (
+            "words",
+            True,
+            r"'mine\.py:words' raised AttributeError: 'list' object has no attribute 'split' \(.*mine\.py line 6\).*; "
+            r"completions are lists of messages here: c\[-1\]\['content'\] is the text$",
+        ),
+        ("last", False, r"'mine\.py:last' raised TypeError: .*; completions are texts here$"),
+        ("scalar", False, r"'mine\.py:scalar' returned float; it must return a list of 3 numbers"),
+        ("one_less", True, r"'mine\.py:one_less' returned 2 values for 3 completions"),
+        ("misspelt", False, r"'mine\.py:misspelt' raised NameError: name 'lenght'"),
+    ],
+)
+def test_a_mistake_is_one_message_before_the_run(
+    registry: Registry, mine: Path, name: str, chat: bool, said: str
+) -> None:
+    with pytest.raises(InputError, match=rf"^stage 'policy'\.rewards: reward {said}") as caught:
+        forecast_rewards(rewards(registry, {"name": f"{mine}:{name}"}), prompts(chat), STAGE)
+    assert len(caught.value.problems) == 1
+
+
+def test_all_mistakes_are_told_at_once(registry: Registry, mine: Path) -> None:
+    wrong = rewards(registry, {"name": f"{mine}:scalar"}, {"name": f"{mine}:misspelt"})
+    with pytest.raises(InputError) as caught:
+        forecast_rewards(wrong, prompts(), STAGE)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mean_word", "raised ZeroDivisionError.*made-up completions, one of them empty"),
+        ("parses", "raised AttributeError: 'NoneType'.*made-up"),
+        ("hangs", r"took longer than its timeout of 0\.5 s for 3 made-up completions"),
+    ],
+)
+def test_what_may_be_due_to_what_was_made_up_is_a_warning(
+    registry: Registry, mine: Path, name: str, said: str
+) -> None:
+    component = {"name": f"{mine}:{name}"} | ({"timeout": 0.5} if name == "hangs" else {})
+    (line,) = forecast_rewards(rewards(registry, component), prompts(), STAGE)
+    assert line.startswith(f"warning: reward 'mine.py:{name}' ")
+    assert re.search(said, line)
+
+
+def test_good_functions_get_a_real_row_in_the_runs_form_and_nothing_is_said(
+    registry: Registry, mine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = [{"name": f"{mine}:{name}"} for name in ("counted", "prints")]
+    assert forecast_rewards(rewards(registry, *good), prompts(True, answer=["7", "8"]), STAGE) == []
+    completions, answers = eval((mine.parent / "called").read_text())
+    assert answers == ["7"] * 3
+    assert [set(each[0]) for each in completions] == [{"role", "content"}] * 3
+    assert completions[-1][0]["content"] == ""
+    assert "in the way" not in capfd.readouterr().out
+
+
+def test_what_may_cost_money_is_not_called(registry: Registry, mine: Path) -> None:
+    class Weights:
+        def setup(self, stage: Any) -> None:
+            raise AssertionError
+
+        def __call__(self, completions: Any) -> Any:
+            raise AssertionError
+
+    named = rewards(registry, {"name": f"{mine}:judge"}, {"name": f"{mine}:scalar", "check": False})
+    assert forecast_rewards([*named, Reward("weights", 1.0, Weights())], prompts(), STAGE) == []
+    assert not (mine.parent / "called").exists()
+
+
+def test_rows_of_data_that_has_no_tokens_yet(registry: Registry, mine: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "answer": a} for a in ("1", "two", "3", "four")]
+    table = data.load(rows)
+    with pytest.raises(InputError) as caught:
+        forecast_rewards(rewards(registry, {"name": "numeric_answer"}), table, STAGE)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        "dataset row 2",
+        "dataset row 4",
+    ]
+    skips = rewards(registry, {"name": "numeric_answer", "on_error": "skip"})
+    (line,) = forecast_rewards(skips, table, STAGE)
+    assert line.startswith(
+        "warning: dataset row 2: reward 'numeric_answer': the answer 'two' is not a number"
+    )
+    assert line.endswith("2 such rows are left out (on_error)")
+    with pytest.raises(InputError, match=r"has no attribute 'split'.*lists of messages"):
+        forecast_rewards(rewards(registry, {"name": f"{mine}:words"}), data.load(rows), STAGE)
+
+
+def test_set_up_names_unreadable_rows_and_counts_the_others(registry: Registry) -> None:
+    many = prompts(answer=["1", *["x"] * 9])
+    for name, text in (("numeric_answer", "is not a number"), ("exact_match", "neither a text nor a number")):
+        table = prompts(answer=["1", *[{"a": 1}] * 9]) if name == "exact_match" else many
+        with pytest.raises(InputError) as caught:
+            set_up(rewards(registry, {"name": name}), table, STAGE)
+        assert len(caught.value.problems) == 6
+        assert caught.value.problems[0].startswith(f"prompts.jsonl row 2: reward '{name}': the answer ")
+        assert text in caught.value.problems[0]
+        assert caught.value.problems[-1] == f"reward '{name}': and 4 more rows that it cannot read"
+    with pytest.warns(UserWarning, match="prompts.jsonl row 2: .*9 such rows are left out"):
+        set_up(rewards(registry, {"name": "numeric_answer", "on_error": "skip"}), many, STAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_up(rewards(registry, {"name": "numeric_answer"}), prompts(answer=["1", None, 3.5]), STAGE)
+
+
+def test_a_reward_of_ones_own_checks_its_rows_too() -> None:
+    class Keyed:
+        def check(self, columns: Any) -> dict[int, str]:
+            return {i: f"no such key: {key}" for i, key in enumerate(columns["key"]) if key not in "ab"}
+
+        def __call__(self, completions: Any, key: Any) -> list[float]:
+            return [0.0] * len(completions)
+
+    with pytest.raises(InputError, match=r"^prompts\.jsonl row 2: reward 'keyed': no such key: c$"):
+        set_up([Reward("keyed", 1.0, Keyed())], prompts(key=["a", "c"]), STAGE)
+
+
+def test_an_option_of_the_pipeline_wins_over_a_column_of_its_name(registry: Registry) -> None:
+    inputs = RewardInputs(["a"], ["x"], [[1] * 20], {"target": [[1, 2]]})
+    table = prompts(target=[[1, 2]])
+    chosen = rewards(registry, {"name": "length", "target": 40})
+    assert score(chosen, inputs).tolist() == [[-0.5]]
+    assert forecast_rewards(chosen, table, STAGE) == [
+        "reward 'length': its option target = 40 is used, and the column 'target' is not"
+    ]
+
+    def near(completion_ids: Any, *, target: Any = 10) -> list[float]:
+        return [float(len(ids) - t[0]) for ids, t in zip(completion_ids, target, strict=True)]
+
+    offered = Reward("near", 1.0, near)
+    assert score([offered], inputs).tolist() == [[19.0]]
+    assert forecast_rewards([offered], table, STAGE) == [
+        "reward 'near': target is the column of that name; an option target in the pipeline would be used in its place"
+    ]
+
+
+def test_an_option_wins_where_every_column_is_taken() -> None:
+    def every(completions: Any, *, scale: float = 1.0, **columns: Any) -> list[float]:
+        assert set(columns) == {"answer", "prompts", "completion_ids"}
+        return [scale] * len(completions)
+
+    inputs = RewardInputs(["a"], ["x"], [[1]], {"scale": [7.0], "answer": [1]})
+    reward = Reward("every", 1.0, functools.partial(every, scale=3.0))
+    assert score([reward], inputs).tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_metric", "environments"])
+def test_arguments_of_trl_are_answered(registry: Registry, tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs.py").write_text(
+        f"def theirs(completions, {name}):\n    return [0.0] * len(completions)\n"
+    )
+    with pytest.raises(
+        InputError, match=rf"reward 'theirs\.py:theirs' needs '{name}': TRL passes .*[Rr]emove the"
+    ):
+        set_up(rewards(registry, {"name": f"{tmp_path}/theirs.py:theirs"}), prompts(), STAGE)
