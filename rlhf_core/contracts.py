@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlhf_core.kinds import Kind as Kind
@@ -86,7 +87,9 @@ class PolicyInputs:
         if self.sequence is None:
             return jnp.broadcast_to(x.sum(-1, keepdims=True), self.mask.shape)
         member = (self.sequence[:, :, None] == jnp.arange(self.sequences)).astype(x.dtype)  # [N, T, s]
-        return jnp.einsum("nts,ns->nt", member, jnp.einsum("nts,nt->ns", member, x))
+        # By default accelerators round float32 inputs of products to TF32 or bfloat16: a length of 1001 becomes 1000.
+        summed = partial(jnp.einsum, precision="highest")
+        return summed("nts,ns->nt", member, summed("nts,nt->ns", member, x))
 
     def sequence_mean(self, x: jax.Array) -> jax.Array:
         """Each token's sequence's mean of `x` over the mask, float32 [N, T]; 0 where the sequence has no token."""

@@ -200,8 +200,10 @@ def unembedding(config: DecoderConfig, params: Params) -> tuple[jax.Array, float
 
 def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> jax.Array:
     """Rewards float32 [...] of hidden states [..., hidden], computed in float32."""
-    rewards: jax.Array = hidden_states.astype(jnp.float32) @ params["score"]["kernel"][:, 0]
-    return rewards
+    # By default accelerators round float32 inputs of products to TF32 or bfloat16.
+    return jnp.matmul(
+        hidden_states.astype(jnp.float32), params["score"]["kernel"][:, 0], precision=lax.Precision.HIGHEST
+    )
 
 
 def prefill(
