@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import read_json_object
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.models import Definition, Head, find_family, peft
-from rlhf_core.models.definition import define
-from rlhf_core.models.loading import complete_table
+from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.partition import join, split
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 
@@ -54,19 +52,13 @@ def definition_of(
         hf_config, file = complete_table(table, tokenizer, registry), "model"
     elif isinstance(model, str) and (directory := _described(Path(model))) is not None:
         file = str(directory / "config.json")
-        try:
-            hf_config = json.loads(Path(file).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"{file}: not valid JSON: {error}") from None
+        hf_config = read_json_object(file)
     else:
         return None
     family = find_family(hf_config.get("model_type"), registry)
     if dtype is None and "dtype" in inspect.signature(family.parse).parameters:
         dtype = COMPUTE
-    try:
-        return define(family, hf_config, head, dtype=dtype, remat=remat), hf_config
-    except InputError as error:
-        raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
+    return describe(family, hf_config, head, file, dtype=dtype, remat=remat), hf_config
 
 
 def _described(directory: Path) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +70,26 @@ ONLY: Mapping[str, Any] = {
 """Fields of which the decoder does one value alone."""
 
 
+LARGEST_SIZE = 2**31 - 1
+"""Of any size: what indexes can count."""
+LARGEST_NUMBER = 3e38
+"""Of any other number: what float32 can hold."""
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel = 4
+_SHOWN.maxlist = _SHOWN.maxdict = 64
+_SHOWN.maxstring = _SHOWN.maxother = 300
+_SHOWN.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """The value of a field in a message: as Python writes it, however large or deep it is."""
+    try:
+        return _SHOWN.repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a number of thousands of digits"
+
+
 class Fields:
     """One config.json, read with a family's defaults. `problems` has a line for each field that does not do."""
 
@@ -87,14 +109,19 @@ class Fields:
         """Whether the family knows the field."""
         return name in self.defaults
 
-    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def whole(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_SIZE
+    ) -> int:
         """A whole number; `default` where it is missing or null, else an error there."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
-            self.problem(f"{name} must be {kind}; it is {'missing' if value is None else repr(value)}")
+            self.problem(f"{name} must be {kind}; it is {'missing' if value is None else shown(value)}")
+            return max(least, 1)
+        if value > most:
+            self.problem(f"{name} must be at most {most:,}; it is {shown(value)}")
             return max(least, 1)
         return value
 
@@ -102,8 +129,11 @@ class Fields:
         value = self.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.problem(f"{name} must be a number; it is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            self.problem(f"{name} must be a number; it is {shown(value)}")
+            return default
+        if abs(value) > LARGEST_NUMBER:
+            self.problem(f"{name} must be at most {LARGEST_NUMBER:g}; it is {shown(value)}")
             return default
         return float(value)
 
@@ -113,7 +143,7 @@ class Fields:
             return None
         value = self.number(name, 1.0)
         if value <= 0:
-            self.problem(f"{name} must be positive; it is {value!r}")
+            self.problem(f"{name} must be positive; it is {shown(value)}")
         return value
 
     def switch(self, rule: bool | str) -> bool:
@@ -122,7 +152,7 @@ class Fields:
             return rule
         value = self.get(rule) or False
         if not isinstance(value, bool):
-            self.problem(f"{rule} must be true or false; it is {value!r}")
+            self.problem(f"{rule} must be true or false; it is {shown(value)}")
         return bool(value)
 
     def flags(self, name: str, length: int) -> list[bool] | None:
@@ -132,7 +162,7 @@ class Fields:
             return None
         if not isinstance(value, list) or len(value) < length or any(x not in (0, 1) for x in value):
             self.problem(
-                f"{name} must be a list of 0 and 1, one for each of {length} layers; it is {value!r}"
+                f"{name} must be a list of 0 and 1, one for each of {length} layers; it is {shown(value)}"
             )
             return [True] * length
         return [bool(x) for x in value[:length]]
@@ -144,12 +174,14 @@ class Fields:
                 continue
             if name in ONLY:
                 if value != ONLY[name]:
-                    self.problem(f"{name} {value!r} is not supported; the decoder has {ONLY[name]!r} only")
+                    self.problem(
+                        f"{name} {shown(value)} is not supported; the decoder has {ONLY[name]!r} only"
+                    )
             elif name == "quantization_config":
                 self.problem("quantization_config is not supported; use the unquantized checkpoint")
             else:
                 hint = near(name, self.defaults) or " Remove it if it changes nothing."
                 self.problem(
-                    f"unknown field '{name}'.{hint} It is {value!r}, which the decoder of {model_type} does not "
+                    f"unknown field '{name}'.{hint} It is {shown(value)}, which the decoder of {model_type} does not "
                     "compute"
                 )

@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_core.errors import InputError
 from rlhf_core.models.config import Head
+from rlhf_core.models.fields import shown
 
 
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
@@ -36,3 +38,10 @@ def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) 
             stacklevel=3,
         )
     return config
+
+
+def require_architectures(config: Mapping[str, Any], where: str) -> None:
+    """Raise InputError where `architectures` is there and no list of names, from which the head is told."""
+    named = config.get("architectures")
+    if named is not None and (not isinstance(named, list) or any(not isinstance(n, str) for n in named)):
+        raise InputError(f"{where}: architectures must be a list of names; it is {shown(named)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -12,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rlhf_core.contracts import MODEL, ModelFamily
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, near, read_json_object, reading
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
-from rlhf_core.models.config import Head
+from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
-from rlhf_core.models.head_config import config_for
+from rlhf_core.models.head_config import config_for, require_architectures
 from rlhf_core.models.model import TOKENIZER_FILES, Model
 from rlhf_core.models.parse import EXPERT_COUNTS
+from rlhf_core.models.room import require_room
 from rlhf_core.plugins import installed
 
 if TYPE_CHECKING:
@@ -143,11 +143,24 @@ def _define(
     """What the config.json of a directory describes, and what it holds."""
     hf_config = _read_config(directory)
     family = find_family(hf_config.get("model_type"), registry)
+    return describe(family, hf_config, head, str(directory / "config.json"), dtype=dtype), hf_config
+
+
+def describe(
+    family: ModelFamily,
+    hf_config: Mapping[str, Any],
+    head: Head,
+    where: str,
+    *,
+    dtype: str | None = None,
+    remat: Remat = "auto",
+) -> Definition:
+    """`define`, with InputErrors that name `where` the config is from, whatever the family raises for it."""
     try:
-        return define(family, hf_config, head, dtype=dtype), hf_config
+        with reading(where):
+            return define(family, hf_config, head, dtype=dtype, remat=remat)
     except InputError as error:
-        file = str(directory / "config.json")
-        raise InputError(*(line.replace("config.json", file, 1) for line in error.problems)) from None
+        raise InputError(*(line.replace("config.json", where, 1) for line in error.problems)) from error
 
 
 def fresh_model(
@@ -167,12 +180,11 @@ def fresh_model(
     """
     hf_config = complete_table(table, tokenizer, registry)
     family = find_family(hf_config.get("model_type"), registry)
+    require_architectures(hf_config, "model")
     hf_config = config_for(hf_config, head, tokenizer) if head == "score" else hf_config
-    try:
-        definition = define(family, hf_config, head)
-    except InputError as error:
-        raise InputError(*(line.replace("config.json", "model", 1) for line in error.problems)) from None
+    definition = describe(family, hf_config, head, "model")
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    require_room(definition, mesh)
     params = complete(definition, {}, mesh, seed)
     return Model(definition, params, tokenizer, hf_config, None, mesh)
 
@@ -283,12 +295,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
         if (made := directory / "artifacts" / "model").is_dir():
             raise InputError(f"{directory} is the directory of a stage; its model is in {made}")
         raise InputError(f"{directory}: no config.json: not a model directory in Hugging Face layout")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{file}: must hold a JSON object")
+    config = read_json_object(file)
+    require_architectures(config, str(file))
     return config
 
 

@@ -13,11 +13,15 @@ from rlhf_core.attention_kind import AttentionOver
 from rlhf_core.errors import InputError, near
 from rlhf_core.models.config import DecoderConfig, Head, Remat
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
-from rlhf_core.models.fields import Fields
+from rlhf_core.models.fields import Fields, shown
 from rlhf_core.models.ropes import read_ropes
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """Names of one field: families and versions of transformers differ in which they write."""
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 10_000
+MOST_PARAMETERS = 10**14
+"""Beyond any model: a config.json with more is damaged, and no machine could hold what it describes."""
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
@@ -45,7 +49,7 @@ def parse(
     rules = architectures[model_type]
     read = Fields(hf_config, rules.defaults)
     hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
-    layers = read.whole("num_hidden_layers")
+    layers = read.whole("num_hidden_layers", most=MOST_LAYERS)
     kv_heads, head_dim = read.whole("num_key_value_heads", heads), _head_dim(read, hidden, heads)
     if not read.problems:
         _check_heads(read, heads, kv_heads, head_dim)
@@ -93,10 +97,19 @@ def parse(
         read.problem(
             f"num_experts_per_tok {config.experts_per_token} is more than there are experts, {experts}"
         )
+    if not read.problems and (count := _parameters(config)) > MOST_PARAMETERS:
+        read.problem(f"its sizes make a model of {count:.2g} parameters; which of them is wrong?")
     read.check_unknown(model_type)
     if read.problems:
         raise InputError(*dict.fromkeys(read.problems))
     return config
+
+
+def _parameters(config: DecoderConfig) -> int:
+    """About how many parameters the model has."""
+    heads = config.num_heads + config.num_kv_heads
+    layer = 2 * heads * config.head_dim + 3 * config.intermediate_size * max(config.experts, 1)
+    return config.hidden_size * (config.vocab_size + config.num_layers * layer)
 
 
 def _head_dim(read: Fields, hidden: int, heads: int) -> int:
@@ -117,9 +130,13 @@ def _check_heads(read: Fields, heads: int, kv_heads: int, head_dim: int) -> None
 def _activation(read: Fields, rules: Architecture) -> str:
     name = read.get(rules.activation) or "silu"
     if name not in ACTIVATIONS:
-        read.problem(f"{rules.activation} {name!r} is not supported; choose one of {', '.join(ACTIVATIONS)}")
+        read.problem(
+            f"{rules.activation} {shown(name)} is not supported; choose one of {', '.join(ACTIVATIONS)}"
+        )
     elif read.data.get("hidden_act", name) not in (name, None):
-        read.problem(f"hidden_act {read.data['hidden_act']!r} is not {rules.activation} {name!r}: remove one")
+        read.problem(
+            f"hidden_act {read.data['hidden_act']!r} is not {rules.activation} {shown(name)}: remove one"
+        )
     return str(name)
 
 
@@ -135,14 +152,14 @@ def _windows(
         or any(kind not in (FULL, SLIDING) for kind in given)
     ):
         read.problem(
-            f"layer_types must be {FULL} or {SLIDING}, one for each of {layers} layers; it is {given!r}"
+            f"layer_types must be {FULL} or {SLIDING}, one for each of {layers} layers; it is {shown(given)}"
         )
     elif given is not None and rules.layer_types_decide:
         kinds = given
         if SLIDING in kinds and read.get("use_sliding_window") is False:
             read.problem(f"layer_types has {SLIDING}, but use_sliding_window is false")
     elif given is not None and given != kinds:
-        read.problem(f"layer_types {given!r} is not supported in {model_type}: its layers are {kinds!r}")
+        read.problem(f"layer_types {shown(given)} is not supported in {model_type}: its layers are {kinds!r}")
     window = read.whole("sliding_window") if SLIDING in kinds else None
     return kinds, tuple(window if kind == SLIDING else None for kind in kinds)
 
@@ -152,5 +169,5 @@ def _experts(read: Fields) -> int:
     names = [name for name in EXPERT_COUNTS if read.has(name)]
     given = {name: read.data[name] for name in names if read.data.get(name) is not None}
     if len(set(map(str, given.values()))) > 1:
-        read.problem(" and ".join(f"{name} {value!r}" for name, value in given.items()) + " differ")
-    return read.whole(next(iter(given or names))) if names else 0
+        read.problem(" and ".join(f"{name} {shown(value)}" for name, value in given.items()) + " differ")
+    return read.whole(next(iter(given or names)), most=MOST_EXPERTS) if names else 0

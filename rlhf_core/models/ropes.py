@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_core.models.config import Rope, RopeKind
 from rlhf_core.models.families import FULL, SLIDING, Architecture
-from rlhf_core.models.fields import Fields
+from rlhf_core.models.fields import Fields, shown
 
 ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 UNUSED = {"finetuned", "original_max_position_embeddings"}
@@ -63,7 +63,7 @@ def _tables(read: Fields) -> dict[str, tuple[str, dict[str, Any]]]:
     out = {}
     for kind, part in parts.items():
         if not isinstance(part, Mapping):
-            read.problem(f"{names[kind]} must be a table; it is {part!r}")
+            read.problem(f"{names[kind]} must be a table; it is {shown(part)}")
             part = {}
         local = kind == SLIDING and read.has("rope_local_base_freq")
         theta = read.number("rope_local_base_freq" if local else "rope_theta", 10_000.0)
@@ -76,21 +76,25 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
     kind: RopeKind = "longrope" if named in rules.longrope else named
     known = [name for name in NEEDED if name != "longrope" or rules.longrope]
     if kind not in known:
-        read.problem(f"{where}.rope_type {kind!r} is not supported; the decoder has {', '.join(known)}")
+        read.problem(f"{where}.rope_type {shown(kind)} is not supported; the decoder has {', '.join(known)}")
         return Rope()
     used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
     for name in sorted(set(table) - used - ALWAYS - UNUSED):
-        read.problem(f"{where}.{name} {table[name]!r} has no meaning for rope_type {kind!r}")
+        read.problem(f"{where}.{name} {shown(table[name])} has no meaning for rope_type {shown(kind)}")
     missing = [name for name in NEEDED[kind] if table.get(name) is None]
     for name in missing:
         read.problem(f"{where}.{name} is missing")
     share = table.get("partial_rotary_factor", read.get("partial_rotary_factor"))
     share = 1.0 if share is None else share
     if share != 1 and not (rules.partial_rotary and isinstance(share, float) and 0 < share < 1):
-        read.problem(f"{where}.partial_rotary_factor other than 1 is not supported here; it is {share!r}")
+        read.problem(
+            f"{where}.partial_rotary_factor other than 1 is not supported here; it is {shown(share)}"
+        )
         share = 1.0
     if share != 1 and int(head_dim * share) % 2:
-        read.problem(f"{where}.partial_rotary_factor {share!r} of head_dim {head_dim} is not an even number")
+        read.problem(
+            f"{where}.partial_rotary_factor {shown(share)} of head_dim {head_dim} is not an even number"
+        )
     # As in transformers, the file's own field goes before the table's.
     longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
     numbers = Fields({**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used))
@@ -144,7 +148,7 @@ def _longrope(
     divisors, pairs = table["short_factor"], int(head_dim * rope.share) // 2
     numeric = isinstance(divisors, list) and all(isinstance(x, int | float) for x in divisors)
     if not numeric or len(divisors) != pairs:
-        read.problem(f"{where}.short_factor must be a list of {pairs} numbers; it is {divisors!r}")
+        read.problem(f"{where}.short_factor must be a list of {pairs} numbers; it is {shown(divisors)}")
         return Rope()
     magnitude, factor = table.get("attention_factor"), table.get("factor", longest / rope.original_length)
     if magnitude is None:

@@ -41,9 +41,9 @@ def open_weights(directory: Path) -> dict[str, Reader]:
         hint = f" It has {other[0]}: save it in safetensors format first." if other else ""
         raise InputError(f"{directory}: no model.safetensors and no {INDEX}.{hint}")
     try:
-        places = json.loads(index.read_text())["weight_map"]
+        places = json.loads(index.read_bytes())["weight_map"]
         files = {name: directory / Path(file).name for name, file in places.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: damaged ({error!r}): fetch it again") from None
     absent = sorted({path.name for path in files.values() if not path.is_file()})
     if absent:
@@ -153,6 +153,7 @@ def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], li
     Raises InputError as `load` does.
     """
     readers = open_weights(directory)
+    _require_count(config, directory, len(readers))
     leaves = _leaves(config)
     if config.head == "score" and "score.weight" not in readers:
         leaves = [leaf for leaf in leaves if leaf.keys[0] != "score"]
@@ -160,6 +161,17 @@ def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], li
     if problems:
         raise InputError(*problems)
     return readers, leaves
+
+
+def _require_count(config: DecoderConfig, directory: Path, there: int) -> None:
+    """Raise InputError where config.json describes many more tensors than there are, before they are listed."""
+    layers = config.num_layers
+    if layers > 100 + there or (config.experts and layers * config.experts > 100 + there):
+        experts = f" of {config.experts:,} experts" if config.experts else ""
+        raise InputError(
+            f"{directory}: config.json describes {layers:,} layers{experts}, and its files hold {there:,} tensors: is "
+            "config.json of this model?"
+        )
 
 
 def _mismatches(

@@ -1,0 +1,242 @@
+"""Weight files and config.json that are damaged or absurd: one message each, before anything is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from rlhf_core.errors import InputError
+from rlhf_core.memory import definition_of
+from rlhf_core.models import check_model, fresh_model, load_model
+from rlhf_core.models.safetensors import Reader
+
+
+def entry(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def file_of(path: Path, header: Any, body: bytes = bytes(8)) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return path
+
+
+TWICE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, ' * 2
+REFUSED: dict[str, Any] = {
+    "overlap": {"a": entry(0, 4), "b": entry(0, 4), "c": entry(4, 8)},
+    "gap": {"a": entry(0, 4), "b": entry(6, 8, dtype="BF16")},
+    "begins after its end": {"a": entry(4, 0, (0,)), "b": entry(0, 8, (2,))},
+    "bytes after the last": {"a": entry(0, 4)},
+    "a key twice": TWICE[: TWICE.rindex(b",")] + b"}",
+    "nested": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a float": {"a": entry(0, 8, [2.0])},
+    "a boolean": {"a": entry(False, 8, [2])},
+    "text": {"a": entry("0", "8", [2])},
+    "negative": {"a": entry(-8, 8, [4])},
+    "a product beyond 64 bits": {"a": entry(0, 8, [2**63, 2**63])},
+    "a dtype of no library": {"a": entry(0, 8, [2], "Q8")},
+    "no object": b"null",
+    "no object within": {"a": 3},
+    "metadata of numbers": {"__metadata__": {"a": 3}, "a": entry(0, 8, [2])},
+    "not UTF-8": b'{"\xff": 1}',
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_header_that_the_library_refuses_is_refused(what: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        Reader(file_of(tmp_path / "model.safetensors", REFUSED[what]))
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).startswith(f"{tmp_path / 'model.safetensors'}: ")
+
+
+@pytest.mark.parametrize("length", [0, 7, 2**63, 2**64 - 1])
+def test_a_length_that_no_header_has(length: int, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(struct.pack("<Q", length))
+    with pytest.raises(InputError, match="safetensors"):
+        Reader(tmp_path / "x")
+
+
+def mutated(whole: bytes, draw: random.Random) -> bytes:
+    """One to four bytes of the header changed, removed or doubled, or the file cut."""
+    content = bytearray(whole)
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(min(header, len(content)))
+        kind = draw.randrange(5)
+        if kind == 0:
+            content[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            content[at] = draw.choice(b'0123456789-.,:[]{}"ef')
+        elif kind == 2:
+            del content[at]
+        elif kind == 3:
+            content.insert(at, content[at])
+        else:
+            del content[draw.randrange(1, len(content)) :]
+            break
+    return bytes(content)
+
+
+def test_mutated_files_are_refused_or_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16)}
+    save_file(tensors, tmp_path / "whole", metadata={"format": "pt"})
+    whole, draw, refused = (tmp_path / "whole").read_bytes(), random.Random(0), 0
+    for number in range(200):
+        file = tmp_path / "mutated"
+        file.write_bytes(mutated(whole, draw))
+        try:
+            reader = Reader(file)
+            views = {name: reader.view(name) for name in reader.header}
+        except InputError:
+            refused += 1
+            continue
+        try:
+            with safe_open(file, framework="numpy") as theirs:
+                assert set(theirs.keys()) == set(views)
+                for name, view in views.items():
+                    np.testing.assert_array_equal(view, theirs.get_tensor(name))
+        except SafetensorError as error:
+            pytest.fail(f"case {number} was accepted, and the library says {error}")
+    assert 100 < refused < 200
+
+
+@pytest.fixture(scope="module")
+def saved(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    tiny.make_model().save(directory)
+    return directory
+
+
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+ABSURD: list[Any] = [
+    2**31 - 1,
+    2_147_483_648,
+    10**30,
+    -1,
+    0,
+    2.5,
+    1e300,
+    True,
+    "2",
+    [2],
+    {},
+    float("nan"),
+    "9" * 5000,
+]
+
+
+@pytest.fixture(params=["load", "check", "plan"])
+def door(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
+    doors: dict[str, Callable[[Path], Any]] = {
+        "load": load_model,
+        "check": check_model,
+        "plan": lambda path: definition_of(str(path), "lm", None),
+    }
+    return doors[request.param]
+
+
+def with_config(saved: Path, tmp_path: Path, text: str) -> Path:
+    for file in saved.iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_an_absurd_size_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    directory = with_config(saved, tmp_path, "{}")
+    for value in ABSURD:
+        (directory / "config.json").write_text(json.dumps(config | {name: value}))
+        with pytest.raises(InputError, match=r"config\.json"):
+            load_model(directory)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"model_type": "llama", "hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"model_type": "llama", "num_hidden_layers": ' + "9" * 5000 + "}",
+        '{"model_type": ["llama"]}',
+        '{"model_type": "llama", "architectures": 3}',
+        "null",
+        "\x00",
+    ],
+)
+def test_a_config_that_no_parser_holds(
+    text: str, saved: Path, tmp_path: Path, door: Callable[[Path], Any]
+) -> None:
+    with pytest.raises(InputError):
+        door(with_config(saved, tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", float("inf")),
+        ("rope_theta", 10**400),
+        ("rope_scaling", {"rope_type": "yarn", "factor": "4"}),
+        ("rope_scaling", {"rope_type": ["yarn"]}),
+        ("rope_scaling", [3]),
+        ("hidden_act", {"a": 1}),
+        ("layer_types", {"full_attention": 1}),
+    ],
+)
+def test_other_fields_of_the_wrong_kind(
+    field: str, value: Any, saved: Path, tmp_path: Path, door: Callable[[Path], Any]
+) -> None:
+    config = json.loads((saved / "config.json").read_text()) | {field: value}
+    with pytest.raises(InputError):
+        door(with_config(saved, tmp_path, json.dumps(config)))
+
+
+def test_mutated_configs_are_refused_or_loaded(saved: Path, tmp_path: Path) -> None:
+    whole, draw = (saved / "config.json").read_text(), random.Random(1)
+    directory = with_config(saved, tmp_path, whole)
+    for _ in range(200):
+        content = list(whole)
+        for _ in range(draw.randint(1, 3)):
+            content[draw.randrange(len(content))] = draw.choice('0123456789-.,:[]{}"etn ')
+        (directory / "config.json").write_text("".join(content))
+        with contextlib.suppress(InputError):
+            check_model(directory)
+
+
+def test_a_fresh_model_that_no_memory_holds_is_refused(tiny: Any) -> None:
+    with pytest.raises(
+        InputError, match=r"model: its sizes make 4,\d+,\d+,\d+,\d+ parameters, .* GB of memory"
+    ):
+        fresh_model({**tiny.SIZES, "hidden_size": 2048, "vocab_size": 2**30}, "lm")
+    with pytest.raises(InputError, match=r"which of them is wrong\?"):
+        fresh_model({**tiny.SIZES, "hidden_size": 2**30, "vocab_size": 2**30}, "lm")
+    with pytest.raises(InputError, match="num_hidden_layers must be at most 10,000"):
+        fresh_model({**tiny.SIZES, "num_hidden_layers": 2**31, "vocab_size": 9}, "lm")
+
+
+def test_more_layers_than_the_files_hold_are_refused_before_they_are_listed(
+    saved: Path, tmp_path: Path
+) -> None:
+    config = json.loads((saved / "config.json").read_text()) | {"num_hidden_layers": 9000}
+    with pytest.raises(InputError, match="describes 9,000 layers, and its files hold 21 tensors"):
+        load_model(with_config(saved, tmp_path, json.dumps(config)))
