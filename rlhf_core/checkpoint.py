@@ -134,12 +134,20 @@ class Checkpoints:
         if block:
             self.wait()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+    def restore(
+        self,
+        abstract_state: Any,
+        step: int | None = None,
+        *,
+        accept: Callable[[Restored], None] | None = None,
+    ) -> Restored | None:
         """The newest whole checkpoint, or None where there is none at all; or that of `step`.
 
         abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays); each array is put on
         the sharding given there, whatever it was saved from. A damaged checkpoint is passed over with a
         warning.
+
+        accept: called with what was found, without its state, before that is read; raises where it does not fit.
 
         Raises RunError where there are checkpoints and none is whole, or that of `step` is not; InputError where
         it was saved from another tree, shape or dtype, naming the arrays.
@@ -153,6 +161,10 @@ class Checkpoints:
             return None
         directory = self.directory / str(step)
         saved = json.loads((directory / "host.json").read_text())
+        with np.load(directory / "arrays.npz", allow_pickle=False) as file:
+            arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
+        if accept is not None:
+            accept(Restored(step, None, saved["host"], arrays))
         wanted = tree.leaves(abstract_state)
         tree.compare(directory, saved["leaves"], {name: tree.shape(leaf) for name, leaf in wanted.items()})
         try:
@@ -161,8 +173,6 @@ class Checkpoints:
             raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
         found = {name: tree.on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
-        with np.load(directory / "arrays.npz", allow_pickle=False) as file:
-            arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
         return Restored(step, state, saved["host"], arrays)
 
     def wait(self) -> None:

@@ -18,7 +18,6 @@ from rlhf_core.errors import InputError
 from rlhf_core.pipeline_file import read
 from rlhf_core.plan import plan
 from rlhf_core.preview import components, inputs_line, previews, short_path
-from rlhf_core.stage_record import StageRecord
 from rlhf_core.terminal import echo, show, visible
 
 if TYPE_CHECKING:
@@ -39,19 +38,24 @@ def check(
 
     devices: how many memory is told for, each; None: memory in all.
     """
+    from rlhf_core.pipeline import asked
+    from rlhf_core.recorded import refusals
+    from rlhf_core.stage_record import StageRecord
+
     host = plugin_loading.load(files=list(plugins))
     planned = plan(read(pipeline, sets=sets, dir=dir), host)
     problems: list[str] = []
     states: dict[str, str] = {}
-    for stage in planned.stages:
-        try:
-            record = StageRecord(stage)
-            record.refuse_changes()
-            states[stage.name] = {"new": "runs", "running": "continues", "done": "done, skipped"}[
-                record.state
-            ]
-        except InputError as error:
-            problems += error.problems
+    wanted = asked(planned, host)
+    records: dict[str, StageRecord] = {}
+    try:
+        records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in wanted}
+        problems += refusals(wanted, records)
+    except InputError as error:
+        problems += error.problems
+    if not problems:
+        words = {"new": "runs", "running": "continues", "done": "done, skipped"}
+        states = {each.name: words[records[each.name].settle(each.now)] for each in wanted}
     mesh = None
     if devices is not None:
         from rlhf_core.mesh import planned_mesh

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, events, hook_errors, plugins, runtime, stage_record
+from rlhf_core import data, experiment, plugins, runtime
+from rlhf_core.agreement import text_of_first
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError
-from rlhf_core.execution import execute
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
+from rlhf_core.recorded import Asked, held, run_recorded
 from rlhf_core.stage import Stage
 from rlhf_core.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, settled
@@ -209,58 +210,44 @@ class Result:
     metrics: Mapping[str, float]
 
 
-class _Last:
-    """A logger that keeps the newest value of every metric."""
-
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    @plugins.hookimpl
-    def rlhf_step_end(self, metrics: Mapping[str, float]) -> None:
-        self.metrics.update(metrics)
-
-
 def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
     inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`.
     Writes to `config.save_directory`, or to a fresh temporary directory, all that a pipeline writes of a stage, and its
-    events.jsonl. Continues a run that was interrupted there.
+    events.jsonl. Continues a run that was interrupted there; of one that is done, returns what it has left. Raises
+    InputError where the directory is in use, or holds a run of another model, data, rewards or settings.
     """
     runtime.prepare()
-    last = _Last()
-    host = plugins.load(objects=[last])
+    host = plugins.load()
     component = host.registry.get(TRAINER, trainer)
-    directory = Path(config.save_directory or tempfile.mkdtemp(prefix=f"rlhf-{trainer}-"))
-    directory.mkdir(parents=True, exist_ok=True)
+    is_main = jax.process_index() == 0
+    made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
+    directory = Path(text_of_first(str(config.save_directory or made)))
     stage = Stage(
         name=trainer,
         dir=directory,
         seed=config.seed if config.seed is not None else 0,
         mesh=make_mesh(),
-        is_main=jax.process_index() == 0,
+        is_main=is_main,
         registry=host.registry,
         hook=host.hook,
         inputs={name: value for name, value in inputs.items() if value is not None},
         template_date=day_begun(directory),  # before a record of this start is written
     )
-    with _recorded(stage, config), hook_errors.named(host.pm):
-        artifacts = execute(component, config, stage, host)
-    return Result(next(iter(artifacts.values())), artifacts, last.metrics)
+    fix = f"give those back, use another save_directory, or delete {directory} to train anew"
 
+    def ask() -> list[Asked]:
+        now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
+        return [Asked(trainer, directory, now, fix=fix)]
 
-@contextmanager
-def _recorded(stage: Stage, config: TrainerConfig) -> Iterator[None]:
-    """Keep stage.json and events.jsonl, as a pipeline does: for reports and loggers, nothing is refused for them."""
-    if not stage.is_main:
-        yield
-        return
-    record = stage_record.running(stage.name, stage.name, stage.seed, config.to_dict(), {})
-    continues = any((stage.dir / "checkpoints").glob("[0-9]*"))
-    with events.noted(stage.dir, stage.name, stage.devices(), continues=continues):
-        stage_record.write(stage.dir, record)
-        yield
-    stage_record.write(stage.dir, stage_record.done(record))
+    with held(directory, is_main, ask, field="save_directory") as records:
+        record, now = records[trainer]
+        done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
+        ended = run_recorded(
+            component, config, stage, host, record, now, notes=directory, say=stage.say, done=done
+        )
+    return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)
 
 
 def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:

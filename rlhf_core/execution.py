@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from rlhf_core import artifacts, workers
 from rlhf_core.agreement import text_of_first
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.hookspecs import hookimpl
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.text_settings import template_date
 
@@ -26,17 +27,19 @@ def execute(
     stage: Stage,
     host: Host,
     *,
-    finished: Callable[[], None] | None = None,
+    finished: Callable[[dict[str, Artifact]], None] | None = None,
 ) -> dict[str, Artifact]:
     """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; every declared output, {name: Artifact}.
 
     The loggers that `config` names listen during this stage only, and worker processes end with it.
     `rlhf_stage_end` comes last whatever happened, and what was raised is raised after it. finished: called before it,
-    where every output is there. Raises RunError where the trainer returned without an output it declares.
+    with the outputs, where every one is there. Raises RunError where the trainer returned without an output it
+    declares.
     """
     stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
     stage.dir.mkdir(parents=True, exist_ok=True)
     listeners = make_loggers(config, stage) if stage.is_main else {}
+    listeners["newest metrics"] = _Newest()
     for name, listener in reversed(listeners.items()):  # pluggy calls the newest first
         host.pm.register(listener, name=name)
     error: BaseException | None = None
@@ -45,7 +48,7 @@ def execute(
         trainer.run(config, stage)
         outputs = read_outputs(trainer, stage)
         if finished is not None:
-            finished()
+            finished(outputs)
         return outputs
     except BaseException as caught:
         error = caught
@@ -61,6 +64,14 @@ def execute(
             for listener in listeners.values():
                 host.pm.unregister(listener)
             workers.close()
+
+
+class _Newest:
+    """A listener that keeps the newest value of every metric in `stage.metrics`."""
+
+    @hookimpl
+    def rlhf_step_end(self, stage: Stage, metrics: Mapping[str, float]) -> None:
+        stage.metrics.update(metrics)
 
 
 def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.data import schedule, updates
+from rlhf_core.data import drawn, schedule, updates
 from rlhf_core.mesh import row_multiple
 from rlhf_core.rows import Layout, Packed, Tree, choose_layout, pack
 from rlhf_core.trees import trained_per_branch
@@ -35,6 +37,18 @@ class Update(NamedTuple):
     step."""
 
 
+class Encoded(Protocol):
+    """Training data as token ids: `Texts`, `Pairs` or `Prompts`, or a trainer's own."""
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """uint64 [rows]: a hash of what is trained on in each row."""
+        ...
+
+    def where(self, i: int) -> str:
+        """Names row `i`, such as "pairs.jsonl row 17"."""
+        ...
+
+
 class Feed(Protocol):
     """Where updates come from. What it gives at a step depends on the step, the seed and (rollouts) the state alone.
 
@@ -46,8 +60,8 @@ class Feed(Protocol):
     """Updates in the whole run."""
     updates_per_epoch: float
     """The metric `epoch` is the updates done over it."""
-    fingerprint: str
-    """Of the data; a run is not continued on other data."""
+    data: Encoded
+    """What updates are drawn from; a run is not continued where a row that was drawn is another now."""
 
     def shapes(self) -> Sequence[Packed]:
         """An empty micro-batch of every shape there will be; those of updates that read the state compile ahead."""
@@ -59,6 +73,10 @@ class Feed(Protocol):
 
     def update(self, step: int, state: TrainState) -> Update:
         """What is computed as update `step`, the same on every process. state: before it, where `needs_state(step)`."""
+        ...
+
+    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
+        """The rows of `data` that the first `step` updates took. host: what `snapshot(step)` gave."""
         ...
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -204,14 +222,12 @@ class TreeFeed:
         layout: Layout,
         *,
         seed: int,
-        fingerprint: str,
-        where: Callable[[int], str],
+        data: Encoded,
         sequence_names: Sequence[str] = (),
         group: int = 1,
     ) -> None:
         self.trees, self.config, self.layout = trees, config, layout
-        self.fingerprint = fingerprint
-        self.where = where
+        self.data = data
         self.sequence_names, self.group = sequence_names, group
         self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
         self.total = updates(
@@ -242,11 +258,30 @@ class TreeFeed:
         trees = [self.trees[i] for i in chosen]
         batches = pack(trees, self.layout, sequence_names=self.sequence_names, group=self.group)
         return Update(
-            batches, sum(tree.size for tree in trees), lambda example: self.where(int(chosen[example]))
+            batches, sum(tree.size for tree in trees), lambda example: self.data.where(int(chosen[example]))
         )
 
+    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
+        return drawn(
+            len(self.trees), self._examples(step), seed=self.seed, shuffle=self.config.shuffle_train_dataset
+        )
+
+    def _examples(self, step: int) -> int:
+        """How many examples the first `step` updates take: the last one of the epochs takes what is left."""
+        whole = step * self.config.total_batch_size
+        if self.config.max_training_steps:
+            return whole
+        return min(whole, int(len(self.trees) * self.config.num_train_epochs))
+
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return {}, {}
+        return {"examples": self._examples(step)}, {}
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Nothing to restore."""
+        """There is nothing to restore; say where a run that is extended differs from one that was longer at once."""
+        missing = self._examples(step) - host["examples"]
+        if missing > 0:
+            warnings.warn(
+                f"update {step} was the last one, with what was left of the epoch: in a run of this length from the "
+                f"start it would have had {missing} more examples, which are passed over now",
+                stacklevel=2,
+            )

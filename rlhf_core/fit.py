@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import warnings
@@ -19,9 +20,10 @@ from rlhf_core.agreement import any_of
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.best import Best
 from rlhf_core.checkpoint import Checkpoints
+from rlhf_core.continuation import Continuation, without_rows
 from rlhf_core.diagnosis import not_finite
 from rlhf_core.doors import run_alone as run_alone
-from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.errors import RunError, Stopped
 from rlhf_core.feeds import KNOWN_UPDATES, Feed, Update, calls, several
 from rlhf_core.interval import Interval
 from rlhf_core.loggers import JsonLines
@@ -108,6 +110,7 @@ class _Run:
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
         self.interval = Interval()
         self.best = Best(config, stage)
+        self.continuation = Continuation(stage, config, feed, schedule)
 
     def loop(
         self,
@@ -200,18 +203,16 @@ class _Run:
         return Fitted(self.best.final(state, count, checkpoints), self.metrics, out_of_time)
 
     def restore(self, state: TrainState, checkpoints: Checkpoints) -> tuple[int, TrainState]:
-        found = checkpoints.restore(abstract_state(state.trained()))
+        found = checkpoints.restore(abstract_state(state.trained()), accept=self.continuation.accept)
         if found is None:
             return 0, state
-        if found.host["data"] != self.feed.fingerprint:
-            raise InputError(
-                f"stage '{self.stage.name}': the training data changed since the checkpoint at update {found.step}; "
-                f"give back the data it had, use another --dir, or delete {self.stage.dir}"
-            )
         self.tokens, self.elapsed = found.host["tokens"], found.host["elapsed"]
         self.interval = Interval.from_json(found.host["interval"])
-        self.feed.restore(found.step, found.host["feed"], found.arrays)
+        self.feed.restore(found.step, found.host["feed"], without_rows(found.arrays))
         self.best.restore(found.host["best"])
+        kept = found.host["metrics"]
+        self.metrics = {name: math.nan if value is None else value for name, value in kept.items()}
+        self.stage.metrics.update(self.metrics)
         return found.step, state.with_trained(found.state)
 
     def check(self, steps: Programs, state: TrainState, checkpoints: Checkpoints) -> None:
@@ -266,12 +267,14 @@ class _Run:
         host, arrays = self.feed.snapshot(step)
         kept = {
             "feed": host,
-            "data": self.feed.fingerprint,
+            **self.continuation.host(step),
             "tokens": self.tokens,
             "elapsed": self.elapsed,
             "interval": self.interval.to_json(),
             "best": self.best.to_json(),
+            "metrics": {name: float(x) if math.isfinite(x) else None for name, x in self.metrics.items()},
         }
+        arrays = {**arrays, **self.continuation.arrays()}
         checkpoints.save(step, state.trained(), host=kept, arrays=arrays, protect=self.best.step)
 
 

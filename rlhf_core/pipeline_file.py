@@ -12,12 +12,11 @@ from typing import Any
 
 from rlhf_core.errors import InputError, exists, near, near_file, reading
 from rlhf_core.options import TrainerConfig, parse_value
+from rlhf_core.options.paths import is_input_field
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst"}
-_INPUT_FIELDS = {"chat_template", "tokenizer", "path"}
-_INPUT_ENDINGS = ("_data", "_file")
 _KEY_STEP = re.compile(r"([A-Za-z0-9_-]+)((?:\[\d+\])*)")
 
 
@@ -125,7 +124,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     if not isinstance(value, str):
         return value
     if not value:
-        if _is_input(field):
+        if is_input_field(field):
             problems.append(f"{where}: is empty; give a path or a name, or leave it out")
         return value
     if field == "save_directory":
@@ -137,22 +136,12 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         return _absolute(file, base) + colon + attribute  # the registry tells a missing one
     if field == "chat_template":
         return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
-    if _is_input(field):
+    if is_input_field(field):
         if os.path.lexists(base / Path(value).expanduser()):
             return _absolute(value, base)
         if _looks_like_a_path(value, base):
             return _existing(value, base, where, problems)
     return value
-
-
-def _is_input(field: str) -> bool:
-    """Whether strings in this field may be paths: a trainer's own `replay_data` or `words_file` too."""
-    return field in _INPUT_FIELDS or field.endswith(_INPUT_ENDINGS) or is_model_field(field)
-
-
-def is_model_field(field: str) -> bool:
-    """Whether strings in this field name models: `model` itself, or a plugin's `teacher_model`."""
-    return field == "model" or field.endswith("_model")
 
 
 def _parse(path: Path) -> dict[str, Any]:

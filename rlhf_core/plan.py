@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import options
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
 from rlhf_core.errors import InputError, exists, near
-from rlhf_core.pipeline_file import PipelineFile, StageTable, is_model_field
+from rlhf_core.options.paths import is_model_field
+from rlhf_core.pipeline_file import PipelineFile, StageTable
 
 if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig

@@ -131,6 +131,11 @@ class Registry:
         """Who registered a name, in words. Raises InputError for an unknown one."""
         return self._entry(kind, name).owner
 
+    def source(self, kind: Kind[Any], name: str) -> tuple[Any, str]:
+        """What was registered under a name, and by whom. Raises InputError for an unknown name."""
+        entry = self._entry(kind, name)
+        return entry.thing, entry.owner
+
     def owned(self, owner: str) -> dict[str, list[str]]:
         """{kind: [names]} that one owner registered."""
         found = {

@@ -30,6 +30,9 @@ class Stage:
         `rewards`; in a pipeline none of them, but for the `tokenizer` while it is checked, where one is at hand.
     template_date: the day that chat templates write, "2026-01-31", which is that of the run's beginning unless the
         config or the model says another; None while a stage is made: that of its own beginning.
+    experiment: what the stage computes, as `rlhf_core.experiment` records it; checkpoints name it. None where the
+        trainer was not started by a pipeline or a trainer class.
+    metrics: the newest value of every metric that was logged so far.
     planned_mesh: the devices that `rlhf check --devices` asks about, which need not be there; None: not asked.
     """
 
@@ -43,6 +46,8 @@ class Stage:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     planned_mesh: AbstractMesh | None = None
     template_date: str | None = None
+    experiment: Mapping[str, Any] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def devices(self) -> Mesh:
         """The mesh, where there must be one."""

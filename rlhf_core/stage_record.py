@@ -1,41 +1,21 @@
-"""stage.json: what a stage was run with, so that it is skipped, continued or refused the next time."""
+"""stage.json: what a stage was run with and what came of it, so that it is skipped, continued or refused next time."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rlhf_core import artifacts
+from rlhf_core import artifacts, differences
+from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
-
-if TYPE_CHECKING:
-    from rlhf_core.plan import Input, StagePlan
+from rlhf_core.files import sealed, unsealed, write_atomic
 
 FILE = "stage.json"
-FORMAT = 1
-SAMPLED_BYTES = 2**20
-UNCOMPARED = frozenset(
-    {
-        "logger",
-        "use_wandb",
-        "log_steps",
-        "progress_bar_type",
-        "progress_metrics",
-        "track_memory",
-        "num_preview_samples",
-        "save_steps",
-        "save_interval_minutes",
-        "save_total_limit",
-        "save_directory",
-        "training_time_limit",
-        "dataset_num_proc",
-    }
-)
-"""Fields that say how a run is watched and kept, not what it computes: they may change on the way."""
+FORMAT = 2
 
 State = Literal["new", "running", "done"]
 
@@ -43,32 +23,32 @@ State = Literal["new", "running", "done"]
 class StageRecord:
     """The stage.json of one stage.
 
-    Raises InputError where the file is there but cannot be read.
+    fix: what a user does to run the stage with other settings. Raises InputError where the file is there but damaged.
     """
 
-    def __init__(self, plan: StagePlan) -> None:
-        self.plan = plan
-        self.path = plan.dir / FILE
+    def __init__(self, directory: Path, name: str, *, fix: str) -> None:
+        self.dir, self.name, self.fix = directory, name, fix
+        self.path = directory / FILE
         self.then: dict[str, Any] = self._read()
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.path.read_bytes())
-            if not isinstance(found, dict) or found["format"] != FORMAT:
-                raise ValueError("it has another format than this version writes")
-            for key in ("state", "trainer", "seed", "config", "inputs", "versions"):
-                found[key]
-            return found
+            content = self.path.read_bytes()
         except FileNotFoundError:
             return {}
         except NotADirectoryError:
             raise InputError(
-                f"{self.plan.dir} is not a directory; move it away, or use another --dir"
+                f"{self.dir} is not a directory; move it away, or give another directory"
             ) from None
-        except (ValueError, KeyError) as error:
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}") from None
+        try:
+            return unsealed(content)
+        except ValueError as error:
             raise InputError(
-                f"{self.path}: not readable ({error}); delete {self.plan.dir} to run the stage from its "
-                "start, or use another --dir"
+                f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
+                "then goes on from its newest checkpoint, which knows what it belongs to. Or delete "
+                f"{self.dir} to run it from its start"
             ) from None
 
     @property
@@ -77,146 +57,132 @@ class StageRecord:
             return "new"
         return "done" if self.then["state"] == "done" else "running"
 
-    def refuse_changes(self) -> None:
-        """Raise InputError, one line a difference, where it was begun with another config or other inputs.
+    @property
+    def has_checkpoints(self) -> bool:
+        return any((self.dir / "checkpoints").glob("[0-9]*"))
 
-        Artifacts that do not exist are not compared: the stages that make them have not run yet.
+    def settle(self, now: differences.Record) -> State:
+        """What becomes of the stage with what is asked for now; "running" for a finished one that is extended.
+
+        Raises InputError, one line per difference, where it was begun as another experiment. Inputs that do not exist
+        are not compared: the stages that make them have not run yet.
         """
         if not self.then:
-            return
-        problems = self.differences()
+            return "new"
+        found = differences.compare(self.then, now)
+        state: State = self.state
+        problems = [str(each) for each in found.refused]
+        length = [each for each in found.warned if each.field in differences.LENGTH]
+        if length and found.refused == [] and not self._same_length(now):
+            reason = differences.fixed_length(self.then, now) or self._cannot_grow(now)
+            if reason is None:
+                state = "running"
+            else:
+                problems += [f"{each}: {reason}" for each in length]
+        if state == "done" or not self._knows_rows():
+            problems += map(str, found.data)
         if problems:
             begun = "finished" if self.state == "done" else "begun"
             raise InputError(
-                *(f"stage '{self.plan.name}'.{problem}" for problem in problems),
-                f"stage '{self.plan.name}' was {begun} with other settings: give those back, use another "
-                f"--dir, or delete {self.plan.dir} to run it anew",
+                *(f"stage '{self.name}'.{problem}" for problem in problems),
+                f"stage '{self.name}' was {begun} with other settings: {self.fix}",
             )
+        return state
 
-    def differences(self) -> list[str]:
-        """`field: then X, now Y` for everything that differs and changes what the stage computes."""
-        plan, then = self.plan, self.then
-        if then["trainer"] != plan.trainer_name:
-            return [f"trainer: then {then['trainer']}, now {plan.trainer_name}"]
-        problems = [] if then["seed"] == plan.seed else [f"seed: then {then['seed']}, now {plan.seed}"]
-        before, now = _flat(then["config"]), _flat(plan.written.to_dict())
-        inputs = {*then["inputs"], *plan.inputs}
-        for key in sorted({*before, *now}):
-            compared = key.split(".")[0].split("[")[0] not in UNCOMPARED and key != "seed"
-            if compared and key not in inputs and before.get(key) != now.get(key):
-                problems.append(f"{key}: then {_shown(before.get(key))}, now {_shown(now.get(key))}")
-        for key in sorted(inputs):
-            was, found = then["inputs"].get(key), plan.inputs.get(key)
-            if was is None or found is None:
-                problems.append(f"{key}: then {_shown(before.get(key))}, now {_shown(now.get(key))}")
-            elif found.path.exists() and identify(found.path) != was["identity"]:
-                told, before_it = found.reference or str(found.path), was["reference"] or was["path"]
-                problems.append(
-                    f"{key}: the contents of {told} have changed since"
-                    if told == before_it
-                    else f"{key}: then {before_it}, now {told}, and their contents differ"
-                )
-        return problems
+    def warnings(self, now: differences.Record) -> list[str]:
+        """Differences that are no reason to refuse, but to say."""
+        found = differences.compare(self.then, now) if self.then else differences.Differences([], [], [])
+        versions = [each.said for each in found.warned if each.said]
+        fields = [str(each) for each in found.warned if not each.said]
+        lines = [f"stage '{self.name}' was begun with {'; '.join(versions)}"] if versions else []
+        if fields and self.settle(now) == "running":
+            lines.append(f"stage '{self.name}' goes on with other settings: {'; '.join(fields)}")
+        if found.data and not self.has_checkpoints:
+            lines.append(
+                f"stage '{self.name}'.{'; '.join(map(str, found.data))}; nothing was trained on it yet, as there is no "
+                "checkpoint"
+            )
+        return lines
 
-    def changed_versions(self) -> list[str]:
-        """`rlhf-grpo 0.1.0, now 0.1.1` for each that differs: no reason to refuse, but to say.
+    def _same_length(self, now: differences.Record) -> bool:
+        """Whether fields that differ make no difference, as epochs do where the number of updates is given."""
+        then, asked = self.then["config"], now["config"]
+        steps = then.get("max_training_steps")
+        return steps is not None and steps == asked.get("max_training_steps")
 
-        One that has come since is none: the stage has run without it.
+    def _cannot_grow(self, now: differences.Record) -> str | None:
+        """Why the number of updates cannot be another, None where it can."""
+        try:
+            plan = json.loads((self.dir / "plan.json").read_bytes())
+            per_epoch, before = float(plan["updates_per_epoch"]), int(plan["updates"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None if self.state == "running" else "its trainer does not say how it could be extended"
+        asked = differences.planned_updates(now["config"], per_epoch)
+        if self.state == "done" and asked <= before:
+            return f"the stage has made its {before:,} updates; it can only be extended"
+        return None
+
+    def _knows_rows(self) -> bool:
+        """Whether a checkpoint, or there being none, lets the loop tell which rows it has drawn.
+
+        Data that changed in rows that were not drawn yet can then be accepted; `fit` decides.
         """
-        before, now = self.then["versions"], artifacts.versions()
-        return [
-            f"{name} {version}, now {now.get(name, 'absent')}"
-            for name, version in sorted(before.items())
-            if now.get(name) != version
-        ]
+        checkpoints = [path for path in (self.dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
+        if not checkpoints:
+            return True
+        newest = max(checkpoints, key=lambda path: int(path.name))
+        try:
+            return bool(json.loads((newest / "host.json").read_bytes())["host"]["rows"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
-    def write_running(self) -> None:
+    def write_running(self, now: differences.Record) -> None:
         """Before the trainer runs; the inputs are there now, and what they hold is part of the record."""
-        plan = self.plan
-        inputs = {
-            key: {"path": str(each.path), "reference": each.reference, "identity": identify(each.path)}
-            for key, each in plan.inputs.items()
+        started = self.then.get("started", _now())
+        self._write({"format": FORMAT, "name": self.name, "state": "running", **now, "started": started})
+
+    def write_done(self, metrics: Mapping[str, float], outputs: Mapping[str, Artifact]) -> None:
+        """After it: with its last metrics, and what its artifacts are."""
+        results = {
+            "metrics": {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()},
+            "artifacts": {name: artifacts.identity(artifact.path) for name, artifact in outputs.items()},
         }
-        record = running(plan.name, plan.trainer_name, plan.seed, plan.written.to_dict(), inputs)
-        self._write({**record, "started": self.then.get("started", record["started"])})
+        self._write({**self.then, "state": "done", "finished": _now(), "results": results})
 
-    def forget(self) -> None:
-        """For a stage that failed before it saved anything: what was wrong with its input may now be mended."""
-        self.path.unlink(missing_ok=True)
-        self.then = {}
+    def put_back(self, before: Mapping[str, Any]) -> None:
+        """Undo `write_running` for a stage that failed before it did anything: its input may now be mended."""
+        if before:
+            self._write(dict(before))
+        else:
+            self.path.unlink(missing_ok=True)
+            self.then = {}
 
-    def write_done(self) -> None:
-        self._write(done(self.then))
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of every metric of a finished stage, NaN where it was not finite."""
+        kept = self.then.get("results", {}).get("metrics", {})
+        return {name: math.nan if value is None else value for name, value in kept.items()}
+
+    def require_outputs(self, outputs: Mapping[str, Artifact]) -> None:
+        """Raise InputError where an artifact is another than the one that the finished stage wrote."""
+        kept = self.then.get("results", {}).get("artifacts", {})
+        problems = [
+            f"stage '{self.name}': output '{name}' in {artifact.path} is not what the stage wrote there; it was done "
+            f"before: delete {self.dir} to run it anew"
+            for name, artifact in outputs.items()
+            if name in kept and artifacts.identity(artifact.path) != kept[name]
+        ]
+        if problems:
+            raise InputError(*problems)
 
     def _write(self, record: dict[str, Any]) -> None:
-        write(self.plan.dir, record)
+        write(self.dir, record)
         self.then = record
 
 
-def running(
-    name: str, trainer: str, seed: int, config: Mapping[str, Any], inputs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The record of a stage that begins now."""
-    return {
-        "format": FORMAT,
-        "name": name,
-        "trainer": trainer,
-        "state": "running",
-        "seed": seed,
-        "config": config,
-        "inputs": inputs,
-        "versions": artifacts.versions(),
-        "started": _now(),
-    }
-
-
-def done(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a stage that has ended well, now."""
-    return {**record, "state": "done", "finished": _now()}
-
-
 def write(directory: Path, record: Mapping[str, Any]) -> None:
-    """Put a stage's record into its directory."""
-    artifacts.write_atomic(directory / FILE, json.dumps(record, indent=2) + "\n")
-
-
-def identify(path: Path) -> str:
-    """A hash that changes with what is at `path`.
-
-    An artifact: see `artifacts.identity`. A file: its bytes. Another directory: names, sizes and the first MiB of
-    every file in it, since the weights of a large model take minutes to read.
-    """
-    if path.is_file():
-        return artifacts.hash_file(path)
-    if (path / artifacts.MANIFEST).is_file():
-        return artifacts.identity(path)
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        if file.is_file():
-            digest.update(f"{file.relative_to(path).as_posix()}\0{file.stat().st_size}\0".encode())
-            with open(file, "rb") as stream:
-                digest.update(stream.read(SAMPLED_BYTES))
-    return digest.hexdigest()
-
-
-def inputs_missing(inputs: Mapping[str, Input]) -> list[str]:
-    """`field: path` of the inputs that are not on disk."""
-    return [f"{key}: {each.path}" for key, each in inputs.items() if not each.path.exists()]
-
-
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """{dotted path: leaf}; an empty table or list is a leaf."""
-    if isinstance(value, Mapping) and value:
-        items = [(f"{key}.{k}" if key else str(k), v) for k, v in value.items()]
-    elif isinstance(value, list | tuple) and value:
-        items = [(f"{key}[{i}]", v) for i, v in enumerate(value)]
-    else:
-        return {key: None if value in ([], {}, ()) else value}
-    return {k: v for name, item in items for k, v in _flat(item, name).items()}
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    """Put a stage's record into its directory, with a checksum."""
+    write_atomic(directory / FILE, sealed(record))
 
 
 def _now() -> str:

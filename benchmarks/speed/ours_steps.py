@@ -56,6 +56,16 @@ from rlhf_core.trees import tree
 Row = dict[str, Any]
 
 
+class NoRows:
+    """Stands for encoded data where no checkpoint is written."""
+
+    def row_digests(self) -> np.ndarray:
+        return np.zeros(0, np.uint64)
+
+    def where(self, i: int) -> str:
+        return f"row {i}"
+
+
 def fresh(shape: works.Model, head: Any, tokenizer: Any = None) -> Model:
     return fresh_model(
         {**shape.config, "eos_token_id": 2, "pad_token_id": 1}, head, tokenizer=tokenizer, mesh=make_mesh()
@@ -122,8 +132,7 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
         config,
         layout,
         seed=stage.seed,
-        fingerprint="",
-        where=str,
+        data=NoRows(),
         sequence_names=("margin",),
         group=2,
     )
@@ -276,7 +285,7 @@ def run_log_probs(task: works.Task) -> Row:
     sequences = works.token_ids(works.SEQUENCES, works.LENGTH, task.model.vocab)
     trees = [tree([ids]) for ids in sequences]
     layout = layout_for(trees, config, model.mesh, task.model.hidden, reads_tokens=True)
-    feed = TreeFeed(trees, config, layout, seed=works.SEED, fingerprint="", where=str)
+    feed = TreeFeed(trees, config, layout, seed=works.SEED, data=NoRows())
 
     def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
         logps, _ = trained_logps(model.definition, params, batch)

@@ -1,6 +1,6 @@
 """Data in: files, hub datasets and objects to token ids, with every problem named by file and row."""
 
-from rlhf_core.data.order import schedule, updates
+from rlhf_core.data.order import drawn, schedule, updates
 from rlhf_core.data.preferences import Pair, Pairs, encode_pairs
 from rlhf_core.data.prompts import Prompts, encode_prompts
 from rlhf_core.data.records import load
@@ -20,6 +20,7 @@ __all__ = [
     "Text",
     "Texts",
     "Whole",
+    "drawn",
     "encode_pairs",
     "encode_prompts",
     "encode_texts",

@@ -16,6 +16,15 @@ def updates(size: int, batch_size: int, epochs: float, max_steps: int | None = N
     return max_steps if max_steps is not None else int(-(-(size * epochs) // batch_size))
 
 
+def drawn(size: int, count: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Indices of the examples that the first `count` places of a schedule hold, ascending, each once."""
+    if count >= size:
+        return np.arange(size)
+    if count <= 0:
+        return np.zeros(0, np.int64)
+    return np.sort(next(schedule(size, count, seed=seed, shuffle=shuffle)))
+
+
 def schedule(
     size: int,
     batch_size: int,

@@ -15,8 +15,8 @@ import pytest
 
 from rlhf_core.cli import BAD_INPUT, DONE, FAILED, STOPPED
 from rlhf_core.components import load_file
+from rlhf_core.differences import LENGTH, MAY_CHANGE, UNCOMPARED
 from rlhf_core.fit import DEFAULT_SAVE_MINUTES
-from rlhf_core.stage_record import UNCOMPARED
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 PAGE = documents.REPOSITORY / "docs/how-to/resume.md"
@@ -71,18 +71,31 @@ def test_the_page_can_be_followed(place: Path) -> None:
     assert "stopped after update 3 of 4, state saved" in done.stderr
     documents.shows(damaged, done.stderr)
     assert json.loads((place / "runs/base/plan.json").read_text())["start"] == 2
-    first, changed = [
+    first, changed, longer = [
         line for language, text in blocks if language == "console" for line in documents.commands(text)
     ]
     assert "nothing to run" in documents.type_in(first).said
     ended = documents.type_in(changed)
     assert ended.code == BAD_INPUT
     documents.shows(refused, ended.said)
+    ended = documents.type_in(longer)
+    assert ended.code == DONE, ended.said
+    assert "is trained further" in ended.said
+    assert json.loads((place / "runs/base/plan.json").read_text())["updates"] == 6
+    steps = [
+        json.loads(line)["step"] for line in (place / "runs/base/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_table_of_what_may_change_is_complete() -> None:
-    text = PAGE.read_text(encoding="utf-8").split("| may change on the way |")[1].split("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", text)) == UNCOMPARED - {"use_wandb"}  # which is an entry of `logger`
+def test_the_table_of_what_is_compared_is_complete() -> None:
+    text = PAGE.read_text(encoding="utf-8").split("## What is compared")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\w[\w ]*) \| (.*) \|", text, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", rows["ignored"])) >= UNCOMPARED - {"use_wandb"}  # an entry of `logger`
+    assert set(re.findall(r"`(\w+)`", rows["warned of"])) >= MAY_CHANGE
+    assert set(LENGTH) <= MAY_CHANGE
+    refused = set(re.findall(r"`(\w+)`", rows["refused"]))
+    assert not refused & (UNCOMPARED | MAY_CHANGE)
 
 
 def test_codes_and_defaults_are_the_commands() -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import artifacts, plugins
+from rlhf_core import artifacts, plugins, stage_record
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.files import unsealed
 from rlhf_core.pipeline import Results, read, run
@@ -178,13 +179,15 @@ def test_a_damaged_output_of_a_finished_stage_is_told(pipeline: Path, fake: Modu
 def test_two_processes_do_not_run_one_directory(pipeline: Path, fake: ModuleType) -> None:
     Path("runs/a").mkdir(parents=True)
     with open("runs/a/.lock", "w+") as other:
-        other.write("4711\n")
+        other.write(f"{os.getppid()}\n")
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match=r"in use by another run \(process 4711\)"):
+        with pytest.raises(
+            InputError, match=rf"in use by another run \(process {os.getppid()}, which is running\)"
+        ):
             go(pipeline, fake)
     go(pipeline, fake)
-    assert Path("runs/a/.lock").read_text() == f"{os.getpid()}\n"
+    assert Path("runs/a/.lock").read_text().splitlines() == [str(os.getpid()), socket.gethostname()]
 
 
 def test_loggers_listen_for_one_stage_only(pipeline: Path, fake: ModuleType) -> None:
@@ -199,17 +202,48 @@ def test_loggers_listen_for_one_stage_only(pipeline: Path, fake: ModuleType) -> 
 
 def test_a_corrupt_stage_record_is_told(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
-    Path("runs/a/rm/stage.json").write_text("{")
-    with pytest.raises(InputError, match=r"runs/a/rm/stage.json: not readable"):
+    path = Path("runs/a/rm/stage.json")
+    path.write_text("{")
+    with pytest.raises(InputError, match=r"runs/a/rm/stage.json is damaged"):
+        go(pipeline, fake)
+
+
+def test_every_flipped_bit_of_a_stage_record_is_told(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    path = Path("runs/a/rm/stage.json")
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 37):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"stage.json is damaged"):
+            stage_record.StageRecord(path.parent, "rm", fix="")
+
+
+def test_the_results_of_a_finished_stage_do_not_depend_on_its_log(pipeline: Path, fake: ModuleType) -> None:
+    first = go(pipeline, fake)
+    log = Path("runs/a/policy/metrics.jsonl")
+    log.write_text(log.read_text().replace("0.5", "0.7"))
+    assert go(pipeline, fake).stages["policy"].metrics == first.stages["policy"].metrics
+    log.write_bytes(b"{\xff\n")
+    assert go(pipeline, fake).stages["policy"].metrics == first.stages["policy"].metrics
+
+
+def test_an_artifact_that_took_the_place_of_the_stages_own_is_told(pipeline: Path, fake: ModuleType) -> None:
+    go(pipeline, fake)
+    go(pipeline, fake, "policy.size=4", dir="runs/b")
+    shutil.rmtree("runs/a/policy/artifacts")
+    shutil.copytree("runs/b/policy/artifacts", "runs/a/policy/artifacts")
+    with pytest.raises(InputError, match=r"output 'model' in .* is not what the stage wrote"):
         go(pipeline, fake)
 
 
 def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
-    record = json.loads(path.read_text())
+    record = unsealed(path.read_bytes())
     record["versions"]["rlhf-core"] = "0.0.1"
     del record["versions"]["rlhf-sft"]  # installed since: the stage has run without it
-    path.write_text(json.dumps(record))
+    stage_record.write(path.parent, record)
     with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now [^;]*$"):
         assert go(pipeline, fake).stages["rm"].skipped

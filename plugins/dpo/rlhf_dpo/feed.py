@@ -20,7 +20,7 @@ class PairFeed:
     def __init__(self, trees: TreeFeed, reference: Reference) -> None:
         self._trees, self._reference = trees, reference
         self.total, self.updates_per_epoch = trees.total, trees.updates_per_epoch
-        self.fingerprint = trees.fingerprint
+        self.data = trees.data
 
     def shapes(self) -> Sequence[Packed]:
         return self._trees.shapes()
@@ -32,8 +32,12 @@ class PairFeed:
         self._reference.ensure(state)
         return self._trees.update(step)
 
+    def drawn(self, step: int, host: Mapping[str, Any]) -> np.ndarray:
+        return self._trees.drawn(step, host)
+
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        return self._reference.snapshot()
+        return self._trees.snapshot(step)[0], self._reference.snapshot()
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        self._reference.restore(host, arrays)
+        self._trees.restore(step, host, arrays)
+        self._reference.restore(arrays)

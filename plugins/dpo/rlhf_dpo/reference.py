@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import data
-from rlhf_core.errors import InputError
 from rlhf_core.mesh import put_rows, replicated
 from rlhf_core.rows import Layout, pack
 from rlhf_dpo.objective import sequence_logps
@@ -36,7 +35,8 @@ class PairSet:
 
     trees: list[Tree]
     """With the values `tokens` and `reference` a sequence, which are rows of the arrays below."""
-    fingerprint: str
+    digests: NDArray[np.uint64]
+    """uint64 [pairs]: see `Pairs.row_digests`."""
     reference: NDArray[np.float32]
     """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where it has not been read."""
     tokens: NDArray[np.float32]
@@ -55,7 +55,7 @@ class PairSet:
             tree._replace(sequence_values={"reference": own, "tokens": count})
             for tree, own, count in zip(trees, reference, tokens, strict=True)
         ]
-        return cls(named, pairs.fingerprint, reference, tokens)
+        return cls(named, pairs.row_digests(), reference, tokens)
 
 
 class Reader:
@@ -75,13 +75,14 @@ class Reader:
         self._mesh = mesh
         self._read = jax.jit(partial(sequence_logps, model), out_shardings=replicated(mesh))
 
-    def __call__(self, params: Any) -> NDArray[np.float32]:
-        """float32 [n, 2], nats: of the chosen and of the rejected completion."""
-        found = np.empty((len(self.which), 2), np.float32)
+    def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
+        """float32 [n, 2], nats: of the chosen and of the rejected completion. which: other pairs than the reader's."""
+        which = self.which if which is None else which
+        found = np.empty((len(which), 2), np.float32)
         reading: list[tuple[NDArray[np.intp], Packed, jax.Array]] = []
-        for start in range(0, len(self.which), self.at_once):
-            at = np.arange(start, min(start + self.at_once, len(self.which)))
-            trees = [self.pairs.trees[i] for i in self.which[at]]
+        for start in range(0, len(which), self.at_once):
+            at = np.arange(start, min(start + self.at_once, len(which)))
+            trees = [self.pairs.trees[i] for i in which[at]]
             for batch in pack(trees, self.layout, group=2):
                 reading.append((at, batch, self._read(params, put_rows(self._mesh, batch))))
                 if len(reading) > 1:  # the device is never waited for, and two batches are all that is held
@@ -104,6 +105,8 @@ class Reference:
     stage: Stage
     readers: Mapping[str, Reader]
     """By the field that the pairs come from: `train_data`, `eval_data`."""
+    start: Any
+    """The parameters that training starts from, for pairs that a checkpoint knows nothing of."""
     known: bool = field(default=False, init=False)
 
     def ensure(self, state: TrainState) -> None:
@@ -116,26 +119,25 @@ class Reference:
             reader.pairs.reference[reader.which] = reader(state.params)
         self.known = True
 
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """For a checkpoint: the fingerprints of the pairs, and their references."""
-        return (
-            {name: reader.pairs.fingerprint for name, reader in self.readers.items()},
-            {f"reference/{name}": reader.pairs.reference for name, reader in self.readers.items()},
-        )
-
-    def restore(self, kept: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """The inverse of `snapshot`. Raises InputError for pairs that it does not hold: the starting model is gone."""
+    def snapshot(self) -> dict[str, NDArray[Any]]:
+        """For a checkpoint: what tells the pairs apart, and their references."""
+        kept: dict[str, NDArray[Any]] = {}
         for name, reader in self.readers.items():
-            own = reader.pairs.reference
-            same = kept.get(name) == reader.pairs.fingerprint
-            if same:
-                own[:] = arrays[f"reference/{name}"]
-            if not same or np.isnan(own[reader.which]).any():
-                raise InputError(
-                    f"stage '{self.stage.name}'.{name}: the checkpoint does not have the reference log-probabilities "
-                    f"of all of its pairs; give back the data and the number of updates that the run began with, or "
-                    f"delete {self.stage.dir}"
-                )
+            kept[f"digests/{name}"] = reader.pairs.digests
+            kept[f"reference/{name}"] = reader.pairs.reference
+        return kept
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """The inverse of `snapshot`. Pairs that are others now, or that a longer run reaches, are read."""
+        for name, reader in self.readers.items():
+            own, digests = reader.pairs.reference, arrays.get(f"digests/{name}", np.zeros(0, np.uint64))
+            if len(digests) == len(own):
+                same = digests == reader.pairs.digests
+                own[same] = arrays[f"reference/{name}"][same]
+            missing = reader.which[np.isnan(own[reader.which]).any(axis=1)]
+            if len(missing):
+                self.stage.say(f"reading the log-probabilities of {len(missing):,} more pairs of {name}")
+                own[missing] = reader(self.start, missing)
         self.known = True
 
 
@@ -144,7 +146,9 @@ def reached(feed: TreeFeed) -> NDArray[np.integer]:
     config, count = feed.config, len(feed.trees)
     if feed.total * config.total_batch_size >= count:
         return np.arange(count)
-    order = data.schedule(
-        count, config.total_batch_size, seed=feed.seed, shuffle=config.shuffle_train_dataset
+    return data.drawn(
+        count,
+        feed.total * config.total_batch_size,
+        seed=feed.seed,
+        shuffle=config.shuffle_train_dataset,
     )
-    return np.unique(np.concatenate([next(order) for _ in range(feed.total)]))

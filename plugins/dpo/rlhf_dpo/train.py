@@ -57,15 +57,14 @@ def run(config: DPOConfig, stage: Stage) -> None:
         config,
         layout,
         seed=stage.seed,
-        fingerprint=train.fingerprint,
-        where=train.where,
+        data=train,
         sequence_names=("reference", "tokens"),
         group=2,
     )
     readers = {"train_data": Reader(definition, mesh, pairs, layout, reached(trees), config.total_batch_size)}
     if (held_out := _held_out(config, stage, model)) is not None:
         readers["eval_data"] = held_out
-    reference = Reference(stage, readers)
+    reference = Reference(stage, readers, model.params)
     measure = _measure(config, stage)
     evaluate = None if held_out is None else Evaluation(held_out, reference, measure, beta=config.beta)
     tx, schedule = optimizers.make(config, stage.registry, trees.total)

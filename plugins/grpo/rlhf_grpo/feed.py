@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.ahead import Ahead
-from rlhf_core.data import Prompts, schedule, updates
-from rlhf_core.feeds import Update, empty
+from rlhf_core.data import Prompts, drawn, schedule, updates
+from rlhf_core.feeds import Encoded, Update, empty
 from rlhf_core.mesh import abstract_rows, put_rows
 from rlhf_core.rollouts import Reward, restore, snapshots
 from rlhf_core.rows import Layout, Packed, pack
@@ -64,7 +64,7 @@ class RolloutFeed:
         self.read, self.layout, self.reference = read, layout, reference
         self.aggregation, self.preview = aggregation, preview
         self.mesh = stage.devices()
-        self.fingerprint = prompts.fingerprint
+        self.data: Encoded = prompts
         rollouts = updates(len(prompts), config.prompts_per_rollout, config.num_train_epochs, None)
         planned = rollouts * config.updates_per_rollout
         self.total = planned if config.max_training_steps is None else config.max_training_steps
@@ -232,6 +232,13 @@ class RolloutFeed:
         if not self.config.entropy_coef:
             return batches
         return with_entropy_scale(batches, self.aggregation, self.config.sampling.max_completion_length)
+
+    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
+        config = self.config
+        rounds = -(-step // config.updates_per_rollout) + host["extra_rounds"]
+        seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else self.stage.seed
+        count = rounds * config.prompts_per_rollout
+        return drawn(len(self.prompts), count, seed=seed, shuffle=config.shuffle_train_dataset)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Little between rollouts; in the middle of one, the rollout and what its first policy said of it."""

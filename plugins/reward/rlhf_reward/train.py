@@ -55,8 +55,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
         config,
         layout,
         seed=stage.seed,
-        fingerprint=train.fingerprint,
-        where=train.where,
+        data=train,
         sequence_names=("margin",),
         group=2,
     )

@@ -29,9 +29,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
         train.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
     )
     model = with_attention(model, config, stage, train.trees(), layout)
-    feed = TreeFeed(
-        train.trees(), config, layout, seed=stage.seed, fingerprint=train.fingerprint, where=train.where
-    )
+    feed = TreeFeed(train.trees(), config, layout, seed=stage.seed, data=train)
     tx, schedule = optimizers.make(config, stage.registry, feed.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)

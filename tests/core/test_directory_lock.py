@@ -1,0 +1,98 @@
+"""The lock of a run directory: one at a time, gone with its process, and not inherited."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.directory_lock import lock
+from rlhf_core.errors import InputError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from rlhf_core.directory_lock import lock
+with lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+PARENT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from rlhf_core.directory_lock import lock
+with lock(Path(sys.argv[1])):
+    START
+    os.write(1, f"{child}\\n".encode())
+    time.sleep(60)
+"""
+FORKS = """child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)"""
+STARTS = (
+    'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False).pid'
+)
+
+
+def start(program: str, directory: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(directory)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_second_run_is_told_who_holds_the_lock(tmp_path: Path) -> None:
+    holder = start(HOLDER, tmp_path)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        told = rf"process {holder.pid}, which is running"
+        with pytest.raises(InputError, match=told), lock(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with lock(tmp_path):
+        assert (tmp_path / ".lock").read_text().splitlines()[0] == str(os.getpid())
+
+
+@pytest.mark.parametrize("how", [FORKS, STARTS], ids=["forked", "started"])
+def test_a_worker_does_not_keep_the_lock_of_a_run_that_was_killed(tmp_path: Path, how: str) -> None:
+    parent = start(PARENT.replace("START", how), tmp_path)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        time.sleep(0.5)  # until the worker runs
+        parent.kill()
+        parent.wait()
+        os.kill(child, 0)  # it outlives the run
+        with lock(tmp_path):
+            pass
+    finally:
+        os.kill(child, 9)
+
+
+def test_a_lock_that_another_process_inherited_all_the_same_is_told(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with open(tmp_path / ".lock", "w+") as other:
+        other.write(f"{ended.pid}\n")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        told = rf"process {ended.pid} has ended, but .* still holds .*fuser"
+        with pytest.raises(InputError, match=told), lock(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("field", ["dir", "save_directory"])
+def test_what_cannot_be_a_directory_is_told_by_its_field(tmp_path: Path, field: str) -> None:
+    (tmp_path / "file").write_text("")
+    other = "--dir" if field == "dir" else field
+    told = rf"^{field}: .* is not a directory; give another {other}"
+    with pytest.raises(InputError, match=told), lock(tmp_path / "file", field):
+        pass

@@ -1,0 +1,142 @@
+"""A trainer that is run from Python goes on with the same experiment, and refuses another in its directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf_core.directory_lock import lock
+from rlhf_core.errors import InputError
+
+BASE: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "total_batch_size": 4,
+    "max_training_steps": 3,
+    "save_steps": 1,
+    "log_steps": 1,
+    "progress_bar_type": "json",
+}
+TRAINERS = ("sft", "reward", "dpo", "grpo")
+
+
+def brief(completions: list[str]) -> list[float]:
+    return [-float(len(text)) for text in completions]
+
+
+def long(completions: list[str]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+class Run:
+    """One trainer class with its data, in one directory."""
+
+    def __init__(self, name: str, tiny: ModuleType, directory: Path) -> None:
+        import importlib
+
+        module = importlib.import_module(f"rlhf_{name}")
+        classes = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "grpo": "GRPO"}
+        self.trainer = getattr(module, f"{classes[name]}Trainer")
+        config = getattr(module, f"{classes[name]}Config")
+        more = {"num_generations": 4, "max_completion_length": 4} if name == "grpo" else {}
+        self.config = config(**BASE, **more, save_directory=directory)
+        rows = {"sft": tiny.texts, "grpo": tiny.prompts}.get(name, tiny.pairs)
+        self.inputs = {"model": tiny.make_model(scale=2.0), "train_dataset": rows(6)}
+        if name == "grpo":
+            self.inputs["rewards"] = [brief]
+        self.directory = directory
+
+    def train(self, changes: dict[str, Any] | None = None, **inputs: Any) -> Any:
+        return self.trainer(self.config.replace(**(changes or {})), **{**self.inputs, **inputs}).train()
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """{trainer: its run, done} by name."""
+    runs: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in runs:
+            runs[name] = Run(name, tiny, tmp_path_factory.mktemp(name))
+            runs[name].train()
+        return runs[name]
+
+    return get
+
+
+def kept(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in (".lock", "events.jsonl")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_another_experiment_is_refused_and_changes_nothing(
+    name: str, finished: Any, tiny: ModuleType
+) -> None:
+    run = finished(name)
+    before = kept(run.directory)
+    other_model = tiny.make_model(scale=2.0, seed=5)
+    rows = [*run.inputs["train_dataset"][:-1], run.inputs["train_dataset"][0]]
+    changed = [
+        ("learning_rate: then 0.01, now 0.02", {"learning_rate": 2e-2}, {}),
+        ("seed: then 0, now 1", {"seed": 1}, {}),
+        ("model: the contents of the Model given from Python have changed", {}, {"model": other_model}),
+        ("train_data: the contents of the list given from Python", {}, {"train_dataset": rows}),
+    ]
+    if name == "grpo":
+        changed.append((r"rewards\[0\]: then \"brief\", now \"long\"", {}, {"rewards": [long]}))
+        changed.append((r"loss.name: then \"dapo\", now \"cispo\"", {"loss_type": "cispo"}, {}))
+    for said, config, inputs in changed:
+        with pytest.raises(InputError, match=said) as caught:
+            run.train(config, **inputs)
+        assert "use another save_directory" in str(caught.value)
+    assert kept(run.directory) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_same_experiment_gives_what_it_left(
+    name: str, finished: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished(name)
+    before = kept(run.directory)
+    capsys.readouterr()
+    again = run.train({"progress_bar_type": "tqdm"})
+    assert "nothing is trained: the result is what" in capsys.readouterr().err
+    assert again.artifact.path == run.directory / "artifacts" / "model"
+    last = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
+    assert again.metrics["loss"] == last["loss"]
+    assert kept(run.directory) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_checkpoint_names_its_experiment_where_the_record_is_gone(
+    name: str, finished: Any, tmp_path: Path
+) -> None:
+    run = finished(name)
+    shutil.copytree(run.directory / "checkpoints", tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints" / "3", ignore_errors=True)
+    before = kept(tmp_path)
+    with pytest.raises(InputError, match=r"learning_rate: then 0.01, now 0.02\n.*belongs to another run"):
+        run.train({"learning_rate": 2e-2, "save_directory": tmp_path})
+    assert kept(tmp_path).keys() >= before.keys()
+    assert not (tmp_path / "stage.json").exists() or "running" in (tmp_path / "stage.json").read_text()
+    rows = [{**row, "prompt": "z " + row["prompt"]} for row in run.inputs["train_dataset"]]
+    with pytest.raises(InputError, match=r"train_data: dataset row \d.* changed after it was trained on"):
+        run.train({"save_directory": tmp_path}, train_dataset=rows)
+    assert run.train({"save_directory": tmp_path}).metrics["loss"]
+
+
+def test_two_trainers_do_not_share_a_directory(tiny: ModuleType, tmp_path: Path) -> None:
+    run = Run("sft", tiny, tmp_path)
+    with lock(tmp_path), pytest.raises(InputError, match=r"^save_directory: .* is in use by another run"):
+        run.train()
