@@ -58,6 +58,7 @@ class Weights:
     """What `artifacts.save_model` needs of a model."""
 
     content: str
+    tokenizer: None = None
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
