@@ -97,7 +97,8 @@ class Best:
             )
         taken = step if self.step is None or not self.config.load_best_model_at_end else self.step
         best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"
-        self.stage.say(f"best {self.metric}: {best}; the trained model is that of update {taken}")
+        name = self.metric or "evaluation"
+        self.stage.say(f"best {name}: {best}; the trained model is that of update {taken}")
         if taken != step:
             state = self._restore(taken, state, checkpoints)
         if self.stage.is_main:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.errors import RunError
 from rlhf_core.mesh import put_rows
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.feeds import Update
     from rlhf_core.rows import Packed
+    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.step import Programs
 
@@ -42,6 +44,18 @@ def not_finite(
                 names = ", ".join(update.where(i) for i in examples)
                 found.append(f"row {row} of micro-batch {number} ({names})")
     return found
+
+
+def not_finite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunError:
+    """Say that the update after `step` others was none, which rows it comes from, and what to do."""
+    listed = "; ".join(culprits[:5]) + (f"; and {len(culprits) - 5} more" if len(culprits) > 5 else "")
+    return RunError(
+        f"stage '{stage.name}': loss or gradient of update {step + 1} is not finite. "
+        f"It comes from {listed or 'the sum of its rows, each of which is finite by itself'}. "
+        f"The state before it is kept in {stage.dir / 'checkpoints'}. "
+        + ("Lower learning_rate, set max_grad_norm, look" if step else "Look")
+        + " at these examples, or try a loss of your own with rlhf_core.testing."
+    )
 
 
 def _only(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:

@@ -12,7 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import Stopped
+from rlhf_core.errors import RunError, Stopped
+from rlhf_core.files import append_line
 from rlhf_core.options.secrets import scrub
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ def note(directory: Path, stage: str, event: str, **about: Any) -> None:
     A diary must not end what it describes: where it cannot be written, nothing is.
     """
     row = {"time": round(time.time(), 3), "stage": stage, "event": event, **about}
-    with suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / FILE, "a", encoding="utf-8") as file:
-            file.write(scrub(json.dumps(row, ensure_ascii=False)) + "\n")
+    with suppress(RunError):
+        append_line(directory / FILE, scrub(json.dumps(row, ensure_ascii=False)), durable=True)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import artifacts, workers
+from rlhf_core import artifacts, stage_files, workers
 from rlhf_core.agreement import text_of_first
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.files import attempt, make_directory, remove_leftovers
 from rlhf_core.hookspecs import hookimpl
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.text_settings import template_date
@@ -37,7 +38,10 @@ def execute(
     declares.
     """
     stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
-    stage.dir.mkdir(parents=True, exist_ok=True)
+    attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
+    if stage.is_main:
+        for directory in (stage.dir, *(stage.dir / name for name in stage_files.FOLDERS)):
+            remove_leftovers(directory)
     listeners = make_loggers(config, stage) if stage.is_main else {}
     listeners["newest metrics"] = _Newest()
     for name, listener in reversed(listeners.items()):  # pluggy calls the newest first
@@ -47,6 +51,8 @@ def execute(
         host.hook.rlhf_stage_start(stage=stage)
         trainer.run(config, stage)
         outputs = read_outputs(trainer, stage)
+        if stage.is_main:
+            stage_files.sync(stage.dir)
         if finished is not None:
             finished(outputs)
         return outputs

@@ -37,7 +37,7 @@ def write_atomic(path: str | Path, content: bytes | str) -> None:
     disk is full or not writable.
     """
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
+    data = _bytes(content) if isinstance(content, str) else content
     # Cut: a name may have 255 bytes.
     name = path.name.encode()[:100].decode(errors="ignore")
     beside = Path(os.path.realpath(path)).with_name(f".{name}.{secrets.token_hex(4)}.tmp")
@@ -86,6 +86,11 @@ def _open_already(file: os.stat_result) -> int | None:
     return None
 
 
+def _bytes(text: str) -> bytes:
+    """UTF-8, which has no lone surrogates: they become what JSON writes for them."""
+    return text.encode(errors="backslashreplace")
+
+
 def _write_all(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
@@ -108,7 +113,7 @@ def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
             try:
-                _write_all(descriptor, ("\n" * torn + line + "\n").encode())
+                _write_all(descriptor, _bytes("\n" * torn + line + "\n"))
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(descriptor, size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.artifacts import write_atomic
+from rlhf_core.files import append_line, write_atomic
 from rlhf_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ FILE = "metrics.jsonl"
 class JsonLines:
     """Appends to STAGE_DIR/metrics.jsonl: `step` (updates done), `time` (seconds since 1970), the metrics.
 
-    Strict JSON: a metric that is not finite is null. A killed run tears at most the last row.
+    Strict JSON: a metric that is not finite is null. A killed run tears at most the last row. Rows are on the disk no
+    later than the checkpoint of their step.
     """
 
     @hookimpl(tryfirst=True)
@@ -32,9 +33,7 @@ class JsonLines:
         if not stage.is_main:
             return
         row = {"step": step, "time": round(time.time(), 3), **strict(metrics)}
-        stage.dir.mkdir(parents=True, exist_ok=True)
-        with open(stage.dir / FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+        append_line(stage.dir / FILE, json.dumps(row, allow_nan=False))
 
     @staticmethod
     def cut(path: str | Path, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -246,3 +247,11 @@ def test_what_is_sealed_comes_back_and_nothing_else_is_taken() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             unsealed(content)
+
+
+def test_a_lone_surrogate_is_written_as_json_writes_it(tmp_path: Path) -> None:
+    row = {"text": "a\ud800é"}
+    write_atomic(tmp_path / "row.json", json.dumps(row, ensure_ascii=False))
+    append_line(tmp_path / "rows.jsonl", json.dumps(row, ensure_ascii=False))
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text(encoding="utf-8")) == row

@@ -16,7 +16,7 @@ import pytest
 from rlhf_core.cli import BAD_INPUT, DONE, FAILED, STOPPED
 from rlhf_core.components import load_file
 from rlhf_core.differences import LENGTH, MAY_CHANGE, UNCOMPARED
-from rlhf_core.fit import DEFAULT_SAVE_MINUTES
+from rlhf_core.progress import DEFAULT_SAVE_MINUTES
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 PAGE = documents.REPOSITORY / "docs/how-to/resume.md"

@@ -126,7 +126,7 @@ def test_the_time_limit_ends_training_and_keeps_the_model(short: Any, tmp_path: 
     assert (tmp_path / "sft" / "artifacts" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("keep", "steps"), [(None, [1, 2, 3, 4, 5]), (2, [4, 5])])
+@pytest.mark.parametrize(("keep", "steps"), [(None, [1, 2, 3, 4, 5, 6]), (2, [5, 6])])
 def test_as_many_checkpoints_stay_as_asked_for(
     short: Any, tmp_path: Path, keep: int | None, steps: list[int]
 ) -> None:

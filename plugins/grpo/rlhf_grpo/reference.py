@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.ahead import Ahead
 from rlhf_core.mesh import replicated
 from rlhf_core.partition import join, split
 
@@ -27,6 +28,7 @@ class Reference:
         """params: of the policy; fixed: the paths of those that are not trained."""
         trained, self._rest = split(params, fixed)
         self._fixed, self._mesh = fixed, mesh
+        self._ahead = Ahead()
         self._trained = jax.tree.map(
             jnp.copy, trained
         )  # the loop donates the policy's buffers to every update
@@ -41,13 +43,23 @@ class Reference:
             lambda policy, own, share: jax.tree.map(lambda p, r: share * p + (1 - share) * r, policy, own)
         )
 
+    @cached_property
+    def _gather(self) -> Any:
+        return jax.jit(lambda x: x, out_shardings=replicated(self._mesh))
+
+    def compile(self, params: Any, share: float) -> None:
+        """Start to compile what `move` runs, for a policy that is placed like `params`; nothing is computed."""
+        policy = split(params, self._fixed)[0]
+        self._ahead.compile("mix", self._mix.lower(policy, self._trained, share))
+
     def move(self, params: Any, share: float) -> None:
         """reference ← share · policy + (1 − share) · reference (TR-DPO, Gorbatovski et al. 2024)."""
+        self._ahead.wait("mix")
         self._trained = self._mix(split(params, self._fixed)[0], self._trained, share)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Arrays for a checkpoint, of a reference that moves."""
-        whole = jax.jit(lambda x: x, out_shardings=replicated(self._mesh))(self._trained)
+        whole = self._trained if jax.process_count() == 1 else self._gather(self._trained)
         leaves = jax.tree_util.tree_leaves_with_path(whole)
         return {_name(path): np.asarray(leaf) for path, leaf in leaves}
 

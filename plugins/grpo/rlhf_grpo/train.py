@@ -115,6 +115,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         schedule=schedule,
         evaluate=None if held_out is None else held_out.evaluate,
         after_update=_reference_sync(config, reference) if config.sync_ref_model and reference else None,
+        after_update_steps=config.ref_model_sync_steps,
         stop_when=watch(config.limits),
     )
     if held_out is None:
@@ -168,16 +169,10 @@ def _last_preview(asked: FixedPrompts, state: TrainState, stage: Stage) -> None:
 
 
 def _reference_sync(config: GRPOConfig, reference: Reference) -> Callable[[int, TrainState], None]:
-    """Moves the reference towards the policy every `ref_model_sync_steps` updates."""
-    reference.move(
-        reference.params, config.ref_model_mixup_alpha
-    )  # compiled now rather than between two updates
-
-    def after_update(count: int, state: TrainState) -> None:
-        if count % config.ref_model_sync_steps == 0:
-            reference.move(state.params, config.ref_model_mixup_alpha)
-
-    return after_update
+    """Move the reference towards the policy whenever the loop calls, every `ref_model_sync_steps` updates."""
+    share = config.ref_model_mixup_alpha
+    reference.compile(reference.params, share)  # now rather than between two updates
+    return lambda _, state: reference.move(state.params, share)
 
 
 class GRPOTrainer:
