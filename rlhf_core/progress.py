@@ -26,8 +26,8 @@ class Progress:
     """What a run has done beside its state, and where both are saved.
 
     metrics: the newest value of each. tokens, elapsed (seconds): so far. interval: since the last logged step. best: of
-    the evaluations. newest: the step of the newest checkpoint, −1 without one. reported: whether that step was logged and
-    evaluated before it was saved.
+    the evaluations. newest: the step of the newest checkpoint, −1 without one. reported: whether that step was logged
+    and evaluated before it was saved.
     """
 
     def __init__(self, stage: Stage, config: TrainerConfig, feed: Feed, schedule: Schedule) -> None:
