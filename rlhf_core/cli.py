@@ -24,6 +24,8 @@ from rlhf_core.command_options import (
     Page,
     Pipeline,
     Plugins,
+    PromptRepeated,
+    Raw,
     RepetitionPenalty,
     RunDirectory,
     SequenceLength,
@@ -32,6 +34,7 @@ from rlhf_core.command_options import (
     StopTokenIds,
     Temperature,
     Template,
+    TemplateKwargs,
     TrainerName,
 )
 from rlhf_core.errors import InputError, RunError, Stopped
@@ -129,12 +132,15 @@ def score(
     file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
     output: Output = None,
     normalize: Normalize = False,
+    prompt_repeated: PromptRepeated = None,
     plugin: Plugins = None,
 ) -> None:
     """Add a reward model's scores to rows. `score` to answers, chosen_score and rejected_score to pairs."""
     from rlhf_core import commands
 
-    commands.score(model, file, output, normalize=normalize, plugins=plugin or ())
+    commands.score(
+        model, file, output, normalize=normalize, prompt_repeated=prompt_repeated, plugins=plugin or ()
+    )
 
 
 @app.command()
@@ -158,7 +164,9 @@ def generate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory or hub name.")
     ],
-    file: Annotated[Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt`.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
     output: Output = None,
     max_completion_length: CompletionLength = 256,
@@ -175,6 +183,8 @@ def generate(
     ] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     chat_template: Template = None,
+    chat_template_kwargs: TemplateKwargs = None,
+    raw: Raw = False,
     plugin: Plugins = None,
 ) -> None:
     """Completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
@@ -200,6 +210,8 @@ def generate(
         num_generations=num_generations,
         seed=seed,
         chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+        raw=raw,
         plugins=plugin or (),
     )
 

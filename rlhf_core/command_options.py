@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,6 +48,32 @@ ComponentKind = Annotated[
 ]
 Template = Annotated[
     str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
+]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r} is no JSON object, such as '{{\"enable_thinking\": false}}'")
+    return found
+
+
+TemplateKwargs = Annotated[
+    dict | None,  # type: ignore[type-arg]  # typer takes no parameters of it
+    typer.Option(
+        "--chat_template_kwargs", metavar="JSON", parser=_json_object, help="Variables for the chat template."
+    ),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")]
+PromptRepeated = Annotated[
+    bool | None,
+    typer.Option(
+        "--prompt_repeated/--no_prompt_repeated",
+        help="Whether completions begin with their prompt; default: as in MODEL's training.",
+    ),
 ]
 RepetitionPenalty = Annotated[
     float, typer.Option("--repetition_penalty", help="Above 1: fewer tokens that were there before.")

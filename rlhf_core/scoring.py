@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
@@ -111,12 +112,18 @@ class Scorer:
                 *(f"{source}: {each}; put back the tokenizer files it was saved with" for each in problems)
             )
 
-    def score_rows(self, records: Records) -> dict[str, np.ndarray]:
+    def score_rows(self, records: Records, *, prompt_repeated: bool | None = None) -> dict[str, np.ndarray]:
         """Scores float32 [rows]: {"score": …}, or {"chosen_score": …, "rejected_score": …} for preferences.
 
-        NaN, with a warning, for rows in which nothing can be read. Raises InputError naming rows that are malformed.
+        prompt_repeated: whether completions begin with their prompt; None: as the contract says. NaN, with a warning,
+        for rows in which nothing can be read. Raises InputError naming rows that are malformed.
         """
-        whole = data.encode_whole(records, self.encoder)
+        encoder = self.encoder
+        if prompt_repeated is not None:
+            encoder = Encoder(
+                encoder.tokenizer, dataclasses.replace(encoder.options, prompt_repeated=prompt_repeated)
+            )
+        whole = data.encode_whole(records, encoder)
         sides = len(whole.sides)
         # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
         there = [i for i, row in enumerate(whole.sequences) if row is not None]

@@ -129,6 +129,13 @@ def is_chat(source: Source, column: str) -> bool:
     return lists > texts or (lists == texts > 0 and not isinstance(values[0], str))
 
 
+def skips_template(source: Source, encoder: Encoder | None, *columns: str) -> bool:
+    """Whether these columns hold plain texts, although the tokenizer has a chat template."""
+    if encoder is None or encoder.template is None or not set(columns) <= set(source.columns):
+        return False
+    return not any(is_chat(source, name) for name in columns)
+
+
 def is_blank(turns: Turns) -> bool:
     """Whether a completion says nothing: white space, or a last turn of it."""
     if isinstance(turns, str):

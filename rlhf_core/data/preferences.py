@@ -119,6 +119,8 @@ def encode_pairs(
         encoded = tokens.of(source, partial(_encode, source, encoder, completions))
         sides = zip(ragged(encoded, "chosen"), ragged(encoded, "rejected"), strict=True)
         margins, notes = encoded["margin"].tolist(), Notes.of(encoded, NOTES)
+        named = [name for name in ("prompt", "chosen", "rejected") if name in source.columns]
+        untemplated = "chosen" in named and cells.skips_template(source, encoder, *named)
         starts = map(tuple, encoded["starts"].tolist()) if completions else repeat(None)
         report.total += len(margins)
         for i, ((chosen, rejected), begin) in enumerate(zip(sides, starts, strict=False)):
@@ -143,6 +145,7 @@ def encode_pairs(
             if identical:
                 report.identical.append(place)
             notes.tell(i, place, report)
+            report.untemplated += [place] * untemplated
             seen.note(place, pair.chosen, pair.rejected)
             pairs.append(pair)
             places.append(place)

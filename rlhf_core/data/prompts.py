@@ -96,6 +96,7 @@ def encode_prompts(
     for source in records.sources:
         encoded = known.of(source, partial(_encode, source, encoder, chat[0]))
         notes = Notes.of(encoded, NOTES)
+        untemplated = cells.skips_template(source, encoder, "prompt")
         for i, ids in enumerate(ragged(encoded, "ids")):
             report.total += 1
             row, place = source.rows[i], source.where(i)
@@ -110,6 +111,7 @@ def encode_prompts(
                 report.truncated.append(place)
                 ids = cells.cut(ids, max_prompt_length, truncation_mode)
             notes.tell(i, place, report)
+            report.untemplated += [place] * untemplated
             seen.note(place, ids)
             out.ids.append(ids)
             out.raw.append(row["prompt"])

@@ -53,6 +53,8 @@ class Report:
     """An earlier row prefers what this one rejects, and the other way round."""
     unknown: list[str] = field(default_factory=list)
     """It has a text that the tokenizer has no token for, and that becomes its unknown token."""
+    untemplated: list[str] = field(default_factory=list)
+    """Plain texts, for a model whose tokenizer has a chat template: it is not applied to them."""
     duplicates: list[str] = field(default_factory=list)
     """The same tokens as an earlier row; one that a weight draws again is none."""
 
@@ -95,6 +97,12 @@ class Report:
             ("whose margin is not read", self.unread, False),
             ("that reverse an earlier row", self.reversed, False),
             ("with words that the tokenizer does not know", self.unknown, False),
+            (
+                "as plain texts, to which the tokenizer's chat template is not applied: for a chat model write "
+                'messages, [{"role": "user", "content": …}]',
+                self.untemplated,
+                False,
+            ),
             ("the same as an earlier row", self.duplicates, False),
         ]
         return [(f"{len(rows):,} {what}", rows, long) for what, rows, long in categories if rows]

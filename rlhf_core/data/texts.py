@@ -112,6 +112,8 @@ def encode_texts(
     for source in records.sources:
         encoded = known.of(source, partial(_encode, source, encoder))
         notes = Notes.of(encoded, NOTES)
+        columns = read_columns(source)
+        untemplated = len(columns) > 1 and cells.skips_template(source, encoder, *columns)
         for i, text in enumerate(map(Text, ragged(encoded, "tokens"), ragged(encoded, "weights"))):
             report.total += 1
             place = source.where(i)
@@ -130,6 +132,7 @@ def encode_texts(
                     continue
                 report.truncated.append(place)
             notes.tell(i, place, report)
+            report.untemplated += [place] * untemplated
             seen.note(place, text.tokens)
             texts.append(text)
             places.append(place)

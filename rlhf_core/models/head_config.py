@@ -33,8 +33,9 @@ def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) 
     ends = config.get("eos_token_id")
     if config["pad_token_id"] in (ends if isinstance(ends, list) else [ends]) and ends is not None:
         warnings.warn(
-            f"token {config['pad_token_id']} is both padding and the end of a sequence: transformers, which skips "
-            "padding, will read scores one token before the end; give the tokenizer a padding token of its own",
+            f"the tokenizer's pad token ({config['pad_token_id']}) also ends sequences. Scores here are right, but "
+            "transformers, which skips padding, reads them one token before the end: set pad_token in "
+            "tokenizer_config.json to another token before training, if you use the model there",
             stacklevel=3,
         )
     return config

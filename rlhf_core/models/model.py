@@ -43,6 +43,7 @@ TOKENIZER_FILES = [
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 ]
 
 
@@ -217,9 +218,10 @@ class Model:
         elif tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
         if self.source is not None and self.source.resolve() != directory.resolve():
-            for name in copied:
-                if (self.source / name).is_file():
-                    shutil.copyfile(self.source / name, directory / name)
+            for file in (found for pattern in copied for found in self.source.glob(pattern)):
+                target = directory / file.relative_to(self.source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
         if tokenizer is not None:
             save_stop_ids(dataclasses.replace(self, tokenizer=tokenizer).stop_ids, tokenizer, directory)
 

@@ -2,6 +2,7 @@
 
 from rlhf_core.rollouts.calling import score as score
 from rlhf_core.rollouts.completions import completion as completion
+from rlhf_core.rollouts.completions import empty_warning as empty_warning
 from rlhf_core.rollouts.completions import measure as measure
 from rlhf_core.rollouts.completions import reward_inputs as reward_inputs
 from rlhf_core.rollouts.completions import rollout_metrics as rollout_metrics
@@ -24,6 +25,7 @@ __all__ = [
     "WeightedReward",
     "check_columns",
     "completion",
+    "empty_warning",
     "forecast_rewards",
     "measure",
     "open_prompts",

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.data import Prompts
-from rlhf_core.encoding import continuations
+from rlhf_core.data.conversations import is_blank
+from rlhf_core.encoding import Turns, continuations
 from rlhf_core.rollouts.calling import score
 from rlhf_core.rollouts.rewards import Reward
 from rlhf_core.sampling import Rollouts
@@ -23,9 +24,15 @@ def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
     return np.asarray(samples.tokens[i, : samples.lengths[i]], np.int32)
 
 
-def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, tokenizer: Any) -> RewardInputs:
+def reward_inputs(
+    prompts: Prompts,
+    chosen: Sequence[int],
+    samples: Rollouts,
+    tokenizer: Any,
+    stop_ids: Sequence[int] = (),
+) -> RewardInputs:
     """What reward functions are called with; texts, which continue their prompts, or message lists where the prompt is
-    one.
+    one. stop_ids: tokens that ended completions besides those that the tokenizer knows, `sampling.stop_token_ids`.
     """
     group = len(samples.lengths) // len(chosen)
     own = [completion(samples, i) for i in range(len(samples.lengths))]
@@ -33,7 +40,7 @@ def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, to
     asked = [i for i in chosen for _ in range(group)]
     raw = [prompts.raw[i] for i in asked]
     before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in asked]
-    texts = continuations(tokenizer, before, own)
+    texts = continuations(tokenizer, before, own, stop_ids)
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(raw, texts, strict=True)
@@ -42,6 +49,17 @@ def reward_inputs(prompts: Prompts, chosen: Sequence[int], samples: Rollouts, to
         name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
     }
     return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in asked])
+
+
+def empty_warning(completions: Sequence[Turns]) -> str | None:
+    """What to say of completions, texts or message lists, of which more than half are empty; None of any others."""
+    empty = sum(map(is_blank, completions))
+    if empty * 2 <= len(completions):
+        return None
+    return (
+        f"{empty:,} of {len(completions):,} completions are empty: the model ends them at once, as chat models do "
+        'after plain texts; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is used'
+    )
 
 
 def measure(

@@ -1,7 +1,5 @@
 """Settings that cannot act are told, those that can are not."""
 
-from types import SimpleNamespace
-
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advice import advise
@@ -37,12 +35,11 @@ CASES = [
 ]
 
 
-def told(options, pad=0):
+def told(options):
     return "\n".join(
         advise(
             GRPOConfig(**{"max_completion_length": 40, **options}),
             updates=10,
-            tokenizer=SimpleNamespace(pad_token_id=pad, eos_token_id=1),
             context=64,
             longest_prompt=10,
         )
@@ -58,7 +55,3 @@ def test_it_is_told_until_it_is_cured(options, expected, cure):
 def test_nothing_is_said_of_the_defaults_and_of_a_sound_config():
     assert told({}) == ""
     assert told({**TWICE, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 4.0}) == ""
-
-
-def test_pad_and_end_alike():
-    assert "pad token is its end token" in told({}, pad=1)

@@ -13,14 +13,13 @@ def advise(
     config: GRPOConfig,
     *,
     updates: int,
-    tokenizer: Any | None = None,
     context: int | None = None,
     longest_prompt: int | None = None,
 ) -> list[str]:
     """One line a setting, by its dotted path.
 
-    updates: of the whole run. tokenizer, context (tokens that the model was made for) and longest_prompt (tokens) are
-    None where they are not known yet.
+    updates: of the whole run. context (tokens that the model was made for) and longest_prompt (tokens) are None where
+    they are not known yet.
     """
     prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
     return [
@@ -29,7 +28,6 @@ def advise(
         *_reference(config, updates),
         *_sampling(config),
         *_lengths(config, prompt, context),
-        *_tokens(tokenizer),
     ]
 
 
@@ -146,12 +144,3 @@ def _lengths(config: GRPOConfig, prompt: int, context: int | None) -> Iterator[s
                 f"rewards 'soft_overlong': cannot act: it begins above {limit - cache} tokens, and "
                 f"sampling.max_completion_length is {length}"
             )
-
-
-def _tokens(tokenizer: Any | None) -> Iterator[str]:
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is not None and pad == getattr(tokenizer, "eos_token_id", None):
-        yield (
-            "the tokenizer's pad token is its end token: masks here go by length, so the end is learned; tools that "
-            "mask padding by its id would hide it"
-        )

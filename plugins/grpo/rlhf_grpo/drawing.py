@@ -59,6 +59,7 @@ def draw(
     batches: Callable[[int], NDArray[np.int64]],
     *,
     max_rounds: int = 1,
+    stop_ids: Sequence[int] = (),
 ) -> tuple[Draw, dict[str, float], int]:
     """One rollout, its metrics, and how many rounds it took.
 
@@ -75,7 +76,7 @@ def draw(
     for number in range(max_rounds):
         chosen = batches(number)
         wanted = len(chosen)
-        each_round = answer(sample, prompts, tokenizer, rewards, chosen, number)
+        each_round = answer(sample, prompts, tokenizer, rewards, chosen, number, stop_ids=stop_ids)
         drawn.append(each_round)
         kept += int((~_equal(each_round)).sum())
         if kept >= wanted:
@@ -117,11 +118,12 @@ def answer(
     number: int = 0,
     *,
     needed: bool = True,
+    stop_ids: Sequence[int] = (),
 ) -> Draw:
-    """Completions of the `chosen` prompts, int64 [P], scored. needed: see `score`."""
+    """Completions of the `chosen` prompts, int64 [P], scored. needed: see `score`. stop_ids: see `reward_inputs`."""
     ids = [prompts.ids[i] for i in chosen]
     samples = sample(ids, number)
-    inputs = reward_inputs(prompts, chosen.tolist(), samples, tokenizer)
+    inputs = reward_inputs(prompts, chosen.tolist(), samples, tokenizer, stop_ids)
     return Draw(chosen, samples, inputs, *measure(rewards, inputs, needed=needed))
 
 

@@ -41,6 +41,7 @@ class FixedPrompts:
     count: int
     shown: int
     pass_threshold: float | None = None
+    stop_ids: Sequence[int] = ()
     kept: set[int] = field(default_factory=set)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -80,7 +81,15 @@ class FixedPrompts:
             drawn: Rollouts = self.sampler(state.params, ids, key, numbers)
             return drawn
 
-        return answer(sample, self.prompts, self.tokenizer, self.rewards, chosen, needed=needed)
+        return answer(
+            sample,
+            self.prompts,
+            self.tokenizer,
+            self.rewards,
+            chosen,
+            needed=needed,
+            stop_ids=self.stop_ids,
+        )
 
     def _keep(self, step: int, drawn: Draw) -> None:
         self.kept.add(step)

@@ -14,7 +14,7 @@ from rlhf_core.ahead import Ahead
 from rlhf_core.data import Prompts, drawn, schedule, updates
 from rlhf_core.feeds import Encoded, Update, empty
 from rlhf_core.mesh import abstract_rows, put_rows
-from rlhf_core.rollouts import Reward, restore, snapshots
+from rlhf_core.rollouts import Reward, empty_warning, restore, snapshots
 from rlhf_core.rows import Layout, Packed, pack
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.drawing import Sample, draw
@@ -31,6 +31,8 @@ READ_TOKENS, READ_SEQUENCES = ("sampling_logps",), ("advantages", "index")
 """Names of what micro-batches carry when the policies read them."""
 
 
+FIRST_ROLLOUTS = 3
+"""In so many it is looked for completions that are mostly empty."""
 FLAT_ROLLOUTS = 3
 """So many in a row without a difference within any group are worth a word."""
 
@@ -74,6 +76,7 @@ class RolloutFeed:
         self.metrics: dict[str, float] = {}
         self.reading = Ahead()
         self.flat, self.told_flat = 0, False  # rollouts in a row whose groups have nothing to compare
+        self.told_empty = False
         self.extra_rounds = 0  # of dynamic sampling, in all rollouts so far: the prompts go on after them
 
     @property
@@ -129,7 +132,9 @@ class RolloutFeed:
             self.rewards,
             self.batches_of(number),
             max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
+            stop_ids=config.sampling.stop_token_ids,
         )
+        self.tell_empty(number, drawn.inputs.completions)
         self.extra_rounds += rounds - 1
         self.tell_flat()
         total = drawn.total
@@ -147,6 +152,14 @@ class RolloutFeed:
             write_samples(path, drawn._replace(total=total), self.rewards, self.rollout.advantages)
         if number == 0 and self.preview is not None:
             self.preview(step, state)
+
+    def tell_empty(self, number: int, completions: Sequence[Any]) -> None:
+        """Warn once where most completions of one of the first rollouts are empty."""
+        told = None if self.told_empty or number >= FIRST_ROLLOUTS else empty_warning(completions)
+        if told is not None:
+            self.told_empty = True
+            if self.stage.is_main:
+                warnings.warn(f"stage '{self.stage.name}': {told}", stacklevel=2)
 
     def tell_flat(self) -> None:
         """Say once that rollouts teach nothing."""

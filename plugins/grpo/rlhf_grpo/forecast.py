@@ -65,7 +65,6 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     told = advise(
         config,
         updates=total,
-        tokenizer=stage.inputs.get("tokenizer"),
         context=context,
         longest_prompt=longest,
     )

@@ -75,6 +75,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         config.num_generations,
         count=len(prompts),
         shown=config.num_preview_samples,
+        stop_ids=config.sampling.stop_token_ids,
     )
     feed = RolloutFeed(
         stage,
@@ -98,7 +99,6 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         for line in advise(
             config,
             updates=feed.total,
-            tokenizer=model.tokenizer,
             context=context,
             longest_prompt=int(sizes.max()),
         ):
@@ -155,6 +155,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
         count=count,
         shown=config.num_preview_samples,
         pass_threshold=own.pass_threshold,
+        stop_ids=config.evaluation_sampling.stop_token_ids,
     )
 
 
