@@ -58,7 +58,8 @@ def empty_warning(completions: Sequence[Turns]) -> str | None:
         return None
     return (
         f"{empty:,} of {len(completions):,} completions are empty: the model ends them at once, as chat models do "
-        'after plain texts; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is used'
+        'after plain texts; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is '
+        "used"
     )
 
 

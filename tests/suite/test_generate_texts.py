@@ -1,0 +1,168 @@
+"""What a model is asked in `rlhf generate`, and that texts for chat models and empty completions are warned of."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig
+from rlhf_grpo.drawing import answer
+from typer.testing import CliRunner
+
+from rlhf_core import cli, data, sampling
+from rlhf_core.rollouts import Reward, empty_warning
+from rlhf_core.sampling import Rollouts
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[:1] + ' ' + m.content + ' </s> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'A ' }}{% if x is defined %}{{ x }}{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that the sampler gets; it answers "a b" and, where it was told of one, a stop token of its own."""
+    prompts: list[list[int]] = []
+
+    def sample(self: Any, params: Any, given: Any, key: Any) -> Rollouts:
+        prompts.extend(ids.tolist() for ids in given)
+        n = len(given) * self.num_generations
+        said = [*self.said, self.stop_ids[-1]]
+        tokens = np.tile(np.array(said, np.int32), (n, 1))
+        return Rollouts(
+            tokens, np.full(n, len(said), np.int32), np.zeros(tokens.shape, np.float32), np.ones(n, bool)
+        )
+
+    monkeypatch.setattr(sampling.Sampler, "__call__", sample)
+    monkeypatch.setattr(sampling.Sampler, "said", [3, 4], raising=False)
+    return prompts
+
+
+@pytest.fixture
+def model(tiny: Any, tmp_path: Path) -> Path:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    dataclasses.replace(tiny.make_model("lm"), tokenizer=tokenizer).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(*arguments: Any) -> Any:
+    result = CliRunner().invoke(cli.app, ["generate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def ids(tiny: Any, text: str) -> list[int]:
+    found: list[int] = tiny.make_tokenizer()(text)["input_ids"]
+    return found
+
+
+def test_a_prompt_is_what_a_user_says(tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path) -> None:
+    assert run(model, "--prompt", "c d").output.strip() == "a b"
+    run(model, "--prompt", "c d", "--chat_template_kwargs", '{"x": "f"}')
+    run(model, "--prompt", "c d", "--raw")
+    wanted = ["u c d </s> A", "u c d </s> A f", "c d"]
+    assert asked == [ids(tiny, text) for text in wanted]
+    out = tmp_path / "out.jsonl"
+    run(model, "--prompt", "c d", "-o", out)
+    assert tiny.read_rows(out) == [{"prompt": "c d", "completion": "a b", "finished": True}]
+    tiny.make_model("lm").save(tmp_path / "plain")  # no template: texts go on
+    run(tmp_path / "plain", "--prompt", "c d")
+    assert asked[-1] == ids(tiny, "c d")
+
+
+def test_rows_of_messages_are_prompts(tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path) -> None:
+    user, reply = {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"messages": [user, reply]}, {"messages": [user]}])
+    out = tmp_path / "out.jsonl"
+    run(model, rows, "-o", out)
+    assert asked == [ids(tiny, "u c </s> A")] * 2
+    assert [row["completion"] for row in tiny.read_rows(out)] == ["a b"] * 2
+    assert tiny.read_rows(out)[0]["messages"] == [user, reply]
+    bad = tiny.write_rows(tmp_path / "bad.jsonl", [{"messages": [user]}, {"messages": [reply]}])
+    with pytest.raises(Exception, match=r"bad\.jsonl row 2: 'messages' has no turn to reply to"):
+        run(model, bad)
+
+
+def test_a_stop_token_of_ones_own_is_no_part_of_the_text(
+    tiny: Any, model: Path, asked: list[list[int]]
+) -> None:
+    assert run(model, "--prompt", "c", "--stop_token_ids", ids(tiny, "h")[0]).output.strip() == "a b"
+
+
+def test_texts_for_a_chat_model_and_empty_completions_are_warned_of(
+    tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "c"}])
+    with pytest.warns(
+        UserWarning, match=r"plain texts, to which the tokenizer's chat template is not applied"
+    ):
+        run(model, rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, rows, "--raw")
+        run(model, "--prompt", "c")
+    monkeypatch.setattr(sampling.Sampler, "said", [])
+    with pytest.warns(UserWarning, match=r"1 of 1 completions are empty: .* write prompts as messages"):
+        run(model, "--prompt", "c")
+
+
+def test_empty_completions_are_counted() -> None:
+    assert empty_warning(["a", ""]) is None
+    assert "2 of 3" in str(empty_warning(["a", "", " "]))
+    assert "1 of 1" in str(empty_warning([[{"role": "assistant", "content": ""}]]))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_stage_is_told_of_texts_for_a_chat_model(chat: bool, tiny: Any) -> None:
+    tokenizer = tiny.make_tokenizer()
+
+    def turns(role: str, text: str) -> Any:
+        return [{"role": role, "content": text}] if chat else text
+
+    prompt, side = turns("user", "a"), turns("assistant", " b")
+    rows = [{"prompt": prompt, "completion": side, "chosen": side, "rejected": turns("assistant", " c")}]
+
+    def reports() -> list[Any]:
+        pick = lambda *names: data.load([{n: row[n] for n in names} for row in rows])  # noqa: E731
+        return [
+            data.encode_prompts(pick("prompt"), tokenizer, max_prompt_length=None).report,
+            data.encode_texts(pick("prompt", "completion"), tokenizer, max_length=None).report,
+            data.encode_texts(pick("prompt", "chosen", "rejected"), tokenizer, max_length=None).report,
+            data.encode_pairs(pick("prompt", "chosen", "rejected"), tokenizer, max_length=None).report,
+        ]
+
+    tokenizer.chat_template = TEMPLATE
+    for report in reports():
+        assert ("1 as plain texts, to which the tokenizer's chat template" in str(report)) is not chat
+        assert len(report.untemplated) == 1 - chat
+    texts = data.encode_texts(data.load([{"text": "a b"}]), tokenizer, max_length=None).report
+    assert texts.all_as_given  # a text by itself is no turn of a conversation
+    if not chat:
+        tokenizer.chat_template = None
+        assert all(report.all_as_given for report in reports())
+
+
+def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> None:
+    tokenizer = tiny.make_tokenizer()
+    prompts = data.encode_prompts(data.load([{"prompt": "c"}]), tokenizer, max_prompt_length=None)
+    tokens = np.array([ids(tiny, "a b h")], np.int32)
+
+    def sample(given: Any, _: int) -> Rollouts:
+        return Rollouts(tokens, np.array([3], np.int32), np.zeros((1, 3), np.float32), np.ones(1, bool))
+
+    read = []
+
+    def judge(completions: list[str]) -> list[float]:
+        read.extend(completions)
+        return [1.0] * len(completions)
+
+    rewards = [Reward("judge", 1.0, judge)]
+    for stops in ((), tuple(ids(tiny, "h"))):
+        answer(sample, prompts, tokenizer, rewards, np.array([0]), stop_ids=stops)
+    assert [text.strip() for text in read] == ["a b h", "a b"]
+    assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)
