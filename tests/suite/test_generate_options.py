@@ -36,7 +36,7 @@ def test_flags_reach_the_sampler(directory: Path, tiny: ModuleType) -> None:
     assert ended.strip() == " ".join(plain)[: at + len(stop)]
     ids = [str(tiny.WORDS.index(word)) for word in ("Q", plain[3])]
     ended = generate(directory, "--stop_token_ids", ids[0], "--stop_token_ids", ids[1])
-    assert ended.split() == plain[: plain.index(plain[3]) + 1]
+    assert ended.split() == plain[: plain.index(plain[3])]  # without the token that ended it
     varied = generate(directory, "--repetition_penalty", "50").split()
     assert len(set(varied)) > len(set(plain))
 
