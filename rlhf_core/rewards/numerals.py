@@ -1,44 +1,65 @@
-"""The number that a text ends in."""
+r"""The number that a text ends in. What cannot be read is None, and None equals nothing.
+
+A *number* is, with an optional sign in front:
+
+- digits, with a decimal point or without: 8, 12.50, .5. One comma, apostrophe, underscore or space of any width may set
+  thousands apart, the same throughout: 1,234,567, 1'000, 1_000, 100 000; also 1,00,000. A comma is never a decimal
+  sign: 3,14 is neither 3.14 nor 14;
+- one of these with a power of ten of at most three digits, 1.5e-3;
+- a fraction or mixed number of them: 3/4, 1 3/4, ½, 2½, \frac12, \frac{3}{4}, 2\frac12.
+
+A percent sign or a word like "million" may follow, then a unit: words, such as "apples" or "km/h", or one of the
+letters m, g, s, h, l, L; those of `UNITS` also without a space, as in 18km; degrees. Currency signs do not count, nor
+do emphasis, brackets and LaTeX's spacing around it. Digits and signs of any script or width are read; the minus signs
+are the hyphens, the figure and en dash and U+2212.
+
+*Not a number*, though it has digits: what a letter, power, root, factor or bracket belongs to (5x, 5 x, 2\sqrt3, 10^3,
+10², 2π, 4(x+1)), an operand of a sum, difference or product (5 + 3), a time or ratio (3:30), a date (1/2/2020), ±5,
+1.234,56. Passed over, as if they were words: digits after a letter (H2O, x_1), ordinals (5th) and versions (1.2.3).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-_DIGITS = (
-    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
-    r"(?!\.?\d|[eE][-+]?\d)"  # all of it or nothing: 1e9999 is not 1
+from rlhf_core.rewards.plain_text import last_box, plain_text
+
+LONGEST = 400
+"""Characters of a number at most."""
+UNITS = (
+    "km/h|mph|km|cm|mm|nm|kg|mg|lbs|lb|oz|ft|in|ml|mL|ms|min|mins|hrs|hr|am|pm|AM|PM|kW|kWh|Hz|kHz|MHz|GHz|GB|MB|kB|KB|"
+    "USD|EUR|GBP|dollars|cents|degrees|deg"
 )
-_NUMBER = (
-    r"(?P<sign>(?<![A-Za-z0-9)\]}])[-+])?"  # after one of these it is a difference or a range
-    r"(?<![A-Za-z0-9])(?<!\d\.)"
-    r"(?:(?P<whole>\d+) +(?=\d+ ?/ ?\d))?"
-    rf"(?P<top>{_DIGITS})(?: ?/ ?(?P<bottom>{_DIGITS}))?(?P<percent> ?%)?"
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+_RUN = re.compile(r"(?:\d|\.\d)(?:\d|[.,'_](?=\d)| (?=\d{3}(?!\d)))*")
+_PLAIN = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_GROUPED = re.compile(r"\d{1,3}([,'_ ])\d{3}(?:\1\d{3})*(?:\.\d+)?|\d{1,2}(?:,\d\d)+,\d{3}(?:\.\d+)?")
+_LISTED = re.compile(r"(?:(?:0|[1-9]\d*)(?:\.\d+)?,){2,}((?:0|[1-9]\d*)(?:\.\d+)?)")
+_VERSION = re.compile(r"\d+(?:\.\d+){2,}")
+_EXPONENT = re.compile(r"[eE][-+]?\d{1,3}(?![\d.])")
+_MIXED = re.compile(r"(\d{1,9}) +(\d{1,9}) ?/ ?(\d{1,9})(?![\d/.,])")
+_OVER = re.compile(r" ?/ ?(?=\d)")
+_PERCENT = re.compile(r" ?%| ?per ?cent\b", re.IGNORECASE)
+_SCALE = re.compile(rf" ({'|'.join(SCALES)})\b", re.IGNORECASE)
+_ATTACHED = re.compile(rf"(?:{UNITS})(?![A-Za-z\d])")
+_ORDINAL = re.compile(r"(?:st|nd|rd|th)(?![A-Za-z\d])")
+_DEGREES = re.compile(r" ?°(?: ?[CFK](?![A-Za-z]))?")
+_WORD = r"(?:[mgshlL](?![\w^])|[A-Za-z]{2,}[A-Za-z/.²³-]*)(?: ?\^\{?[23]\}?)?"
+_UNIT_WORDS = re.compile(rf"(?:\s+{_WORD})*")
+_FEW_WORDS = re.compile(rf"(?: {{1,2}}{_WORD}){{0,3}}")
+_COMMAND = re.compile(r"\\(?!boxed)[A-Za-z]+ *\{? *$")
+_AGAIN = re.compile(r"(?:\s*(?:,|;|\bor\b|\band\b|\bto\b)){1,2} *[-+]?\.?\d", re.IGNORECASE)
+_OPERATOR = re.compile(r" *(?:[+×·÷√^]|\*(?=[ \d(])|-(?=[ \d(])|/(?=[ \d(]))[ (]*")
+_EQUALS = re.compile(r" *(?:=|≈) *")
+
+_HASHES = re.compile(r"####[^\S\n]*([^\n]*)")
+_ANSWER_IS = re.compile(
+    r"answer[\s*_]*(?:is|:|=)[\s*_:=(\[{]*(?:[A-Za-z] *(?:=|≈) *)?(?=[-+]?\s?\.?\d)", re.IGNORECASE
 )
-_UNIT = r"(?:\s+[A-Za-z°]+\.?)*"
-NUMBER = re.compile(_NUMBER)
-ALONE = re.compile(rf"\s*{_NUMBER}{_UNIT}\s*\.?\s*")
-# A heading of the fourth level begins with the same four signs: the number must end its line.
-HASHES = re.compile(rf"####\s*{_NUMBER}{_UNIT}[\s.*]*$", re.MULTILINE)
-ANSWER_IS = re.compile(rf"answer[\s*_]*(?:is|:|=)[\s*_:=(\\\[{{]*{_NUMBER}", re.IGNORECASE)
-BRACE = re.compile(r"(?P<box>\\boxed\s*)?\{|\}")
-_PLAINER = tuple(
-    (re.compile(pattern), plainer)
-    for pattern, plainer in (
-        ("−", "-"),
-        (r"\\[,!]", ""),
-        (r"\{,\}", ","),
-        (r"\\[;: ]|\\quad|~", " "),
-        (r"\\([$%#])", r"\1"),
-        (r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
-        (r"(?<=\d)\s*\\([dt]?frac)", r" \\\1"),
-        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2"),
-        (r"(?<=[-+])\s*[$€£]", ""),
-        (r"[$€£]", " "),
-    )
-)
-"""LaTeX and currency signs to plain text, one after the other."""
 
 
 class Number(NamedTuple):
@@ -48,70 +69,229 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number) -> bool:
-        """The same number; a percentage is also what it is a hundredth of: 50% equals 50 and 1/2."""
+        """Tell whether it is the same number; a percentage is also what it is a hundredth of: 50% equals 50 and 1/2."""
         if self.percent == other.percent:
             return self.value == other.value
         share, plain = (self, other) if self.percent else (other, self)
         return plain.value in (share.value, share.value / 100)
 
 
+class _Place(NamedTuple):
+    """Where a text has digits: their end, the number they are, if any, and whether they are passed over as a word."""
+
+    start: int
+    end: int
+    number: Number | None
+    word: bool = False
+
+
 def read_number(text: str) -> Number | None:
-    """The number that a text is, in a box or after "####" if there is one; None where it is no number."""
-    text = _plain(text)
-    if (box := _last_box(text)) is not None:
+    """Read the number that a text is, in a box or after "####" if there is one; None where it is no number."""
+    text = plain_text(text)
+    if (box := last_box(text)) is not None:
         return _alone(box)
     if "####" in text:
-        return _last(HASHES, text)
+        return _after_hashes(text)
     return _alone(text)
 
 
 def final_number(text: str) -> Number | None:
-    r"""The number in the last \boxed{…}, else after the last "####", else after the last "answer is", else the last."""
-    text = _plain(text)
-    if (box := _last_box(text)) is not None:
+    r"""Read the number that a text ends in.
+
+    It is the one in the last \boxed{…}; else on the last line that has only a number after "####"; else the first one
+    after the last "answer is" (or ":" or "=") that digits follow, in "answer is 5 + 3 = 8" the one after the last
+    equals sign; else the last one in the text. Where there is something else in that place, such as 2√3 or "5 or 6"
+    after "answer is", there is no number.
+    """
+    text = plain_text(text)
+    if (box := last_box(text)) is not None:
         return _alone(box)
-    for place in (HASHES, ANSWER_IS):
-        if place.search(text):
-            return _last(place, text)
-    return _last(NUMBER, text)
+    if (number := _after_hashes(text)) is not None:
+        return number
+    marker = None
+    for marker in _ANSWER_IS.finditer(text):  # noqa: B007
+        pass
+    if marker is not None:
+        return _claim(text, marker.end())
+    for line in reversed(text.splitlines()):
+        tail = line[max(line.find(" ", len(line) - 1000), 0) :] if len(line) > 1000 else line
+        for part in (tail, line):
+            places = [place for place in _places(part) if not place.word]
+            if places:
+                return places[-1].number
+            if part is line:
+                break
+    return None
 
 
-def _plain(text: str) -> str:
-    for pattern, plainer in _PLAINER:
-        text = pattern.sub(plainer, text)
-    return text
-
-
-def _last_box(text: str) -> str | None:
-    """What the closed box that begins last holds."""
-    begun: list[int | None] = []  # where what the open braces hold begins; None: they are no box's
-    start, end = -1, -1
-    for brace in BRACE.finditer(text):
-        if brace[0] != "}":
-            begun.append(brace.end() if brace["box"] else None)
-        elif begun and (inside := begun.pop()) is not None and inside > start:
-            start, end = inside, brace.start()
-    return text[start:end] if start >= 0 else None
+def _after_hashes(text: str) -> Number | None:
+    """The number of the last line that has one after "####", and nothing else: a heading begins with the same signs."""
+    number = None
+    for line in _HASHES.finditer(text):
+        found = _alone(line[1].strip(" \t\r*"))
+        number = number if found is None else found
+    return number
 
 
 def _alone(text: str) -> Number | None:
-    match = ALONE.fullmatch(text.rpartition("=")[2])
-    return _value(match) if match else None
-
-
-def _last(place: re.Pattern[str], text: str) -> Number | None:
-    matches = list(place.finditer(text))
-    return _value(matches[-1]) if matches else None
-
-
-def _value(match: re.Match[str]) -> Number | None:
-    """None for what has digits but no value: a division by zero, or more digits than Python turns into a number."""
-    whole, top, bottom = (
-        (match[name] or nothing).replace(",", "")
-        for name, nothing in (("whole", "0"), ("top", ""), ("bottom", "1"))
-    )
-    try:
-        value = Fraction(whole) + Fraction(top) / Fraction(bottom)
-    except (ValueError, ZeroDivisionError):
+    """The number that a text is, with a unit; of an equation, its right side."""
+    text = re.split("[=≈]", text)[-1].strip().rstrip(".").strip(" \t\r\n*()")
+    text = re.sub(r"^([-+]) +", r"\1", text)
+    place = next(_places(text), None)
+    if place is None or text[: place.start].strip():
         return None
-    return Number(-value if match["sign"] == "-" else value, match["percent"] is not None)
+    unit = _UNIT_WORDS.match(text, place.end)
+    return place.number if unit is not None and not text[unit.end() :].strip() else None
+
+
+def _claim(text: str, start: int) -> Number | None:
+    """The number that begins at `start`, or the one that a calculation there ends in."""
+    number, calculated = None, False
+    for _ in range(100):
+        place = next(_places(text, start), None)
+        if place is None or place.word or text[start : place.start].strip(" +-("):
+            return None
+        number = place.number
+        unit = _FEW_WORDS.match(text, place.end)
+        assert unit is not None
+        for end in (unit.end(), place.end):
+            close = end + len(text[end : end + 9]) - len(text[end : end + 9].lstrip(") "))
+            if (after := _EQUALS.match(text, close)) is not None:
+                start, calculated = after.end(), False
+                break
+            if (after := _OPERATOR.match(text, close)) is not None:
+                start, calculated = after.end(), True
+                break
+        else:
+            hedged = any(_AGAIN.match(text, at) for at in _word_starts(text, place.end, unit.end()))
+            variable = re.match(r" (?![mgshlLaI](?!\w))[A-Za-z](?!\w)", text[place.end : place.end + 3])
+            return None if calculated or hedged or variable else number
+    return None
+
+
+def _word_starts(text: str, start: int, end: int) -> list[int]:
+    """Where the words between two places begin and end."""
+    return [start, end, *(start + match.start() for match in re.finditer(" +", text[start:end]))]
+
+
+def _places(text: str, start: int = 0) -> Iterator[_Place]:
+    """Every place that has digits, in order."""
+    while (run := _RUN.search(text, start)) is not None:
+        place = _place(text, run)
+        yield place
+        start = place.end
+
+
+def _place(text: str, run: re.Match[str]) -> _Place:
+    start, end = run.span()
+    word, percent = False, False
+    value: Fraction | None
+    if (mixed := _MIXED.match(text, start)) is not None and " " not in run[0]:
+        whole, top, bottom = map(int, mixed.groups())
+        value, end = (whole + Fraction(top, bottom) if bottom else None), mixed.end()
+    else:
+        digits = run[0]
+        if " " in digits and not _GROUPED.fullmatch(digits):  # several numbers: the last one
+            digits = digits.rpartition(" ")[2]
+            start = end - len(digits)
+        word = _VERSION.fullmatch(digits) is not None
+        value, end = _with_exponent(text, digits, end)
+        if (over := _OVER.match(text, end)) is not None and (
+            below := _RUN.match(text, over.end())
+        ) is not None:
+            bottom_value, end = _with_exponent(text, below[0], below.end())
+            value = value / bottom_value if value is not None and bottom_value else None
+    if (sign := _PERCENT.match(text, end)) is not None:
+        percent, end = True, sign.end()
+    elif (scale := _SCALE.match(text, end)) is not None and value is not None:
+        value, end = value * SCALES[scale[1].lower()], scale.end()
+    if (degrees := _DEGREES.match(text, end)) is not None:
+        end = degrees.end()
+    begin, negative, before = _before(text, start)
+    unit, after = _after(text, end)
+    word = word or before == "word" or after == "word"
+    if value is None or "part" in (before, after):
+        return _Place(begin, max(end, unit), None, word)
+    return _Place(begin, unit, Number(-value if negative else value, percent), word)
+
+
+def _with_exponent(text: str, digits: str, end: int) -> tuple[Fraction | None, int]:
+    value = _value(digits)
+    if (exponent := _EXPONENT.match(text, end)) is None:
+        return value, end
+    return None if value is None else value * Fraction(10) ** int(exponent[0][1:]), exponent.end()
+
+
+def _value(digits: str) -> Fraction | None:
+    if len(digits) > LONGEST:
+        return None
+    if _PLAIN.fullmatch(digits):
+        return Fraction(digits)
+    if _GROUPED.fullmatch(digits):
+        return Fraction(re.sub("[,'_ ]", "", digits))
+    listed = _LISTED.fullmatch(digits)
+    return None if listed is None else Fraction(listed[1])
+
+
+def _before(text: str, start: int) -> tuple[int, bool, str]:
+    """(where the number begins with its sign, whether it is negative, what it is by what stands before it).
+
+    "": a number; "part" of something larger; "word": digits of a name.
+    """
+    sign = text[start - 1] if start and text[start - 1] in "+-" else ""
+    at = start - len(sign)
+    near = text[max(at - 24, 0) : at]
+    touching, last = near[-1:], near.rstrip(" \t")[-1:]
+    if sign:
+        if _operand(touching) or _letter(touching):
+            return start, False, "part" if sign == "+" else ""  # pages 3-5
+        factor = last == "*" and _operand(near.rstrip(" \t")[-2:-1])
+        broken = touching in ("+", "-") or _operand(last) or factor or (last and last in "^×·÷√±/")
+        return at, sign == "-", "part" if broken else ""
+    if _letter(touching):
+        return start, False, "word"
+    if touching == "_" and _letter(near[-2:-1]):
+        return start, False, "word"
+    if last and last in "^×·÷√±∓≤≥":
+        return start, False, "part"
+    if _COMMAND.search(near) or (last == "{" and near.rstrip(" \t{")[-1:] in ("}", "^", "_")):
+        return start, False, "part"
+    if last and last in "+-/*:":
+        earlier = near.rstrip(" \t")[:-1]
+        if last == "*" and earlier.endswith("*"):  # 10**3, but not a word in bold
+            return start, False, "part" if touching == "*" and _operand(earlier[-2:-1]) else ""
+        operand = _operand(earlier[-1:] if last == ":" else earlier.rstrip(" \t")[-1:])
+        if last == ":":
+            operand = operand and touching == ":"
+        elif last != "-":
+            operand = operand or (touching == last and last in "+/" and _letter(earlier[-1:]))
+        return start, False, "part" if operand else ""
+    return start, False, ""
+
+
+def _after(text: str, end: int) -> tuple[int, str]:
+    """(where the number ends with a unit that touches it, what it is by what stands after it), as in `_before`."""
+    near = text[end : end + 24]
+    touching = near[:1]
+    if _letter(touching):
+        if _ORDINAL.match(near):
+            return end, "word"
+        unit = _ATTACHED.match(near)
+        return (end + unit.end(), "") if unit is not None else (end, "part")
+    if touching and (touching in "²³¹⁰⁴⁵⁶⁷⁸⁹⁻ⁿ‰√(_" and not (touching == "_" and not near[1:2].isalnum())):
+        return end, "part"
+    following = near.lstrip(" \t")
+    if following[:1] in ("^", "\\", "√", "∞") and following[:1]:
+        return end, "part"
+    if re.match(r"\*{1,2}[\dA-Za-z(]|:\d|/[A-Za-z](?![A-Za-z])|/\d|'\d|,\d", near):
+        return end, "part"
+    return end, ""
+
+
+def _operand(c: str) -> bool:
+    return c.isdigit() or (c != "" and c in ")]}%")
+
+
+def _letter(c: str) -> bool:
+    """Whether it is of an alphabet in which formulas are written; other scripts write numbers within words."""
+    return c.isalpha() and c < "\u0530"

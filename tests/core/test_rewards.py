@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import pytest
 
 from rlhf_core import REWARD, Registry
 from rlhf_core.builtin import rlhf_register
+from rlhf_core.components import load_file
 from rlhf_core.errors import InputError
 from rlhf_core.rewards import numeric_answer
+from rlhf_core.rewards.numerals import Number, final_number, read_number
+
+cases = load_file(Path(__file__).with_name("numeral_cases.py"))
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,29 @@ def test_which_number_of_a_completion_counts(completion: str, number: int | None
         n for n, right in zip(candidates, numeric_answer([completion] * 9, candidates), strict=True) if right
     ]
     assert equal == ([] if number is None else [number])
+
+
+def number(written: str | None) -> Number | None:
+    """Read a number as the table writes it."""
+    if written is None:
+        return None
+    top, _, bottom = written.rstrip("%").partition("/")
+    return Number(Fraction(top) / Fraction(bottom or 1), written.endswith("%"))
+
+
+def test_the_grammar_of_numbers_has_two_hundred_cases() -> None:
+    assert len(cases.ALONE) + len(cases.FINAL) >= 200
+
+
+@pytest.mark.parametrize("text", cases.ALONE)
+def test_what_is_a_number_alone(text: str) -> None:
+    assert read_number(text) == number(cases.ALONE[text])
+    assert final_number(rf"7 and \boxed{{{text}}} or 9") == number(cases.ALONE[text])
+
+
+@pytest.mark.parametrize("text", cases.FINAL)
+def test_what_number_a_text_ends_in(text: str) -> None:
+    assert final_number(text) == number(cases.FINAL[text])
 
 
 def test_a_percentage_equals_its_number_and_its_share() -> None:
