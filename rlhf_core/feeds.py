@@ -14,7 +14,7 @@ from rlhf_core.contracts import Rows
 from rlhf_core.data import drawn, schedule, updates
 from rlhf_core.mesh import row_multiple
 from rlhf_core.rows import Layout, Packed, Tree, choose_layout, pack
-from rlhf_core.trees import trained_per_branch
+from rlhf_core.trees import most_branches, sizes_of, trained_of
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -162,17 +162,17 @@ def layout_for(
 
     reads_tokens: whether the objective reads log-probs of trained tokens (not so for reward models).
     """
-    sizes = np.array([tree.size for tree in trees])
+    sizes = sizes_of(trees)
     per_update = min(config.total_batch_size, len(trees))
     # Updates differ in size: most of them shall fit the micro-batches that were asked for.
     update_tokens = int(np.ceil(sizes.mean() * per_update)) + int(2 * sizes.std() * np.sqrt(per_update))
     return choose_layout(
         sizes,
-        max(len(tree.branches) for tree in trees),
+        most_branches(trees),
         hidden_size=hidden_size,
         max_tokens=min(MICRO_BATCH_TOKENS, max(1, -(-update_tokens // config.gradient_accumulation_steps))),
         trees_per_update=per_update,
-        trained_counts=[sum(trained_per_branch(tree)) for tree in trees] if reads_tokens else None,
+        trained_counts=trained_of(trees) if reads_tokens else None,
         row_multiple=row_multiple(mesh),
         skips_unseen=skips_unseen(config, mesh),
         updates=updates(

@@ -11,6 +11,7 @@ from rlhf_core.doors import asked_lora, open_records, require_model, told_of
 from rlhf_core.feeds import MICRO_BATCH_TOKENS
 from rlhf_core.memory import definition_of, memory_line, training_bytes
 from rlhf_core.models.lora import linear_modules
+from rlhf_core.trees import lengths_of, sizes_of
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition, Head
@@ -45,9 +46,9 @@ def plan_lines(
     update_tokens, longest = config.total_batch_size * config.max_sequence_length, config.max_sequence_length
     if encode is not None:
         trees = encoded.trees()
-        sizes = [tree.size for tree in trees]
-        tokens = f"about {round(epochs * sum(sizes)):,} tokens, shared prompts once"
-        update_tokens, longest = round(sum(sizes) / count * config.total_batch_size), max(sizes)
+        sizes = sizes_of(trees)
+        tokens = f"about {round(epochs * int(sizes.sum())):,} tokens, shared prompts once"
+        update_tokens, longest = round(int(sizes.sum()) / count * config.total_batch_size), int(sizes.max())
     memory = training_memory(config, stage, head, total, update_tokens, longest)
     if memory is not None and encode is not None:
         with told_of(stage, "model"):
@@ -64,10 +65,10 @@ def plan_lines(
 
 def _beyond(positions: Any, trees: Sequence[Tree]) -> str:
     """What is to be said of examples longer than those that the model was made for."""
-    lengths = [len(tree.prefix) + max(map(len, tree.branches)) for tree in trees]
-    if not isinstance(positions, int) or (longest := max(lengths)) <= positions:
+    lengths = lengths_of(trees)
+    if not isinstance(positions, int) or (longest := int(lengths.max())) <= positions:
         return ""
-    count = sum(length > positions for length in lengths)
+    count = int((lengths > positions).sum())
     return (
         f"; {count:,} of up to {longest:,} tokens, more than the {positions:,} positions the model was made for: set "
         f"max_sequence_length = {positions}"

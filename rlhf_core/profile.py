@@ -15,7 +15,6 @@ from rich.table import Table
 
 from rlhf_core import data
 from rlhf_core.data import parsing, prompts, texts
-from rlhf_core.data.conversations import is_chat
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, near
@@ -67,29 +66,29 @@ def profile(
     report, places, lengths, facts = _MEASURES[kind](records, tokenizer, chat_template, unit)
     limit = LIMITS[kind] if max_length is None else max_length
     longest = list(lengths.values())[-1]
-    over = [places[i] for i in np.flatnonzero(longest > limit)] if unit == "tokens" else []
+    over = [places[i] for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
     formats = dict.fromkeys(_format(source, kind) for source in records.sources)
     return Profile(
         records.name, "; ".join(formats), records.columns, unit, report, lengths, limit, over, facts
     )
 
 
-Measured = tuple[Report, list[str], dict[str, NDArray[np.int64]], dict[str, str]]
+Measured = tuple[Report, Sequence[str], dict[str, NDArray[np.int64]], dict[str, str]]
 
 
 def _pairs(records: Records, tokenizer: Any, template: str | None, unit: str) -> Measured:
     found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
     trees = found.trees()
-    start = np.array([len(tree.prefix) for tree in trees])
-    chosen, rejected = np.array([[len(branch) for branch in tree.branches] for tree in trees]).T
-    longer, ties = np.mean(chosen > rejected), np.mean(chosen == rejected)
+    start = trees.prefixes
+    chosen, rejected = found.chosen.lengths - start, found.rejected.lengths - start
+    longer, ties = float(np.mean(chosen > rejected)), float(np.mean(chosen == rejected))
     apart = int((2 * start + chosen + rejected).sum())
     facts = {
         "longer wins": f"chosen is longer in {percent(longer)} of the pairs, as long in {percent(ties)}",
         "shared start": f"{apart:,} {unit} as two sequences a pair, {apart - int(start.sum()):,} with the start "
         f"they share once: {percent(start.sum() / apart)} saved",
     }
-    margins = np.array([pair.margin for pair in found.pairs])
+    margins = found.margins
     if margins.any():
         facts["margin"] = (
             f"{margins.min():g} to {margins.max():g}, 0 in {int((margins == 0).sum()):,} of {len(margins):,} pairs"
@@ -105,8 +104,8 @@ def _pairs(records: Records, tokenizer: Any, template: str | None, unit: str) ->
 
 def _texts(records: Records, tokenizer: Any, template: str | None, unit: str) -> Measured:
     found = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
-    whole = np.array([len(tokens) for tokens, _ in found.texts])
-    learned = np.array([np.count_nonzero(weights) for _, weights in found.texts])
+    whole = found.tokens.lengths
+    learned = np.array([np.count_nonzero(each) for each in found.learned])
     facts = {
         "learned": f"{learned.sum():,} of {whole.sum():,} {unit}, {percent(learned.sum() / whole.sum())}"
     }
@@ -119,7 +118,7 @@ def _prompts(records: Records, tokenizer: Any, template: str | None, unit: str) 
     return (
         found.report,
         found.places,
-        {"prompt": np.array([len(ids) for ids in found.ids])},
+        {"prompt": found.ids.lengths},
         {"for rewards": names or "no other column"},
     )
 
@@ -157,7 +156,7 @@ def _format(source: Source, kind: str) -> str:
     what = {"pairs": "preferences", "texts": "demonstrations", "prompts": "prompts"}[kind]
     wanted = texts.read_columns(source) if kind == "texts" else ("prompt", "chosen", "rejected")
     columns = [name for name in wanted if name in source.columns]
-    chats = [name for name in columns if is_chat(source, name)]
+    chats = [name for name in columns if source.kind(name).chat]
     holds = (
         "texts"
         if not chats

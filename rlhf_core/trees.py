@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,89 @@ class Tree(NamedTuple):
     def size(self) -> int:
         """Tokens it takes in a row: the prefix once, and every branch."""
         return len(self.prefix) + sum(map(len, self.branches))
+
+
+class Trees(Sequence[Tree]):
+    """Trees that are made when they are asked for. What layouts need of all of them are arrays, [trees]."""
+
+    sizes: NDArray[np.int64]
+    """`Tree.size` of each."""
+    trained: NDArray[np.int64]
+    """The sum of `trained_per_branch` of each."""
+    lengths: NDArray[np.int64]
+    """Tokens of the longest sequence of each, prefix included."""
+    prefixes: NDArray[np.int64]
+    """Tokens of the prefix of each."""
+    branches: int
+    """Of each tree."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, i: Any) -> Any:
+        return _Part(self, range(len(self))[i]) if isinstance(i, slice) else self.tree(range(len(self))[i])
+
+    def tree(self, i: int) -> Tree:
+        raise NotImplementedError
+
+    def largest(self) -> int:
+        """A number that no token is larger than."""
+        raise NotImplementedError
+
+    def changed(self, change: Callable[[int, Tree], Tree]) -> Trees:
+        """The same trees with other values: `change` gets the number of a tree and the tree."""
+        return _Changed(self, change)
+
+
+class _Changed(Trees):
+    def __init__(self, whole: Trees, change: Callable[[int, Tree], Tree]) -> None:
+        self.whole, self.change = whole, change
+        self.sizes, self.trained, self.lengths = whole.sizes, whole.trained, whole.lengths
+        self.prefixes, self.branches = whole.prefixes, whole.branches
+
+    def tree(self, i: int) -> Tree:
+        return self.change(i, self.whole.tree(i))
+
+    def largest(self) -> int:
+        return self.whole.largest()
+
+
+class _Part(Trees):
+    def __init__(self, whole: Trees, which: range) -> None:
+        self.whole, self.which, self.branches = whole, which, whole.branches
+        at = np.arange(which.start, which.stop, which.step)
+        self.sizes, self.trained = whole.sizes[at], whole.trained[at]
+        self.lengths, self.prefixes = whole.lengths[at], whole.prefixes[at]
+
+    def tree(self, i: int) -> Tree:
+        return self.whole.tree(self.which[i])
+
+    def largest(self) -> int:
+        return self.whole.largest()
+
+
+def sizes_of(trees: Sequence[Tree]) -> NDArray[np.int64]:
+    """int64 [trees]."""
+    return trees.sizes if isinstance(trees, Trees) else np.array([tree.size for tree in trees], np.int64)
+
+
+def lengths_of(trees: Sequence[Tree]) -> NDArray[np.int64]:
+    """int64 [trees]: tokens of the longest sequence of each, prefix included."""
+    if isinstance(trees, Trees):
+        return trees.lengths
+    return np.array([len(tree.prefix) + max(map(len, tree.branches)) for tree in trees], np.int64)
+
+
+def trained_of(trees: Sequence[Tree]) -> NDArray[np.int64]:
+    """int64 [trees]: trained tokens of each."""
+    if isinstance(trees, Trees):
+        return trees.trained
+    return np.array([sum(trained_per_branch(tree)) for tree in trees], np.int64)
+
+
+def most_branches(trees: Sequence[Tree]) -> int:
+    """Of the tree with most of them."""
+    return trees.branches if isinstance(trees, Trees) else max(len(tree.branches) for tree in trees)
 
 
 def shared_prefix(sequences: Sequence[Ints], *, first_trained: Sequence[int] | None = None) -> int:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.data.source import Source
+from rlhf_core.data.unicode import text_problem
 from rlhf_core.encoding import Encoder, Turns
 from rlhf_core.errors import InputError, near
 from rlhf_core.text_options import kwargs_problem
-
-T = TypeVar("T", bound=np.generic)
 
 
 def message_problem(value: Any) -> str | None:
@@ -27,8 +25,7 @@ def message_problem(value: Any) -> str | None:
         if not isinstance(message, Mapping):
             return f"message {i} is {kind(message)}, not an object with role and content"
         if not isinstance(message.get("role"), str):
-            hint = "; rename from to role and value to content" if {"from", "value"} <= set(message) else ""
-            return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'}){hint}"
+            return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
@@ -40,18 +37,6 @@ def message_problem(value: Any) -> str | None:
         calls = message.get("tool_calls")
         if calls is not None and not _objects(calls):
             return f"message {i}'s tool_calls is {kind(calls)}, not a list of objects"
-    return None
-
-
-def text_problem(text: str) -> str | None:
-    """What makes a text no Unicode, or None: half of a surrogate pair, as text that was cut in JSON's escapes has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ord(text[error.start])
-        return (
-            f"is no valid Unicode: \\u{half:04x} at character {error.start + 1} is half of a pair; remove it"
-        )
     return None
 
 
@@ -67,6 +52,10 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
         except json.JSONDecodeError as error:
             raise InputError(
                 f"'tools' is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+            ) from error
+        except (RecursionError, ValueError) as error:  # nested too deeply, a number of too many digits
+            raise InputError(
+                "'tools' cannot be read: it is nested too deeply, or has too long a number"
             ) from error
     if tools is None or isinstance(tools, str):
         return None
@@ -123,10 +112,7 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
 
 def is_chat(source: Source, column: str) -> bool:
     """Whether a column holds conversations: what most of its values are, or as many as of texts and the first."""
-    values = [row[column] for row in source.rows if row.get(column) is not None]
-    texts = sum(isinstance(value, str) for value in values)
-    lists = sum(isinstance(value, Sequence | np.ndarray) for value in values) - texts
-    return lists > texts or (lists == texts > 0 and not isinstance(values[0], str))
+    return source.kind(column).chat
 
 
 def skips_template(source: Source, encoder: Encoder | None, *columns: str) -> bool:
@@ -177,15 +163,3 @@ def require_template(source: Source, encoder: Encoder) -> None:
         )
     if problem := encoder.chat.problem():
         raise InputError(problem)
-
-
-def cut(ids: NDArray[T], limit: int, mode: str) -> NDArray[T]:
-    """At most `limit` tokens: the last ones ("keep_end") or the first ("keep_start")."""
-    if mode not in ("keep_end", "keep_start"):
-        raise InputError(f"truncation_mode '{mode}' is neither keep_end nor keep_start")
-    return ids[-limit:] if mode == "keep_end" else ids[:limit]
-
-
-def check_overlong(overlong: str) -> None:
-    if overlong not in ("filter", "truncate"):
-        raise InputError(f"overlong '{overlong}' is neither filter nor truncate")

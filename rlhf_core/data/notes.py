@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.report import Report
+from rlhf_core.data.cache import ROWS
 from rlhf_core.encoding import Encoder, Turns
 
 
@@ -18,22 +18,9 @@ class Notes:
     def __init__(self, names: Sequence[str]) -> None:
         self.rows: dict[str, set[int]] = {name: set() for name in names}
 
-    @classmethod
-    def of(cls, arrays: Mapping[str, NDArray[Any]], names: Sequence[str]) -> Notes:
-        """The inverse of `arrays`."""
-        notes = cls(names)
-        notes.rows = {name: set(arrays[name].tolist()) for name in names}
-        return notes
-
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """int64 row numbers by name."""
-        return {name: np.array(sorted(rows), np.int64) for name, rows in self.rows.items()}
-
-    def tell(self, i: int, place: str, report: Report) -> None:
-        """Add row i, which is called `place`, to the report's lists."""
-        for name, rows in self.rows.items():
-            if i in rows:
-                getattr(report, name).append(place)
+        """int64 row numbers by name and `ROWS`."""
+        return {f"{name}{ROWS}": np.array(sorted(rows), np.int64) for name, rows in self.rows.items()}
 
     def add(self, name: str, i: int, applies: bool) -> None:
         if applies:

@@ -34,7 +34,7 @@ def number_of(row: Mapping[str, Any], column: str, place: str, problems: Problem
     value = row.get(column)
     try:
         number = math.nan if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) < 3e38:  # float32's largest; NaN too
         problems.add(f"{place}: '{column}' is {value!r}, not a finite number")

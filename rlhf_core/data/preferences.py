@@ -3,89 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
+from rlhf_core.data.cache import Arrays, Tokens, flat
+from rlhf_core.data.encoded import Pair as Pair
+from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.notes import Notes
 from rlhf_core.data.parsing import FAMILIES as FAMILIES
 from rlhf_core.data.parsing import Preference, margin_of, parse
 from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids, pretokenised, prompt_ids
+from rlhf_core.data.tokens import facts, pretokenised, prompt_ids, unknown_id
 from rlhf_core.encoding import Encoder, Ints, TextOptions, first_after, join
 from rlhf_core.errors import InputError
-from rlhf_core.rows import Tree, shared_prefix, tree
+from rlhf_core.rows import shared_prefix
 
+SIDES = ("chosen", "rejected")
 NOTES = ("doubled", "after_reply", "left_out")
-
-
-class Pair(NamedTuple):
-    """One preference, prompt included."""
-
-    chosen: Ints
-    """int32 [n]."""
-    rejected: Ints
-    """int32 [m]."""
-    margin: float
-    """Reward units; 0 where the data has none."""
-    starts: tuple[int, int] | None = None
-    """Index of the first completion token of chosen and of rejected; None where it was not asked for."""
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Encoded preferences."""
-
-    pairs: list[Pair]
-    report: Report
-    places: list[str]
-    """Where each pair comes from, such as "prefs.jsonl row 17"."""
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def where(self, i: int) -> str:
-        return self.places[i]
-
-    def trees(self) -> list[Tree]:
-        """Each pair as [prompt | chosen | rejected]; `margin` is the value of both sequences.
-
-        Where completions were asked for, their tokens have weight 1, those of prompts 0.
-        """
-        return [
-            tree(pair[:2], _weights(pair), sequence_values={"margin": np.full(2, pair.margin, np.float32)})
-            for pair in self.pairs
-        ]
-
-    @property
-    def fingerprint(self) -> str:
-        """Of what is trained on: tokens and margins, in order, and where completions start."""
-        margins = np.array([pair.margin for pair in self.pairs], np.float64)
-        starts = np.array([pair.starts for pair in self.pairs if pair.starts is not None], np.int64)
-        return digest_ids([ids for pair in self.pairs for ids in pair[:2]], margins, starts)
-
-    def row_digests(self) -> NDArray[np.uint64]:
-        """uint64 [pairs]: of what is trained on in each row: its tokens, its margin and where completions start."""
-        sides = np.array([[digest64(ids) for ids in pair[:2]] for pair in self.pairs], np.uint64)
-        margins = np.array([pair.margin for pair in self.pairs], np.float64)
-        starts = [pair.starts for pair in self.pairs if pair.starts is not None]
-        return combined(sides, margins, *([np.array(starts, np.int64)] if starts else []))
-
-
-def _weights(pair: Pair) -> list[NDArray[np.float32]] | None:
-    if pair.starts is None:
-        return None
-    return [
-        (np.arange(len(ids)) >= start).astype(np.float32)
-        for ids, start in zip(pair[:2], pair.starts, strict=True)
-    ]
 
 
 def encode_pairs(
@@ -108,69 +48,66 @@ def encode_pairs(
         conversations begin with, or where texts or ids part. A pair of which the cut leaves no completion is dropped.
     Raises InputError naming file and row of the first few problems, and where no pair is left.
     """
-    cells.check_overlong(overlong)
-    report = Report("pairs", max_length)
+    check(overlong, truncation_mode)
+    report = Report("pairs", max_length, read_as=records.remarks)
     encoder = None if tokenizer is None else Encoder(tokenizer, chat_template)
-    tokens, seen = Tokens("completions" if completions else "pairs", encoder), Seen(report, tokenizer)
-    pairs: list[Pair] = []
-    places: list[str] = []
-    lengths: list[int] = []
-    for source in records.sources:
-        encoded = tokens.of(source, partial(_encode, source, encoder, completions))
-        sides = zip(ragged(encoded, "chosen"), ragged(encoded, "rejected"), strict=True)
-        margins, notes = encoded["margin"].tolist(), Notes.of(encoded, NOTES)
-        named = [name for name in ("prompt", "chosen", "rejected") if name in source.columns]
-        untemplated = "chosen" in named and cells.skips_template(source, encoder, *named)
-        starts = map(tuple, encoded["starts"].tolist()) if completions else repeat(None)
-        report.total += len(margins)
-        for i, ((chosen, rejected), begin) in enumerate(zip(sides, starts, strict=False)):
-            place = source.where(i)
-            pair = Pair(chosen, rejected, margins[i], begin)
-            if not _is_answered(pair):
-                report.empty.append(place)
-                continue
-            lengths.append(longest := max(len(chosen), len(rejected)))
-            identical = np.array_equal(chosen, rejected)
-            if max_length is not None and longest > max_length:
-                if overlong == "filter":
-                    report.filtered.append(place)
-                    continue
-                pair = _cut(pair, max_length, truncation_mode)
-                if not _is_answered(pair):
-                    report.filtered.append(place)
-                    continue
-                report.truncated.append(place)
-                if not identical and np.array_equal(pair.chosen, pair.rejected):
-                    report.alike_once_cut.append(place)
-            if identical:
-                report.identical.append(place)
-            notes.tell(i, place, report)
-            report.untemplated += [place] * untemplated
-            seen.note(place, pair.chosen, pair.rejected)
-            pairs.append(pair)
-            places.append(place)
-    report.kept = len(pairs)
-    report.require_some(records.name, lengths, "max_sequence_length")
-    return Pairs(pairs, report, places)
-
-
-def _is_answered(pair: Pair) -> bool:
-    """Whether both sides have a token, and one of a completion that another token predicts where those count."""
-    firsts = (0, 0) if pair.starts is None else (max(start, 1) for start in pair.starts)
-    return all(len(ids) > first for ids, first in zip(pair[:2], firsts, strict=True))
-
-
-def _cut(pair: Pair, limit: int, mode: str) -> Pair:
-    """The pair with sides of at most `limit` tokens."""
-    chosen, rejected = (cells.cut(ids, limit, mode) for ids in pair[:2])
-    cut = pair._replace(chosen=chosen, rejected=rejected)
-    if pair.starts is None or mode == "keep_start":
-        return cut
-    a, b = (
-        max(start - len(ids) + len(kept), 0)
-        for start, ids, kept in zip(pair.starts, pair[:2], cut[:2], strict=True)
+    tokens, unknown = Tokens("completions" if completions else "pairs", encoder), unknown_id(tokenizer)
+    selections: list[Selection] = []
+    lengths: list[NDArray[np.int64]] = []
+    starts: list[NDArray[np.int64]] = []
+    for source, offset in zip(records.sources, records.offsets(), strict=True):
+        encode = partial(_with_facts, encoder=encoder, completions=completions)
+        rows = Selection(source, offset, tokens.of(source, encode), SIDES, report)
+        firsts = np.array(rows.arrays["starts"]) if completions else np.zeros((len(rows), 2), np.int64)
+        rows.drop(~_answered(rows, firsts, completions), report.empty)
+        lengths.append(rows.longest[rows.used])
+        identical = _alike(rows)
+        over = rows.over(max_length)
+        if max_length is not None and overlong == "truncate":
+            lost = rows.cut(max_length, truncation_mode)
+            firsts = np.maximum(firsts - np.stack([lost[name] for name in SIDES], 1), 0)
+            rows.reread(over, unknown)
+            rows.drop(~_answered(rows, firsts, completions), report.filtered)
+            rows.tell(over & rows.used, report.truncated)
+            rows.tell(over & rows.used & ~identical & _alike(rows), report.alike_once_cut)
+        else:
+            rows.drop(over, report.filtered)
+        rows.tell(identical & rows.used, report.identical)
+        rows.tell_notes(NOTES)
+        named = [name for name in ("prompt", *SIDES) if name in source.columns]
+        if "chosen" in named and cells.skips_template(source, encoder, *named):
+            rows.tell(rows.used, report.untemplated)
+        selections.append(rows)
+        starts.append(firsts)
+    places, digests = finished(records, selections, lengths, "max_sequence_length")
+    return Pairs(
+        sequences(selections, "chosen"),
+        sequences(selections, "rejected"),
+        together(selections, [rows.arrays["margin"] for rows in selections]),
+        together(selections, starts) if completions else None,
+        together(selections, [rows.shared for rows in selections if rows.shared is not None]),
+        digests,
+        report,
+        places,
     )
-    return cut._replace(starts=(a, b))
+
+
+def _answered(rows: Selection, firsts: NDArray[np.int64], completions: bool) -> NDArray[np.bool_]:
+    """Whether both sides have a token, and one of a completion that another token predicts where those count."""
+    least = np.maximum(firsts, 1) if completions else firsts
+    lengths = np.stack([rows.lengths(name) for name in SIDES], 1)
+    return np.asarray((lengths > least).all(1))
+
+
+def _alike(rows: Selection) -> NDArray[np.bool_]:
+    """Whether both sides are the same tokens."""
+    alike: NDArray[np.bool_] = rows.digests[:, 0] == rows.digests[:, 1]
+    return alike & (rows.lengths("chosen") == rows.lengths("rejected"))
+
+
+def _with_facts(source: Source, encoder: Encoder | None, completions: bool) -> Arrays:
+    arrays = _encode(source, encoder, completions)
+    return arrays | facts(arrays, SIDES, unknown_id(None if encoder is None else encoder.tokenizer))
 
 
 def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
+from rlhf_core.data.cache import Arrays, Tokens, flat
 from rlhf_core.data.notes import Notes
+from rlhf_core.data.ragged import Cells, Places, Ragged
 from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source, json_text
-from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids
-from rlhf_core.encoding import Encoder, Ints, TextOptions, Turns
+from rlhf_core.data.tokens import combined, digest64, facts, fingerprint_of, unknown_id
+from rlhf_core.encoding import Encoder, TextOptions, Turns
 from rlhf_core.errors import InputError
 
 NOTES = ("left_out",)
@@ -25,18 +28,20 @@ ACCEPTED = "prompt as a text or a conversation; every other column reaches the r
 
 @dataclass(frozen=True)
 class Prompts:
-    """Encoded prompts."""
+    """Encoded prompts; what their rows hold beside the tokens is read when it is asked for."""
 
-    ids: list[Ints]
+    ids: Ragged
     """int32 [n] each: what a completion is sampled after."""
-    raw: list[Turns]
+    raw: Sequence[Turns]
     """Each prompt as the data has it: a text, or a list of messages."""
     chat: bool
     """Whether the prompts are conversations: completions then reach the reward functions as messages."""
-    columns: dict[str, list[Any]]
-    """The other columns, one value a prompt, None where a row lacks it."""
+    columns: dict[str, Sequence[Any]]
+    """The other columns, one value per prompt, None where a row lacks it."""
+    digests: NDArray[np.uint64]
+    """[prompts, 2]: of the tokens of each, and of its row."""
     report: Report
-    places: list[str]
+    places: Places
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -46,20 +51,18 @@ class Prompts:
         return self.places[i]
 
     @property
+    def rows(self) -> NDArray[np.int64]:
+        """The number, among the rows of all sources, of the row that each prompt comes from."""
+        return self.places.rows
+
+    @property
     def fingerprint(self) -> str:
         """Of the prompts' tokens, in order."""
-        return digest_ids(self.ids)
+        return fingerprint_of(self.digests[:, 0])
 
     def row_digests(self) -> NDArray[np.uint64]:
         """uint64 [prompts]: of each row's tokens, and of all that its row gives to the reward functions."""
-        tokens = np.array([digest64(ids) for ids in self.ids], np.uint64)
-        rows = np.array([digest64(json_text(self._row(i)).encode()) for i in range(len(self))], np.uint64)
-        return combined(tokens, rows)
-
-    def _row(self, i: int) -> dict[str, Any]:
-        """What the row has, without its nulls: whether other rows have more columns makes no difference."""
-        row = {"prompt": self.raw[i], **{name: values[i] for name, values in self.columns.items()}}
-        return {name: row[name] for name in sorted(row) if row[name] is not None}
+        return combined(self.digests)
 
 
 def encode_prompts(
@@ -77,7 +80,7 @@ def encode_prompts(
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
     Raises InputError naming file and row of the first few problems, and where no prompt is left.
     """
-    cells.check_overlong(overlong)
+    check(overlong, truncation_mode)
     encoder = Encoder(tokenizer, chat_template)
     reserved = [name for name in REWARD.arguments if name in records.columns]
     if reserved:
@@ -89,38 +92,48 @@ def encode_prompts(
         raise InputError(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
-    report = Report("prompts", max_prompt_length)
-    out = Prompts([], [], chat[0], {name: [] for name in records.columns if name != "prompt"}, report, [])
-    known, seen = Tokens("prompts", encoder), Seen(report, tokenizer)
-    lengths: list[int] = []
-    for source in records.sources:
-        encoded = known.of(source, partial(_encode, source, encoder, chat[0]))
-        notes = Notes.of(encoded, NOTES)
-        untemplated = cells.skips_template(source, encoder, "prompt")
-        for i, ids in enumerate(ragged(encoded, "ids")):
-            report.total += 1
-            row, place = source.rows[i], source.where(i)
-            if not len(ids):
-                report.empty.append(place)
-                continue
-            lengths.append(len(ids))
-            if max_prompt_length is not None and len(ids) > max_prompt_length:
-                if overlong == "filter":
-                    report.filtered.append(place)
-                    continue
-                report.truncated.append(place)
-                ids = cells.cut(ids, max_prompt_length, truncation_mode)
-            notes.tell(i, place, report)
-            report.untemplated += [place] * untemplated
-            seen.note(place, ids)
-            out.ids.append(ids)
-            out.raw.append(row["prompt"])
-            out.places.append(place)
-            for name, values in out.columns.items():
-                values.append(row.get(name))
-    report.kept = len(out)
-    report.require_some(records.name, lengths, "max_prompt_length")
-    return out
+    report = Report("prompts", max_prompt_length, read_as=records.remarks)
+    known, unknown = Tokens("prompts", encoder), unknown_id(tokenizer)
+    selections: list[Selection] = []
+    lengths: list[NDArray[np.int64]] = []
+    for source, offset in zip(records.sources, records.offsets(), strict=True):
+        encode = partial(_with_facts, encoder=encoder, chat=chat[0])
+        rows = Selection(source, offset, known.of(source, encode), ("ids",), report)
+        rows.drop(rows.longest == 0, report.empty)
+        lengths.append(rows.longest[rows.used])
+        over = rows.over(max_prompt_length)
+        if max_prompt_length is not None and overlong == "truncate":
+            rows.cut(max_prompt_length, truncation_mode)
+            rows.reread(over, unknown)
+            rows.tell(over, report.truncated)
+        else:
+            rows.drop(over, report.filtered)
+        rows.tell_notes(NOTES)
+        if cells.skips_template(source, encoder, "prompt"):
+            rows.tell(rows.used, report.untemplated)
+        selections.append(rows)
+    places, digests = finished(records, selections, lengths, "max_prompt_length")
+    given = together(selections, [rows.arrays["row_digest"] for rows in selections])
+    return Prompts(
+        sequences(selections, "ids"),
+        Cells(records, places.rows, "prompt"),
+        chat[0],
+        {name: Cells(records, places.rows, name) for name in records.columns if name != "prompt"},
+        np.concatenate([digests, given[:, None]], 1),
+        report,
+        places,
+    )
+
+
+def _with_facts(source: Source, encoder: Encoder, chat: bool) -> Arrays:
+    """What `_encode` gives, `facts` of the ids, and a digest of each row: of its columns that are not null."""
+    arrays = _encode(source, encoder, chat)
+    rows = (
+        json_text({name: row[name] for name in sorted(row) if row[name] is not None}).encode()
+        for row in source.rows
+    )
+    given = np.fromiter(map(digest64, rows), np.uint64, len(source.rows))
+    return {**arrays, **facts(arrays, ("ids",), unknown_id(encoder.tokenizer)), "row_digest": given}
 
 
 def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:

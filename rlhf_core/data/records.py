@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -10,26 +9,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.files import FORMATS, read, unfilled
-from rlhf_core.data.source import Records, Source, digest, json_text
-from rlhf_core.errors import InputError, near
+from rlhf_core.data.adapting import adapted, with_columns
+from rlhf_core.data.files import FORMATS, format_of, read
+from rlhf_core.data.memory import from_memory
+from rlhf_core.data.source import Records, Source
+from rlhf_core.errors import InputError, near, reading
 
 if TYPE_CHECKING:
     from rlhf_core.registry import Registry
 
 # What a row of data may have and a table that names a dataset does not.
-DATA_COLUMNS = {"prompt", "chosen", "rejected", "messages", "text", "completion", "input_ids"}
+DATA_COLUMNS = {
+    "prompt",
+    "chosen",
+    "rejected",
+    "messages",
+    "text",
+    "completion",
+    "input_ids",
+    "conversations",
+}
+HUB_OPTIONS = ("split", "subset", "revision", "data_files")
 PREFIXES = ("input_ids_", "chosen_", "rejected_")
 
 
-def load(spec: Any, *, registry: Registry | None = None, base: Path | None = None) -> Records:
+def load(
+    spec: Any,
+    *,
+    registry: Registry | None = None,
+    base: Path | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Records:
     """The rows that `spec` names.
 
-    spec: a path (jsonl, json, csv, parquet, arrow, txt with a text a line, or what `datasets` saved);
-        the name of a registered or a `datasets` dataset; a table {name, path | subset, split, weight}; a list
-        of these, concatenated; or rows in memory: a list of mappings, a `datasets.Dataset`, any object with
-        `__len__` and `__getitem__`.
+    spec: a path (jsonl, json, csv, parquet, arrow, txt with a text a line, also compressed as .gz or .zst, or what
+        `datasets` saved); the name of a registered or a `datasets` dataset; a table {name, path | subset, split,
+        revision, data_files, weight, columns}; a list of these, concatenated; or rows in memory: a list of mappings, a
+        `datasets.Dataset`, a data frame, any object with `__len__` and `__getitem__`.
     base: directory that relative paths start from (the current one).
+    columns: {name that is read: name in the data}, for every source that has no `columns` of its own.
 
     `split` is a name, or part of the rows as in "train[:90%]". `weight` w takes every row w times; a fraction
     takes rows evenly spread.
@@ -37,20 +55,23 @@ def load(spec: Any, *, registry: Registry | None = None, base: Path | None = Non
     Raises InputError for what is missing or cannot be read.
     """
     if isinstance(spec, Records):
-        return spec
+        return spec if columns is None else Records([_read_as(source, columns) for source in spec.sources])
     if isinstance(spec, list | tuple):
         if not spec:
             raise InputError("the data is an empty list: give rows, or names of files")
         if not all(map(_is_row, spec)):
-            return Records(
-                [source for item in spec for source in load(item, registry=registry, base=base).sources]
-            )
-        return Records([_from_memory(spec, "dataset")])
+            each = [load(item, registry=registry, base=base, columns=columns) for item in spec]
+            return Records([source for records in each for source in records.sources])
+        return Records([_read_as(from_memory(spec), columns)])
     if isinstance(spec, str | Path):
-        return Records([_from_name(str(spec), {}, registry, base)])
+        return Records([_read_as(_from_name(str(spec), {}, registry, base), columns)])
     if isinstance(spec, Mapping):
-        return Records([_from_table(spec, registry, base)])
-    return Records([_from_memory(spec, "dataset")])
+        return Records([_from_table(spec, registry, base, columns)])
+    return Records([_read_as(from_memory(spec), columns)])
+
+
+def _read_as(source: Source, columns: Mapping[str, str] | None) -> Source:
+    return adapted(source if not columns else with_columns(source, columns))
 
 
 def _is_row(item: Any) -> bool:
@@ -60,8 +81,11 @@ def _is_row(item: Any) -> bool:
     return has_data or not ({"name", "path"} & set(item))
 
 
-def _from_table(table: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Source:
+def _from_table(
+    table: Mapping[str, Any], registry: Registry | None, base: Path | None, columns: Mapping[str, str] | None
+) -> Source:
     options = dict(table)
+    columns = options.pop("columns", columns)
     if options and all(hasattr(value, "column_names") for value in options.values()):
         raise InputError(f"the data has several splits ({', '.join(options)}): give one of them")
     name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
@@ -74,23 +98,24 @@ def _from_table(table: Mapping[str, Any], registry: Registry | None, base: Path 
         raise InputError(f"weight of {name or path} is {weight!r}: give a number above 0")
     if registry is not None and name not in FORMATS and name in registry.names(DATASET):
         given = options if path is None else {**options, "path": path}
-        source = _from_memory(registry.get(DATASET, name, **given), name)
+        source = from_memory(registry.get(DATASET, name, **given), name)
     else:
-        if unknown := [key for key in options if key not in ("split", "subset")]:
-            known = ["name", "path", "split", "subset", "weight"]
+        if unknown := [key for key in options if key not in HUB_OPTIONS]:
+            known = ["name", "path", "weight", "columns", *HUB_OPTIONS]
             raise InputError(
                 *(f"data table {name or path}: no option '{k}'.{near(k, known)}" for k in unknown)
             )
         if path is not None:
             if name is not None and name not in FORMATS:
                 raise InputError(f"'{name}' is no file format ({', '.join(FORMATS)}).{near(name, FORMATS)}")
-            source = _from_file(_resolve(str(path), base), str(path), name, options.get("split"))
+            source = _from_file(_resolve(str(path), base), str(path), name, options)
         elif name in FORMATS:
             raise InputError(
                 f'{{ name = "{name}" }} needs a path: {{ name = "{name}", path = "pairs.{name}" }}'
             )
         else:
             source = _from_name(str(name), options, registry, base)
+    source = _read_as(source, columns)
     if weight == 1:
         return source
     n, whole = len(source.rows), int(weight)
@@ -105,10 +130,10 @@ def _resolve(name: str, base: Path | None) -> Path:
 def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None, base: Path | None) -> Source:
     path = _resolve(name, base)
     if path.exists():
-        return _from_file(path, name, None, options.get("split"))
+        return _from_file(path, name, None, options)
     if registry is not None and name in registry.names(DATASET):
-        return _from_memory(registry.get(DATASET, name), name)
-    known = path.suffix.lstrip(".").lower() in FORMATS
+        return from_memory(registry.get(DATASET, name), name)
+    known = format_of(path) is not None
     if known or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
         raise InputError(_missing(path, name))
     return _from_hub(name, options, path, registry)
@@ -122,23 +147,22 @@ def _missing(path: Path, name: str) -> str:
     return f"no file {name}.{near(path.name, [p.name for p in path.parent.iterdir()])}"
 
 
-def _from_file(path: Path, name: str, kind: str | None, split: str | None) -> Source:
+def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Source:
+    split = options.get("split")
+    if hub := [key for key in options if key != "split"]:
+        raise InputError(f"{name} is a file: {', '.join(hub)} is for datasets of the hub; leave it out")
     if not path.exists():
         raise InputError(_missing(path, name))
     if path.is_dir():
         return _from_directory(path, name, split)
-    kind = kind or path.suffix.lstrip(".").lower()
-    if kind not in FORMATS:
+    kind = kind or format_of(path)
+    if kind is None:
         raise InputError(
             f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); to say which it is: "
             f'{{ name = "jsonl", path = "{name}" }}'
         )
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{name} cannot be read: {error.strerror}") from error
-    rows, numbers = read(name, kind, content)
-    source = Source(name, rows, numbers, digest(kind, hashlib.sha256(content).hexdigest()))
+    rows, numbers, kinds, fingerprint = read(path, name, kind)
+    source = Source(name, rows, numbers, fingerprint, kinds)
     return source if split is None else _part(source, split)
 
 
@@ -162,12 +186,13 @@ def _part(source: Source, split: str) -> Source:
 
 def _from_directory(path: Path, name: str, split: str | None) -> Source:
     if not any((path / marker).is_file() for marker in ("dataset_info.json", "dataset_dict.json")):
-        files = sorted(p.name for p in path.iterdir() if p.suffix.lstrip(".") in FORMATS)
+        files = sorted(p.name for p in path.iterdir() if format_of(p) is not None)
         hint = f"; it has {', '.join(files[:8])}: give one of these, or a list" if files else ""
         raise InputError(f"{name} is a directory, not a file or a saved `datasets` dataset{hint}")
     from datasets import load_from_disk
 
-    dataset = load_from_disk(str(path))
+    with reading(name):
+        dataset = load_from_disk(str(path))
     if isinstance(dataset, Mapping):
         if split not in dataset:
             splits = ", ".join(dataset)
@@ -175,7 +200,7 @@ def _from_directory(path: Path, name: str, split: str | None) -> Source:
                 f'{name} has the splits {splits}: {{ name = "{name}", split = "{next(iter(dataset))}" }}'
             )
         dataset = dataset[split]
-    return _from_memory(dataset, name)
+    return from_memory(dataset, name)
 
 
 def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Registry | None) -> Source:
@@ -188,36 +213,21 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
     hint = near(path.name, here) or near(name, registered)
     offline = any(os.environ.get(v, "0") not in ("", "0") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
     try:
+        revision = options.get("revision")
         if not offline:
-            dataset_info(name, timeout=10)  # one request, where loading would retry for long
-        dataset = datasets.load_dataset(name, options.get("subset"), split=options.get("split") or "train")
+            dataset_info(
+                name, revision=revision, timeout=10
+            )  # one request, where loading would retry for long
+        dataset = datasets.load_dataset(
+            name,
+            options.get("subset"),
+            split=options.get("split") or "train",
+            **{key: options[key] for key in ("revision", "data_files") if options.get(key) is not None},
+        )
     except Exception as error:  # the network, the hub and the dataset's files fail in many ways
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}). "
             f"Without network, fetch it elsewhere and give its files.{hint}"
         ) from error
-    return _from_memory(dataset, name)
-
-
-def _from_memory(data: Any, name: str) -> Source:
-    """Rows of an object with `__len__` and `__getitem__`."""
-    if isinstance(data, Records) and len(data.sources) == 1:
-        return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
-    if hasattr(data, "column_names") and hasattr(data, "to_list"):
-        rows: list[Any] = unfilled(data.with_format(None).to_list())
-    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        rows = [data[i] for i in range(len(data))]
-    else:
-        raise InputError(
-            f"{name} is {type(data).__name__}: data in memory needs __len__ and __getitem__; try list(...)"
-        )
-    if not rows:
-        raise InputError(f"{name} has no rows")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, Mapping):
-            raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
-    content = hashlib.sha256()
-    for row in rows:  # the keys in their order, which templates write tools in
-        content.update(json_text(row).encode())
-    return Source(name, rows, range(1, len(rows) + 1), content.hexdigest())
+    return from_memory(dataset, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.errors import InputError
 
@@ -57,6 +58,8 @@ class Report:
     """Plain texts, for a model whose tokenizer has a chat template: it is not applied to them."""
     duplicates: list[str] = field(default_factory=list)
     """The same tokens as an earlier row; one that a weight draws again is none."""
+    read_as: list[str] = field(default_factory=list)
+    """How columns are read, where that is not as the files have them."""
 
     def __str__(self) -> str:
         """One line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)"."""
@@ -66,11 +69,14 @@ class Report:
                 f"{said} ({self._share(rows) if long else shorten(rows)})"
                 for said, rows, long in self._said()
             ]
+            + self.read_as
         )
 
     def lines(self) -> list[str]:
         """What was kept, then a line with the first few rows for everything that is to be said of some."""
-        return [self._counts()] + [f"{said}: {shorten(rows)}" for said, rows, _ in self._said()]
+        return (
+            [self._counts()] + [f"{said}: {shorten(rows)}" for said, rows, _ in self._said()] + self.read_as
+        )
 
     @property
     def all_as_given(self) -> bool:
@@ -111,19 +117,20 @@ class Report:
         percent = 100 * len(rows) / self.total
         return f"{percent:.0f} %" if percent >= 1 else "under 1 %"
 
-    def require_some(self, name: str, lengths: Sequence[int], setting: str) -> None:
+    def require_some(self, name: str, lengths: NDArray[np.int64], setting: str) -> None:
         """Raise InputError where no row was kept, with the lengths there are and what to set.
 
         lengths: tokens of every row that is not empty. setting: the option that is the limit.
         """
         if self.kept:
             return
-        if not lengths:
+        if not len(lengths):
             raise InputError(f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)})")
-        spread = f"shortest {min(lengths):,}, median {int(np.median(lengths)):,}, longest {max(lengths):,}"
+        longest = int(lengths.max())
+        spread = f"shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {longest:,}"
         raise InputError(
             f"{name}: all {self.total:,} {self.unit} are over {self.limit:,} tokens ({spread}): set "
-            f'{setting} = {max(lengths)}, or overlong = "truncate"'
+            f'{setting} = {longest}, or overlong = "truncate"'
         )
 
     def require_differences(self, name: str) -> None:
@@ -165,7 +172,19 @@ class Problems:
 
     def stop(self) -> None:
         """Raise InputError where there was any."""
-        if self.count > len(self.lines):
-            raise InputError(*self.lines, f"… and {self.count - len(self.lines):,} more rows like these")
         if self.lines:
-            raise InputError(*self.lines)
+            raise RowProblems(self)
+
+    def take(self, error: RowProblems) -> None:
+        """Add those of other rows, which were told already."""
+        self.count += error.found.count
+        self.lines += error.found.lines[: SHOWN - len(self.lines)]
+
+
+class RowProblems(InputError):
+    """Problems of rows; of some others there may be more."""
+
+    def __init__(self, found: Problems) -> None:
+        more = found.count - len(found.lines)
+        super().__init__(*found.lines, *([f"… and {more:,} more rows like these"] if more else []))
+        self.found = found

@@ -6,9 +6,19 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.data.kinds import Kind, Kinds, kinds_of
+from rlhf_core.data.views import Chosen
+
+CHUNK = 2048
+"""Rows that are objects at one time while a source is encoded."""
 
 
 @dataclass(frozen=True)
@@ -18,33 +28,81 @@ class Source:
     name: str
     """What messages call it."""
     rows: Sequence[Mapping[str, Any]]
-    numbers: Sequence[int]
+    """Read where they are whenever they are asked for; rows of a list are objects already."""
+    numbers: Sequence[int] | NDArray[np.int64]
     """1-based number of each row in the file; rows that were drawn more than once repeat theirs."""
     fingerprint: str
     """Of the content."""
+    known: Kinds | None = None
+    """`kinds`, where they are known already."""
+    remarks: tuple[str, ...] = field(default=())
+    """How the columns are read, where that is not as the file has them."""
+    origin: str = ""
+    """The fingerprint of the data that these rows were taken from; empty where they are all of it."""
+
+    @property
+    def source(self) -> str:
+        return self.origin or self.fingerprint
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """What each column holds, over all rows."""
+        if self.known is not None:
+            return self.known
+        return kinds_of(row for _, chunk in self.chunks(self.rows) for row in chunk)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that some row has, in order of appearance."""
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.rows)))
+        return tuple(self.kinds)
+
+    def kind(self, column: str) -> Kind:
+        return self.kinds.get(column) or Kind()
 
     def where(self, i: int) -> str:
         return f"{self.name} row {self.numbers[i]}"
 
-    def take(self, indices: Sequence[int], how: str) -> Source:
-        return Source(
-            self.name,
-            [self.rows[i] for i in indices],
-            [self.numbers[i] for i in indices],
-            digest(self.fingerprint, how),
+    def take(self, indices: Sequence[int] | NDArray[np.int64], how: str) -> Source:
+        which = np.asarray(indices, np.int64)
+        everything = len(np.unique(which)) == len(self.rows)
+        return replace(
+            self,
+            rows=Chosen(self.rows, which),
+            numbers=np.asarray(self.numbers, np.int64)[which],
+            fingerprint=digest(self.fingerprint, how),
+            known=self.kinds if everything else None,
+            origin=self.source,
         )
+
+    def part(self, start: int, stop: int) -> Source:
+        """Some rows in a row, which are objects from now on, of the same columns as all of them."""
+        return replace(
+            self,
+            rows=self.rows[start:stop],
+            numbers=self.numbers[start:stop],
+            fingerprint=digest(self.fingerprint, f"{start}:{stop}"),
+            known=self.kinds,
+            origin=self.source,
+        )
+
+    def parts(self, size: int = CHUNK) -> Iterator[Source]:
+        """All rows, so many at a time."""
+        for start in range(0, len(self.rows), size):
+            yield self.part(start, start + size)
+
+    @staticmethod
+    def chunks(rows: Sequence[Any], size: int = CHUNK) -> Iterator[tuple[int, Sequence[Any]]]:
+        """(start, rows) of so many rows at a time."""
+        for start in range(0, len(rows), size):
+            yield start, rows[start : start + size]
 
 
 class Records(Sequence[Mapping[str, Any]]):
     """The rows of all sources, one after another."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = tuple(sources)
+        """Sources of one name that hold different data are numbered: "dataset 2"."""
+        self.sources = tuple(_told_apart(sources))
         self._ends = list(itertools.accumulate(len(source.rows) for source in self.sources))
 
     @property
@@ -61,6 +119,11 @@ class Records(Sequence[Mapping[str, Any]]):
         """Of the content, in order; another one means other data."""
         return digest(*(source.fingerprint for source in self.sources))
 
+    @property
+    def remarks(self) -> list[str]:
+        """How columns are read, where that is not as the files have them."""
+        return [f"{source.name}: {remark}" for source in self.sources for remark in source.remarks]
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
@@ -75,9 +138,29 @@ class Records(Sequence[Mapping[str, Any]]):
         source, k = self._find(range(len(self))[i])
         return source.where(k)
 
+    def offsets(self) -> list[int]:
+        """The number of the first row of each source."""
+        return [0, *self._ends[:-1]]
+
     def _find(self, i: int) -> tuple[Source, int]:
         at = bisect.bisect_right(self._ends, i)
         return self.sources[at], i - (self._ends[at - 1] if at else 0)
+
+
+def _told_apart(sources: Sequence[Source]) -> Iterator[Source]:
+    """The sources, numbered where different data have one name; a file that comes twice is the same data."""
+    data: dict[str, list[str]] = {}
+    for source in sources:
+        same = data.setdefault(source.name, [])
+        if source.source not in same:
+            same.append(source.source)
+    for source in sources:
+        same = data[source.name]
+        yield (
+            replace(source, name=f"{source.name} {same.index(source.source) + 1}")
+            if len(same) > 1
+            else source
+        )
 
 
 def digest(*parts: str) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import Arrays, Tokens, flat, ragged
+from rlhf_core.data.cache import Arrays, Tokens, flat
+from rlhf_core.data.encoded import Text as Text
+from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.notes import Notes
 from rlhf_core.data.parsing import begins_with, number_of, parse, without_prompts
 from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import Seen, combined, digest64, digest_ids
+from rlhf_core.data.tokens import facts, unknown_id
 from rlhf_core.encoding import Encoder, Ints, TextOptions, Turns, first_after, join, replied
 from rlhf_core.errors import InputError
-from rlhf_core.rows import Tree, shared_prefix
+from rlhf_core.rows import shared_prefix
 from rlhf_core.templates import Written
 
 ACCEPTED = (
@@ -30,54 +32,6 @@ ACCEPTED = (
 
 NOTES = ("doubled", "after_reply", "left_out", "unlike", "unlearned")
 """The lists of a `Report` that say what is particular about rows that are kept."""
-
-
-class Text(NamedTuple):
-    """One demonstration."""
-
-    tokens: Ints
-    """int32 [n], EOS last."""
-    weights: NDArray[np.float32]
-    """float32 [n]: 1 where the token is learned, 0 in prompts."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Encoded demonstrations."""
-
-    texts: list[Text]
-    report: Report
-    places: list[str]
-    values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """{column: float32 [texts]}: the columns of numbers that were asked for."""
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def where(self, i: int) -> str:
-        """Names the row of text `i`, such as "corpus.jsonl row 17"."""
-        return self.places[i]
-
-    def trees(self) -> list[Tree]:
-        """Each text as a tree of one branch; `values` are the values of its sequence."""
-        return [
-            Tree(
-                tokens[:0], (tokens,), (weights,), sequence_values={n: v[[i]] for n, v in self.values.items()}
-            )
-            for i, (tokens, weights) in enumerate(self.texts)
-        ]
-
-    @property
-    def fingerprint(self) -> str:
-        """Of what is trained on: tokens, weights and values, in order."""
-        weights = (text.weights for text in self.texts)
-        return digest_ids([text.tokens for text in self.texts], *weights, *self.values.values())
-
-    def row_digests(self) -> NDArray[np.uint64]:
-        """uint64 [texts]: of what is trained on in each row: its tokens, which of them are learned, and its values."""
-        tokens = np.array([digest64(text.tokens) for text in self.texts], np.uint64)
-        learned = np.array([digest64((text.weights != 0).astype(np.uint8)) for text in self.texts], np.uint64)
-        return combined(tokens, learned, *(values.astype(np.float64) for values in self.values.values()))
 
 
 def encode_texts(
@@ -100,59 +54,79 @@ def encode_texts(
     values: columns of numbers, one a text, which an objective reads as `batch.sequence_values[column]`.
     Raises InputError naming file and row of the first few problems, and where no text is left.
     """
-    cells.check_overlong(overlong)
+    check(overlong, truncation_mode)
     problems = Problems()
-    numbers: dict[str, list[float]] = {column: [] for column in values}
     encoder = Encoder(tokenizer, chat_template)
-    report = Report("texts", max_length)
-    known, seen = Tokens("texts", encoder), Seen(report, tokenizer)
-    texts: list[Text] = []
-    places: list[str] = []
-    lengths: list[int] = []
-    for source in records.sources:
-        encoded = known.of(source, partial(_encode, source, encoder))
-        notes = Notes.of(encoded, NOTES)
+    report = Report("texts", max_length, read_as=records.remarks)
+    known, unknown = Tokens("texts", encoder), unknown_id(tokenizer)
+    selections: list[Selection] = []
+    lengths: list[NDArray[np.int64]] = []
+    trained: list[NDArray[np.int64]] = []
+    numbers: dict[str, list[float]] = {column: [] for column in values}
+    for source, offset in zip(records.sources, records.offsets(), strict=True):
+        rows = Selection(
+            source, offset, known.of(source, partial(_with_facts, encoder=encoder)), ("tokens",), report
+        )
+        counts = np.array(rows.arrays["trained"], np.int64)
+        rows.drop(counts == 0, report.empty)
+        lengths.append(rows.longest[rows.used])
+        over = rows.over(max_length)
+        if max_length is not None and overlong == "truncate":
+            rows.cut(max_length, truncation_mode)
+            rows.reread(over, unknown)
+            for i in np.flatnonzero(over).tolist():
+                learned = rows.arrays["learned"][rows.starts["tokens"][i] : rows.stops["tokens"][i]]
+                counts[i] = np.count_nonzero(learned[1:])
+            rows.drop(counts == 0, report.filtered)
+            rows.tell(over & rows.used, report.truncated)
+        else:
+            rows.drop(over, report.filtered)
+        rows.tell_notes(NOTES)
         columns = read_columns(source)
-        untemplated = len(columns) > 1 and cells.skips_template(source, encoder, *columns)
-        for i, text in enumerate(map(Text, ragged(encoded, "tokens"), ragged(encoded, "weights"))):
-            report.total += 1
-            place = source.where(i)
-            if not text.weights[1:].any():
-                report.empty.append(place)
-                continue
-            lengths.append(len(text.tokens))
-            if max_length is not None and len(text.tokens) > max_length:
-                if overlong == "truncate":
-                    text = Text(
-                        cells.cut(text.tokens, max_length, truncation_mode),
-                        cells.cut(text.weights, max_length, truncation_mode),
-                    )
-                if overlong == "filter" or not text.weights[1:].any():
-                    report.filtered.append(place)
-                    continue
-                report.truncated.append(place)
-            notes.tell(i, place, report)
-            report.untemplated += [place] * untemplated
-            seen.note(place, text.tokens)
-            texts.append(text)
-            places.append(place)
-            for column, found in numbers.items():
-                found.append(number_of(source.rows[i], column, place, problems))
+        if len(columns) > 1 and cells.skips_template(source, encoder, *columns):
+            rows.tell(rows.used, report.untemplated)
+        for column, found in numbers.items():
+            found += [
+                number_of(source.rows[i], column, source.where(i), problems) for i in rows.index.tolist()
+            ]
+        selections.append(rows)
+        trained.append(counts)
     problems.stop()
-    report.kept = len(texts)
-    report.require_some(records.name, lengths, "max_sequence_length")
+    places, digests = finished(records, selections, lengths, "max_sequence_length")
     return Texts(
-        texts, report, places, {name: np.array(found, np.float32) for name, found in numbers.items()}
+        sequences(selections, "tokens"),
+        sequences(selections, "tokens", "learned"),
+        together(selections, trained),
+        digests,
+        report,
+        places,
+        {name: np.array(found, np.float32) for name, found in numbers.items()},
     )
 
 
+def _with_facts(source: Source, encoder: Encoder) -> Arrays:
+    """What `_encode` gives, and `facts` of the tokens; of each row the number of tokens that are trained on."""
+    arrays = _encode(source, encoder)
+    starts = np.concatenate([[0], arrays["tokens_ends"][:-1]]).tolist()
+    trained = [
+        np.count_nonzero(arrays["learned"][start + 1 : stop])
+        for start, stop in zip(starts, arrays["tokens_ends"].tolist(), strict=True)
+    ]
+    more = facts(arrays, ("tokens",), unknown_id(encoder.tokenizer))
+    return {**arrays, **more, "trained": np.array(trained, np.int64)}
+
+
 def _encode(source: Source, encoder: Encoder) -> Arrays:
-    """Tokens and weights of every row, none where there is nothing to learn; the rows that something is said of."""
+    """Tokens of every row and which are learned, none where there is nothing to learn; the rows that something is said
+    of.
+    """
     notes = Notes(NOTES)
     texts = _READERS[read_columns(source)](source, encoder, notes)
     return {
         **flat("tokens", [None if text is None else text.tokens for text in texts]),
-        **flat("weights", [None if text is None else text.weights for text in texts], np.float32),
+        "learned": flat("learned", [None if text is None else text.weights != 0 for text in texts], np.bool_)[
+            "learned"
+        ],
         **notes.arrays(),
     }
 

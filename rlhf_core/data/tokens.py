@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.data.ragged import Places, Ragged
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Source
 from rlhf_core.encoding import Ints
-from rlhf_core.rows import Tree
+from rlhf_core.rows import Tree, shared_prefix
+from rlhf_core.trees import Trees
 
 
 def pretokenised(source: Source, column: str, tokenizer: Any, problems: Problems) -> list[Ints]:
@@ -88,24 +91,66 @@ def _integers(row: Any, column: str, place: str, problems: Problems) -> NDArray[
     return values.astype(np.int64)
 
 
-class Seen:
-    """Finds rows of the same tokens as an earlier one, or that reverse one, and rows of words that have no token."""
+def facts(
+    arrays: Mapping[str, NDArray[Any]], names: Sequence[str], unknown: int | None
+) -> dict[str, NDArray[Any]]:
+    """What is asked of the sequences NAME of every row later, so that nobody has to go through the tokens again.
 
-    def __init__(self, report: Report, tokenizer: Any) -> None:
-        self.report = report
-        self.unknown = unknown_id(tokenizer)
-        self.places: dict[tuple[bytes, ...], str] = {}
+    NAME_digest: uint64 [rows]. unknown: bool [rows], whether one of them has the unknown token. Of two names, `shared`:
+    int32 [rows], the tokens that both begin with, less than either has.
+    """
+    found: dict[str, NDArray[Any]] = {}
+    ends = {name: arrays[f"{name}_ends"] for name in names}
+    has_unknown = np.zeros(len(ends[names[0]]), bool)
+    for name in names:
+        flat, stops = arrays[name], ends[name].tolist()
+        found[f"{name}_digest"] = np.fromiter(
+            (digest64(flat[start:stop]) for start, stop in itertools.pairwise([0, *stops])),
+            np.uint64,
+            len(stops),
+        )
+        if unknown is not None:
+            has_unknown[np.searchsorted(ends[name], np.flatnonzero(flat == unknown), side="right")] = True
+    found["unknown"] = has_unknown
+    if len(names) == 2:
+        pairs = zip(*(itertools.pairwise([0, *ends[name].tolist()]) for name in names), strict=True)
+        one, other = (arrays[name] for name in names)
+        found["shared"] = np.array([shared_start(one[a:b], other[c:d]) for (a, b), (c, d) in pairs], np.int32)
+    return found
 
-    def note(self, place: str, *sequences: Ints) -> None:
-        """A row's ids: of one text, or of chosen and rejected."""
-        key = tuple(hashlib.blake2b(ids.tobytes(), digest_size=16).digest() for ids in sequences)
-        first = self.places.setdefault(key, place)
-        if first != place:
-            self.report.duplicates.append(place)
-        elif key[::-1] != key and key[::-1] in self.places:
-            self.report.reversed.append(place)
-        if self.unknown is not None and any((ids == self.unknown).any() for ids in sequences):
-            self.report.unknown.append(place)
+
+def shared_start(one: Ints, other: Ints) -> int:
+    """Tokens that both begin with, less than either has; 0 where one has none."""
+    return shared_prefix((one, other)) if len(one) and len(other) else 0
+
+
+def note_repeats(report: Report, digests: NDArray[np.uint64], rows: Places) -> None:
+    """Tell of rows of the same tokens as an earlier one, or of a pair reversed.
+
+    digests: [rows, sides], of the sequences of rows that are kept. The same row drawn again, as by a weight, is none.
+    """
+    if not len(digests):
+        return
+    key = _mixed(digests)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    same_row = rows.identities()
+    again = same_row[first[which]] != same_row
+    report.duplicates += [rows[i] for i in np.flatnonzero(again).tolist()]
+    if digests.shape[1] < 2:
+        return
+    back = _mixed(digests[:, ::-1])
+    at = np.minimum(np.searchsorted(key[first], back), len(first) - 1)
+    earlier = (key[first][at] == back) & (first[at] < np.arange(len(key))) & (back != key) & ~again
+    report.reversed += [rows[i] for i in np.flatnonzero(earlier).tolist()]
+
+
+def _mixed(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One number per row; the order of the columns counts."""
+    mixed = np.zeros(len(digests), np.uint64)
+    for column in digests.T:
+        mixed = (mixed ^ column) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
 
 
 def unknown_id(tokenizer: Any) -> int | None:
@@ -115,14 +160,17 @@ def unknown_id(tokenizer: Any) -> int | None:
     return None if found in others else found
 
 
-def require_vocabulary(trees: Sequence[Tree], where: Callable[[int], str], size: int) -> None:
+def require_vocabulary(trees: Sequence[Tree] | Ragged, where: Callable[[int], str], size: int) -> None:
     """Raise InputError naming the rows with tokens that a model of `size` embeddings has none for.
 
-    where: names a tree. Without this such a token would be read as the last one that there is.
+    trees: or sequences. where: names one. Without this such a token would be read as the last one that there is.
     """
+    if isinstance(trees, Trees | Ragged) and trees.largest() < size:
+        return
     problems = Problems()
-    for i, tree in enumerate(trees):
-        token = max(int(ids.max(initial=0)) for ids in (tree.prefix, *tree.branches))
+    for i, each in enumerate(trees):
+        parts: Any = (each.prefix, *each.branches) if isinstance(each, Tree) else (each,)
+        token = max(int(ids.max(initial=0)) for ids in parts)
         if token >= size:
             problems.add(
                 f"{where(i)}: token {token} is none of the model's, which has 0 to {size - 1}: use the tokenizer "
@@ -139,16 +187,13 @@ def digest64(content: NDArray[Any] | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
+def fingerprint_of(digests: NDArray[np.uint64]) -> str:
+    """Of all rows, in order, from one digest of each."""
+    return hashlib.sha256(digests.astype("<u8").tobytes()).hexdigest()
+
+
 def combined(*columns: NDArray[Any]) -> NDArray[np.uint64]:
     """One digest per row of columns of 8 bytes each, [rows] or [rows, n]."""
     parts = [np.ascontiguousarray(column).reshape(len(column), -1).view(np.uint64) for column in columns]
     table = np.concatenate(parts, 1)
     return np.fromiter((digest64(row) for row in table), np.uint64, len(table))
-
-
-def digest_ids(sequences: Sequence[NDArray[Any]], *more: NDArray[Any]) -> str:
-    """sha256 of token sequences and of arrays beside them."""
-    content = hashlib.sha256(np.array([len(ids) for ids in sequences], np.int64).tobytes())
-    for array in (*sequences, *more):
-        content.update(np.ascontiguousarray(array).tobytes())
-    return content.hexdigest()

@@ -12,7 +12,6 @@ from rlhf_core.errors import InputError
 from rlhf_core.options import Component
 from rlhf_core.rollouts.rewards import Reward, WeightedReward, make_rewards
 from rlhf_core.text_settings import text_options
-from rlhf_core.trees import Tree
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
@@ -66,7 +65,7 @@ def open_prompts(
 
 def require_known(prompts: Prompts, vocab_size: int) -> None:
     """Raise InputError naming the rows with tokens that the model has no embedding for."""
-    data.require_vocabulary([Tree(ids, ()) for ids in prompts.ids], prompts.where, vocab_size)
+    data.require_vocabulary(prompts.ids, prompts.where, vocab_size)
 
 
 def open_rewards(
@@ -112,7 +111,7 @@ def open_sampler(
             stop_ids=model.stop_ids,
             num_generations=num_generations,
             prompts_per_call=prompts_per_call,
-            max_prompt_length=max(len(ids) for ids in prompts.ids),
+            max_prompt_length=int(prompts.ids.lengths.max()),
         )
     )
 

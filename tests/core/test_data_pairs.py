@@ -167,8 +167,8 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
             r"no column 'rejected'; it has prompt, chosen, reject\. Did you mean 'reject'\? Accepted: prompt",
         ),
         (
-            [TALK, {**TALK, "chosen": [{"from": "gpt", "value": "x"}]}],
-            r"dataset row 2: 'chosen' message 1 has no role \(its keys: from, value\)",
+            [TALK, {**TALK, "chosen": [{"speaker": "gpt", "value": "x"}]}],
+            r"dataset row 2: 'chosen' message 1 has no role \(its keys: speaker, value\)",
         ),
         ([TALK, {**TALK, "chosen": []}], r"dataset row 2: 'chosen' is an empty conversation"),
         ([TALK, {**TALK, "chosen": "good"}], r"dataset row 2: 'chosen' is text, not a list of messages"),

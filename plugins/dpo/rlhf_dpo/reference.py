@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from rlhf_core.feeds import TreeFeed
     from rlhf_core.models import Definition
     from rlhf_core.rows import Packed, Tree
+    from rlhf_core.trees import Trees
 
 
 @dataclass(frozen=True)
 class PairSet:
     """Encoded pairs as trees, with what is known of both sides of each."""
 
-    trees: list[Tree]
+    trees: Trees
     """With the values `tokens` and `reference` a sequence, which are rows of the arrays below."""
     digests: NDArray[np.uint64]
     """uint64 [pairs]: see `Pairs.row_digests`."""
@@ -46,16 +47,17 @@ class PairSet:
     def of(cls, pairs: Pairs) -> PairSet:
         """pairs: encoded with their completions."""
         trees = pairs.trees()
-        tokens = np.array(
-            [[np.count_nonzero(weights) for weights in tree.weights or ()] for tree in trees], np.float32
-        )
+        assert pairs.starts is not None
+        lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)
+        untrained = np.maximum(pairs.starts, trees.prefixes[:, None])
+        tokens = np.maximum(lengths - untrained, 0).astype(np.float32)
         reference = np.full((len(trees), 2), np.nan, np.float32)
-        named = [
+
+        def with_values(i: int, tree: Tree) -> Tree:
             # Views: what is read later is there when rows are packed.
-            tree._replace(sequence_values={"reference": own, "tokens": count})
-            for tree, own, count in zip(trees, reference, tokens, strict=True)
-        ]
-        return cls(named, pairs.row_digests(), reference, tokens)
+            return tree._replace(sequence_values={"reference": reference[i], "tokens": tokens[i]})
+
+        return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens)
 
 
 class Reader:

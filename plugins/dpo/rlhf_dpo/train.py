@@ -47,8 +47,8 @@ def run(config: DPOConfig, stage: Stage) -> None:
     mesh = stage.devices()
     train = _pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
-    data.require_vocabulary(train.trees(), train.where, model.definition.vocab_size)
     pairs = PairSet.of(train)
+    data.require_vocabulary(pairs.trees, train.where, model.definition.vocab_size)
     layout = layout_for(pairs.trees, config, mesh, model.definition.hidden_size, reads_tokens=True)
     model = with_attention(model, config, stage, pairs.trees, layout, group=2)
     definition = model.definition
@@ -91,8 +91,8 @@ def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
     if encoded is None:
         return None
     definition, mesh = model.definition, stage.devices()
-    data.require_vocabulary(encoded.trees(), encoded.where, definition.vocab_size)
     pairs = PairSet.of(encoded)
+    data.require_vocabulary(pairs.trees, encoded.where, definition.vocab_size)
     at_once = config.eval_batch_size or config.total_batch_size
     most = len(encoded) if config.max_evaluation_steps is None else at_once * config.max_evaluation_steps
     which = np.arange(min(most, len(encoded)))
@@ -134,7 +134,7 @@ def _pairs(
         )
         if field == "train_data":
             encoded.report.require_differences(records.name)
-    encoded.report.unread += [encoded.where(i) for i, pair in enumerate(encoded.pairs) if pair.margin]
+    encoded.report.unread += [encoded.where(i) for i in np.flatnonzero(encoded.margins).tolist()]
     tell(encoded.report, stage, field)
     return encoded
 

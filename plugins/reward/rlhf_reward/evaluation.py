@@ -46,19 +46,18 @@ class Evaluation:
         subsets: Sequence[str | None] = (),
     ) -> None:
         """subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
-        trees = [
-            each._replace(sequence_values={"pair": np.full(2, i, np.float32)})
-            for i, each in enumerate(pairs.trees())
-        ]
+        trees = pairs.trees().changed(
+            lambda i, tree: tree._replace(sequence_values={"pair": np.full(2, i, np.float32)})
+        )
         self.batches = evaluation_batches(
             trees, config, mesh, model.hidden_size, reads_tokens=False, sequence_names=("pair",), group=2
         )
         count = sum(int((batch.example >= 0).sum()) for batch in self.batches) // 2
         self.pairs = pairs
-        seen = pairs.pairs[:count]
-        self.margins = np.array([pair.margin for pair in seen], np.float32)
-        self.same = np.array([np.array_equal(pair.chosen, pair.rejected) for pair in seen])
-        self.lengths = np.array([[len(own) for own in each.branches] for each in trees[:count]])
+        self.margins = pairs.margins[:count].astype(np.float32)
+        lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)[:count]
+        self.same = (pairs.digests[:count, 0] == pairs.digests[:count, 1]) & (lengths[:, 0] == lengths[:, 1])
+        self.lengths = lengths - trees.prefixes[:count, None]
         self.subsets = subsets[:count]
         self.mesh = mesh
         self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated(mesh))
@@ -104,10 +103,7 @@ def subsets_of(records: Records, pairs: Pairs) -> list[str | None]:
     """
     if "subset" not in records.columns:
         return []
-    rows = iter(range(len(records)))  # pairs have kept the order of their rows
-    values = [
-        next(records[i].get("subset") for i in rows if records.where(i) == place) for place in pairs.places
-    ]
+    values = [records[i].get("subset") for i in pairs.rows.tolist()]
     return [None if value is None or value == "" else str(value) for value in values]
 
 

@@ -46,12 +46,13 @@ def run(config: RewardConfig, stage: Stage) -> None:
     model = open_model(config, stage, head="score")
     train = _pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
-    data.require_vocabulary(train.trees(), train.where, model.definition.vocab_size)
+    trees = train.trees()
+    data.require_vocabulary(trees, train.where, model.definition.vocab_size)
     mesh, width = stage.devices(), model.definition.hidden_size
-    layout = layout_for(train.trees(), config, mesh, width, reads_tokens=False)
-    model = with_attention(model, config, stage, train.trees(), layout, group=2)
+    layout = layout_for(trees, config, mesh, width, reads_tokens=False)
+    model = with_attention(model, config, stage, trees, layout, group=2)
     feed = TreeFeed(
-        train.trees(),
+        trees,
         config,
         layout,
         seed=stage.seed,

@@ -24,20 +24,20 @@ def run(config: SFTConfig, stage: Stage) -> None:
     """Train on the demonstrations of `config.train_data` and save the artifact `model`."""
     model = open_model(config, stage, head="lm")
     train = _texts(config, stage, model.tokenizer, "train_data")
-    data.require_vocabulary(train.trees(), train.where, model.definition.vocab_size)
-    layout = layout_for(
-        train.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
-    )
-    model = with_attention(model, config, stage, train.trees(), layout)
-    feed = TreeFeed(train.trees(), config, layout, seed=stage.seed, data=train)
+    trees = train.trees()
+    data.require_vocabulary(trees, train.where, model.definition.vocab_size)
+    layout = layout_for(trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True)
+    model = with_attention(model, config, stage, trees, layout)
+    feed = TreeFeed(trees, config, layout, seed=stage.seed, data=train)
     tx, schedule = optimizers.make(config, stage.registry, feed.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
     if (held_out := _texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:
-        data.require_vocabulary(held_out.trees(), held_out.where, model.definition.vocab_size)
+        trees = held_out.trees()
+        data.require_vocabulary(trees, held_out.where, model.definition.vocab_size)
         batches = evaluation_batches(
-            held_out.trees(), config, stage.devices(), model.definition.hidden_size, reads_tokens=True
+            trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True
         )
         evaluate = evaluator(loss, stage.devices(), batches)
     fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)

@@ -1,0 +1,106 @@
+"""CSV files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from rlhf_core.data.report import Problems
+from rlhf_core.data.stored import Content, Row
+from rlhf_core.data.text_files import BOM, Found, decoded, indexed, lines, require_text
+from rlhf_core.errors import InputError
+
+FIELD = re.compile(r'"(?:[^"]|"")*"|[^,\r\n]*')
+
+
+def csv_rows(content: Content) -> Found:
+    """Cells that are empty and not quoted are null; "" is an empty text."""
+    name = content.name
+    csv.field_size_limit(1 << 30)
+    require_text(content)
+    header: list[str] = []
+
+    def records(content: Content) -> Iterator[tuple[int, int, int, bytes]]:
+        taken = _CsvLines(content)
+        reader = csv.reader(taken, strict=True)
+        number = 1
+        try:
+            header.extend(next(reader))
+            if len(set(header)) < len(header):
+                twice = sorted({column for column in header if header.count(column) > 1})
+                raise InputError(f"{name} row 1 names a column twice: {', '.join(twice)}")
+            number, start = reader.line_num + 1, taken.at
+            taken.taken.clear()
+            for values in reader:
+                if values:
+                    yield start, taken.at, number, "".join(taken.taken).encode()
+                number, start = reader.line_num + 1, taken.at
+                taken.taken.clear()
+        except csv.Error as error:
+            raise InputError(f"{name} row {number} is not CSV: {error}") from error
+        except UnicodeDecodeError as error:
+            raise _bad_line(content) or error from error
+
+    def checked(number: int, record: bytes, problems: Problems) -> Row | None:
+        values = _cells(record.decode())
+        if len(values) != len(header):
+            problems.add(f"{name} row {number} has {len(values)} fields, its header has {len(header)}")
+            return None
+        if b"\0" in record:
+            problems.add(f"{name} row {number} has a NUL byte")
+            return None
+        return dict(zip(header, values, strict=True))
+
+    def parse(record: bytes) -> Row:
+        if not header:  # where the records' places were known already
+            header.extend(next(csv.reader(_CsvLines(content), strict=True)))
+        return dict(zip(header, _cells(record.decode()), strict=True))
+
+    return indexed(content, "csv", parse, records, checked)
+
+
+def _cells(record: str) -> list[str | None]:
+    """The fields of one record."""
+    values: list[str | None] = list(next(csv.reader(io.StringIO(record, newline=""), strict=True)))
+    if "" not in values:
+        return values
+    at = 0
+    for i, value in enumerate(values):
+        field = FIELD.match(record, at)
+        assert field is not None
+        if value == "" and not field.group():
+            values[i] = None
+        at = field.end() + 1  # the comma
+    return values
+
+
+class _CsvLines:
+    """Lines of a text file for `csv`, which ends them as it does; and where in the file it has come to."""
+
+    def __init__(self, content: Content) -> None:
+        stream = content.stream()
+        self.at = len(BOM) if content.read(0, len(BOM)) == BOM else 0
+        stream.seek(self.at)
+        self._text = io.TextIOWrapper(stream, "utf-8", newline="")
+        self.taken: list[str] = []
+
+    def __iter__(self) -> _CsvLines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        self.at += len(line) if line.isascii() else len(line.encode())
+        self.taken.append(line)
+        return line
+
+
+def _bad_line(content: Content) -> InputError | None:
+    """The error for the first line that is not UTF-8."""
+    for _, _, number, line in lines(content):
+        try:
+            decoded(content.name, number, line)
+        except InputError as error:
+            return error
+    return None

@@ -1,0 +1,220 @@
+"""Encoded preferences and demonstrations: token ids in flat arrays, and what is asked of them made when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.data.ragged import Places, Ragged
+from rlhf_core.data.report import Report
+from rlhf_core.data.tokens import combined, digest64, fingerprint_of
+from rlhf_core.encoding import Ints
+from rlhf_core.rows import Tree, tree
+from rlhf_core.trees import Trees
+
+
+class Pair(NamedTuple):
+    """One preference, prompt included."""
+
+    chosen: Ints
+    """int32 [n]."""
+    rejected: Ints
+    """int32 [m]."""
+    margin: float
+    """Reward units; 0 where the data has none."""
+    starts: tuple[int, int] | None = None
+    """Index of the first completion token of chosen and of rejected; None where it was not asked for."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Encoded preferences. Tokens lie in flat arrays, on the disk where they are kept there; nothing is an object
+    until it is asked for.
+    """
+
+    chosen: Ragged
+    rejected: Ragged
+    margins: NDArray[np.float64]
+    """Reward units; 0 where the data has none."""
+    starts: NDArray[np.int64] | None
+    """[pairs, 2]: `Pair.starts`."""
+    shared: NDArray[np.int32]
+    """Tokens that both sides begin with, less than either has."""
+    digests: NDArray[np.uint64]
+    """[pairs, 2]: of the tokens of chosen and rejected."""
+    report: Report
+    places: Places
+    """Where each pair comes from, such as "prefs.jsonl row 17"."""
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def where(self, i: int) -> str:
+        return self.places[i]
+
+    @property
+    def pairs(self) -> Sequence[Pair]:
+        return _PairView(self)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The number, among the rows of all sources, of the row that each pair comes from."""
+        return self.places.rows
+
+    def trees(self) -> Trees:
+        """Each pair as [prompt | chosen | rejected]; `margin` is the value of both sequences.
+
+        Where completions were asked for, their tokens have weight 1, those of prompts 0.
+        """
+        return _PairTrees(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what is trained on: tokens and margins, in order, and where completions start."""
+        return fingerprint_of(self.row_digests())
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """uint64 [pairs]: of what is trained on in each row: its tokens, its margin and where completions start."""
+        return combined(self.digests, self.margins, *([] if self.starts is None else [self.starts]))
+
+
+class _PairView(Sequence[Pair]):
+    def __init__(self, pairs: Pairs) -> None:
+        self.of = pairs
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(len(self))[i]]
+        of, i = self.of, range(len(self))[i]
+        starts = None if of.starts is None else (int(of.starts[i, 0]), int(of.starts[i, 1]))
+        return Pair(of.chosen[i], of.rejected[i], float(of.margins[i]), starts)
+
+
+class _PairTrees(Trees):
+    branches = 2
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        chosen, rejected = pairs.chosen.lengths, pairs.rejected.lengths
+        prefix = pairs.shared.astype(np.int64)
+        firsts = np.zeros((len(pairs), 2), np.int64) if pairs.starts is None else pairs.starts
+        if pairs.starts is not None:  # a first token has no prediction: it may be shared whatever its weight
+            prefix = np.minimum(prefix, np.maximum(firsts, 1).min(1))
+        self.prefixes = prefix
+        self.sizes = chosen + rejected - prefix
+        self.lengths = np.maximum(chosen, rejected)
+        untrained = np.maximum(np.maximum(firsts, prefix[:, None]), 1)
+        self.trained = np.maximum(np.stack([chosen, rejected], 1) - untrained, 0).sum(1)
+
+    def tree(self, i: int) -> Tree:
+        pair = self.pairs.pairs[i]
+        margin = np.full(2, pair.margin, np.float32)
+        return tree(pair[:2], _weights(pair), sequence_values={"margin": margin})
+
+    def largest(self) -> int:
+        return max(self.pairs.chosen.largest(), self.pairs.rejected.largest())
+
+
+def _weights(pair: Pair) -> list[NDArray[np.float32]] | None:
+    if pair.starts is None:
+        return None
+    return [
+        (np.arange(len(ids)) >= start).astype(np.float32)
+        for ids, start in zip(pair[:2], pair.starts, strict=True)
+    ]
+
+
+class Text(NamedTuple):
+    """One demonstration."""
+
+    tokens: Ints
+    """int32 [n], EOS last."""
+    weights: NDArray[np.float32]
+    """float32 [n]: 1 where the token is learned, 0 in prompts."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Encoded demonstrations; as in `Pairs`, nothing is an object until it is asked for."""
+
+    tokens: Ragged
+    learned: Ragged
+    """bool, as the tokens: which are learned."""
+    trained: NDArray[np.int64]
+    """Of each text the tokens that are learned, without a first one, which nothing predicts."""
+    digests: NDArray[np.uint64]
+    """[texts, 1]: of the tokens of each."""
+    report: Report
+    places: Places
+    values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """{column: float32 [texts]}: the columns of numbers that were asked for."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def where(self, i: int) -> str:
+        """Names the row of text `i`, such as "corpus.jsonl row 17"."""
+        return self.places[i]
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        return _TextView(self)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The number, among the rows of all sources, of the row that each text comes from."""
+        return self.places.rows
+
+    def trees(self) -> Trees:
+        """Each text as a tree of one branch; `values` are the values of its sequence."""
+        return _TextTrees(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what is trained on: tokens, weights and values, in order."""
+        return fingerprint_of(self.row_digests())
+
+    def row_digests(self) -> NDArray[np.uint64]:
+        """uint64 [texts]: of what is trained on in each row: its tokens, which of them are learned, and its values."""
+        learned = np.fromiter((digest64(row.view(np.uint8)) for row in self.learned), np.uint64, len(self))
+        values = (column.astype(np.float64) for column in self.values.values())
+        return combined(self.digests, learned, *values)
+
+
+class _TextView(Sequence[Text]):
+    def __init__(self, texts: Texts) -> None:
+        self.of = texts
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[k] for k in range(len(self))[i]]
+        i = range(len(self))[i]
+        return Text(self.of.tokens[i], self.of.learned[i].astype(np.float32))
+
+
+class _TextTrees(Trees):
+    branches = 1
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self.sizes = self.lengths = texts.tokens.lengths
+        self.prefixes = np.zeros_like(self.sizes)
+        self.trained = texts.trained
+
+    def tree(self, i: int) -> Tree:
+        tokens, weights = self.texts.texts[i]
+        values = {name: column[[i]] for name, column in self.texts.values.items()}
+        return Tree(tokens[:0], (tokens,), (weights,), sequence_values=values)
+
+    def largest(self) -> int:
+        return self.texts.tokens.largest()
