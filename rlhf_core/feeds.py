@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import Rows
 from rlhf_core.data import drawn, schedule, updates
 from rlhf_core.mesh import row_multiple
+from rlhf_core.metrics import Metric
 from rlhf_core.rows import Layout, Packed, Tree, choose_layout, pack
 from rlhf_core.trees import most_branches, sizes_of, trained_of
 
@@ -32,9 +33,11 @@ class Update(NamedTuple):
     """Tokens the model reads, shared prompts once and padding never."""
     where: Callable[[int], str]
     """Names the example that `Packed.example` numbers, as "pairs.jsonl row 17"."""
-    metrics: Mapping[str, float] = {}
-    """Metrics the host knows already, with other names than the objective's; averaged over the updates of a logged
-    step."""
+    metrics: Mapping[str, float | Metric] = {}
+    """Metrics the host knows already, with other names than the objective's: numbers are averaged over the updates of a
+    logged step, a `Sum`, `Min`, … of `rlhf_core.metrics` is merged."""
+    timing: Mapping[str, float | Metric] = {}
+    """The same of what differs from run to run: seconds, by names that begin with time/, and speeds."""
 
 
 class Encoded(Protocol):

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "useful_fraction", "step_time")
+UNSHOWN = ("time/", "rollout/", "completions/min_", "completions/max_", "completions/mean_terminated_")
+"""How names begin that the console leaves to metrics.jsonl and the report."""
 HEADLINE = ("loss", "reward", "accuracy")
 
 
@@ -88,7 +90,8 @@ def speed(metrics: Mapping[str, float]) -> str:
 def details(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """(name, number) of every metric that is about learning, without the `eval_` in front."""
     plain = {name.removeprefix("eval_"): x for name, x in metrics.items()}
-    return [(name, number(x)) for name, x in plain.items() if name not in HOUSEKEEPING]
+    shown = {name: x for name, x in plain.items() if not (name in HOUSEKEEPING or name.startswith(UNSHOWN))}
+    return [(name, number(x)) for name, x in shown.items()]
 
 
 def shown(path: Path) -> str:

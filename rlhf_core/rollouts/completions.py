@@ -81,20 +81,30 @@ def total_reward(by_function: Floats, weights: Floats) -> Floats:
 def rollout_metrics(
     rewards: Sequence[Reward], each: np.ndarray, total: np.ndarray, samples: Rollouts, group: int
 ) -> dict[str, float]:
-    """The metrics of a rollout, by the contract's names."""
+    """Measure a rollout, by the contract's names.
+
+    Within groups, `reward_std` and `frac_reward_zero_std` are over groups with at least two scored completions: NaN
+    where there is none, left out where `group` is 1.
+    """
     grouped = total.reshape(-1, group)
-    scored = ~np.isnan(grouped)
-    spread = [float(np.std(g[s], ddof=1)) for g, s in zip(grouped, scored, strict=True) if s.sum() > 1]
-    flat = [bool(np.ptp(g[s]) == 0) for g, s in zip(grouped, scored, strict=True) if s.any()]
-    out = {
-        "reward": float(np.nanmean(total)),
-        "reward_std": float(np.mean(spread)) if spread else 0.0,
-        "frac_reward_zero_std": float(np.mean(flat)),
-        "completions/mean_length": float(np.mean(samples.lengths)),
-        "completions/clipped_ratio": float(np.mean(~np.asarray(samples.finished))),
-    }
+    compared = [values[~np.isnan(values)] for values in grouped]
+    compared = [values for values in compared if len(values) > 1]
+    lengths, finished = np.asarray(samples.lengths), np.asarray(samples.finished)
+    out = {"reward": float(np.nanmean(total))}
+    if group > 1:
+        out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
+        out["frac_reward_zero_std"] = _mean([np.ptp(values) == 0 for values in compared])
+    for name, own in (("length", lengths), ("terminated_length", lengths[finished])):
+        out[f"completions/mean_{name}"] = _mean(own)
+        out[f"completions/min_{name}"] = float(own.min()) if len(own) else float("nan")
+        out[f"completions/max_{name}"] = float(own.max()) if len(own) else float("nan")
+    out["completions/clipped_ratio"] = float(np.mean(~finished))
     for f, reward in enumerate(rewards):
         own = each[:, f][~np.isnan(each[:, f])]
         out[f"rewards/{reward.label}/mean"] = float(own.mean()) if len(own) else float("nan")
         out[f"rewards/{reward.label}/std"] = float(own.std(ddof=1)) if len(own) > 1 else float("nan")
     return out
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")

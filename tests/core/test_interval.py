@@ -21,3 +21,19 @@ def test_a_name_that_both_use_is_told():
         InputError, match=r"^metrics: loss reported twice, by the feed's Update and by the objective"
     ):
         Interval().add(Update([], 3, str, {"loss": 7.0, "reward": 1.0}), {"loss": Mean(1.0, 1.0)})
+
+
+def test_seconds_are_those_of_an_update_and_the_rest_is_the_update_itself(monkeypatch):
+    interval = Interval()
+    monkeypatch.setattr(Interval, "elapsed", lambda self: 10.0)
+    for seconds in (3.0, 0.0):
+        interval.add(Update([], 3, str, {}, {"time/rollout": seconds, "time/reward": seconds / 3}), {})
+    row = interval.read(total_tokens=6)
+    assert (row["time/rollout"], row["time/reward"], row["time/update"]) == (1.5, 0.5, 3.0)
+    assert row["step_time"] == 5.0
+
+
+def test_without_rollouts_there_is_no_time_but_the_steps():
+    interval = Interval()
+    interval.add(Update([], 3, str), {})
+    assert not [name for name in interval.read(3) if name.startswith("time/")]

@@ -1,12 +1,15 @@
 """Dynamic sampling: which groups a rollout keeps, what it reports, and where the prompts go on."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_grpo.drawing import draw
+from rlhf_grpo.drawing import draw, merging
 
 from rlhf_core import data
+from rlhf_core.feeds import Update
+from rlhf_core.interval import Interval
 from rlhf_core.rollouts import Reward
 from rlhf_core.sampling import Rollouts
 
@@ -88,3 +91,35 @@ def test_the_bound_is_kept_and_told(roll_out):
     assert found.drawn.prompts.tolist() == [0, 6]  # the first that was drawn fills the gap
     assert found.metrics["dynamic_sampling/filled_up"] == 1
     assert found.metrics["dynamic_sampling/dropped"] == 2
+
+
+def test_what_drawing_took_is_of_all_rounds(roll_out):
+    found = roll_out([0, 1, 2, 3, 4, 5], 5)
+    clock = found.drawn.clock
+    assert clock.tokens == 3 * 2 * G  # one token each, of the groups that were left out too
+    assert clock.sampling > 0
+    assert clock.rewards > 0
+    told = clock.metrics()
+    assert (told["time/rollout"], told["time/reward"]) == (clock.sampling, clock.rewards)
+    assert float(told["rollout/tokens_per_second"].result()) == pytest.approx(clock.tokens / clock.sampling)
+
+
+def test_counts_add_up_and_extremes_stay_extremes_over_updates():
+    rollout = {
+        "reward": 1.0,
+        "rewards/judge/failed": 2.0,
+        "completions/min_length": 3.0,
+        "completions/max_length": 8.0,
+    }
+    other = {
+        "reward": 2.0,
+        "rewards/judge/failed": 1.0,
+        "completions/min_length": 2.0,
+        "completions/max_length": 5.0,
+    }
+    interval = Interval()
+    for metrics, once in ((rollout, True), (rollout, False), (other, True), (other, False)):
+        interval.add(Update([], 1, str, merging(metrics, once=once)), {})
+    for row in (interval.read(4), Interval.from_json(json.loads(json.dumps(interval.to_json()))).read(4)):
+        assert (row["reward"], row["rewards/judge/failed"]) == (1.5, 3.0)
+        assert (row["completions/min_length"], row["completions/max_length"]) == (2.0, 8.0)

@@ -205,6 +205,121 @@ def test_the_kl_may_be_taken_from_the_rewards(make):
     assert [plain[i][1] for i in range(3)] != [taxed[i][1] for i in range(3)]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_completions_masked_in_the_loss_have_their_whole_kl_in_the_reward(make, masked):
+    """By the formula, in float64: reward − β Σ over all tokens of the completion, then the mean of the group."""
+    feed = make(
+        reference=2,
+        kl={"beta": 0.5, "name": "k3", "place": "reward"},
+        scale_rewards="none",
+        mask_truncated_completions=masked,
+        total_batch_size=24,
+    )
+    feed.update(0, state(0))
+    samples = feed.rollout.samples
+    assert 0 < np.count_nonzero(~samples.finished) < len(samples.lengths)
+    there = np.arange(C) < samples.lengths[:, None]
+    d = (-samples.tokens / 50 - 2) - samples.logps.astype(np.float64)
+    kl = np.where(there, np.exp(d) - d - 1, 0).sum(1)
+    total = (samples.lengths - 0.5 * kl).reshape(-1, G)
+    expected = (total - total.mean(1, keepdims=True)).reshape(-1)
+    np.testing.assert_allclose(feed.rollout.advantages, expected, rtol=0, atol=1e-5)
+    trained = {
+        int(batch.sequence_values["index"][row, batch.rows.sequence[row, at]])
+        for batch in feed.packed[0]
+        for row, at in zip(np.nonzero(batch.trained >= 0)[0], batch.trained[batch.trained >= 0], strict=True)
+    }
+    assert trained == set(np.flatnonzero(samples.finished | (not masked)).tolist())
+
+
+def test_equal_kl_gives_no_advantage_whether_completions_finished_or_not(make):
+    """Two completions of a group end by themselves, one is cut; KL and reward of all are equal."""
+
+    def equal(params, prompts, key, ids):
+        n = len(prompts) * G
+        tokens = np.full((n, C), 7, np.int32)
+        return Rollouts(
+            tokens, np.full(n, C, np.int32), np.full((n, C), -1.0, np.float32), np.arange(n) % G > 0
+        )
+
+    feed = make(
+        reference=2,
+        kl={"beta": 0.2, "place": "reward"},
+        mask_truncated_completions=True,
+        scale_rewards="none",
+    )
+    feed.rewards[0].function = lambda completions: [1.0] * len(completions)
+    feed.sampler = equal
+    feed.update(0, state(0))
+    assert feed.rollout.advantages.tolist() == [0.0] * 6
+
+
+def test_epochs_count_the_prompts_that_dynamic_sampling_drew(make):
+    """Eight prompts, two a round: with two rounds a rollout, two rollouts are an epoch."""
+    feed = make(dynamic_sampling={"max_rounds": 2}, num_iterations=2, reward=flat_reward, num_train_epochs=2)
+    assert (feed.total, feed.updates_per_epoch) == (16, 8)
+    epochs = []
+    for n in range(8):
+        feed.update(n, state(0))
+        epochs.append((n + 1) / feed.updates_per_epoch)
+    assert epochs == pytest.approx([0.25 * (n + 1) for n in range(8)])
+    assert feed.total == 8  # two epochs were drawn: the run ends here
+    host, arrays = feed.snapshot(7)
+    again = make(dynamic_sampling={"max_rounds": 2}, num_iterations=2, reward=flat_reward, num_train_epochs=2)
+    again.restore(7, host, arrays)
+    assert (again.total, 7 / again.updates_per_epoch) == (8, pytest.approx(1.75))
+    fixed = make(dynamic_sampling={"max_rounds": 2}, reward=flat_reward, max_training_steps=5)
+    for n in range(5):
+        fixed.update(n, state(0))
+    assert fixed.total == 5
+
+
+def test_epochs_rise_where_rollouts_take_different_rounds(make):
+    rounds = iter([2, 1, 2, 1, 1, 1])
+
+    def reward(completion_ids):
+        if not left:
+            left.append(next(rounds))
+        left[0] -= 1
+        differs = left[0] == 0
+        if differs:
+            left.clear()
+        return [float(i) if differs else 1.0 for i, _ in enumerate(completion_ids)]
+
+    left: list[int] = []
+    feed = make(dynamic_sampling={"max_rounds": 2}, num_iterations=4, reward=reward, num_train_epochs=2)
+    epochs = []
+    for n in range(24):
+        if n < feed.total:
+            feed.update(n, state(0))
+            epochs.append((n + 1) / feed.updates_per_epoch)
+    drawn = np.cumsum(np.repeat([2, 1, 2, 1, 1, 1], 4) / 4) * 2 / 8
+    assert epochs == pytest.approx(drawn[: len(epochs)].tolist())
+    assert (len(epochs), epochs[-1]) == (24, 2.0)
+
+
+def flat_reward(completion_ids):
+    return [1.0] * len(completion_ids)
+
+
+def test_empty_completions_are_told_once(make, recwarn):
+    feed = make()
+    feed.sampler = lambda params, prompts, key, ids: Rollouts(
+        np.ones((len(ids), 1), np.int32),  # </s>
+        np.ones(len(ids), np.int32),
+        np.zeros((len(ids), 1), np.float32),
+        np.ones(len(ids), bool),
+    )
+    for number in range(2):
+        feed.roll_out(number, state(0))
+    (message,) = [str(each.message) for each in recwarn if "are empty" in str(each.message)]
+    assert message.startswith("stage 'policy': 6 of 6 completions are empty")
+    assert "messages" in message
+    other = make()
+    other.roll_out(0, state(0))
+    assert sum("are empty" in str(each.message) for each in recwarn) == 1
+
+
 class Rising:
     """Asks for more at every call."""
 
@@ -226,6 +341,13 @@ class Rising:
     [
         {"steps_per_generation": 2, "num_iterations": 2, "reference": 9, "top_entropy_quantile": 0.5},
         {"num_iterations": 3, "entropy_coef": 0.1},
+        {
+            "num_iterations": 2,
+            "reference": 9,
+            "mask_truncated_completions": True,
+            "top_entropy_quantile": 0.5,
+            "kl": {"beta": 0.5, "place": "reward"},
+        },
         {"mask_truncated_completions": True},
         {"reward": Rising},
         {"dynamic_sampling": {"max_rounds": 3}, "num_iterations": 2, "reward": short_prompts_differ},

@@ -19,7 +19,14 @@ BASE = {
     "beta": 0.0,
 }
 BEFORE, AFTER = "evaluation-000000.jsonl", "evaluation-000003.jsonl"
-CLOCK = {"step_time", "tokens_per_second"}
+CLOCK = {
+    "step_time",
+    "tokens_per_second",
+    "time/rollout",
+    "time/reward",
+    "time/update",
+    "rollout/tokens_per_second",
+}
 
 
 def early(completions):

@@ -80,6 +80,11 @@ def test_metrics(rollout):
         "reward_std": (np.std([2, 1, 1], ddof=1) + 0) / 2,
         "frac_reward_zero_std": 0.5,
         "completions/mean_length": 16 / 6,
+        "completions/min_length": 1,
+        "completions/max_length": 4,
+        "completions/mean_terminated_length": 8 / 4,  # 2, 1, 3, 2
+        "completions/min_terminated_length": 1,
+        "completions/max_terminated_length": 3,
         "completions/clipped_ratio": 2 / 6,
         "rewards/right/mean": 5 / 4,
         "rewards/right/std": np.std([1, 0, 2, 2], ddof=1),
@@ -95,6 +100,27 @@ def test_metrics_of_a_function_that_applies_to_nothing_are_no_numbers(rollout):
     found = rollout_metrics(rewards, each, np.ones(6), rollout.samples, G)
     assert np.isnan(found["rewards/never/mean"])
     assert found["frac_reward_zero_std"] == 1.0
+
+
+def test_groups_of_one_have_no_spread(rollout):
+    """Neither 0 nor 1: a completion alone is compared with nothing."""
+    found = rollout_metrics([], np.ones((6, 0)), np.arange(6.0), rollout.samples, 1)
+    assert found["reward"] == 2.5
+    assert not {"reward_std", "frac_reward_zero_std"} & set(found)
+    alone = np.array([2.0, np.nan, np.nan, np.nan, 3.0, np.nan])
+    found = rollout_metrics([], np.ones((6, 0)), alone, rollout.samples, G)
+    assert np.isnan(found["reward_std"])
+    assert np.isnan(found["frac_reward_zero_std"])
+    one_of_two = np.array([2.0, np.nan, np.nan, 4.0, 3.0, np.nan])
+    found = rollout_metrics([], np.ones((6, 0)), one_of_two, rollout.samples, G)
+    assert (found["reward_std"], found["frac_reward_zero_std"]) == (pytest.approx(np.sqrt(0.5)), 0.0)
+
+
+def test_where_nothing_ended_its_length_is_no_number(rollout):
+    samples = rollout.samples._replace(finished=np.zeros(6, bool))
+    found = rollout_metrics([], np.ones((6, 0)), np.arange(6.0), samples, G)
+    assert all(np.isnan(found[f"completions/{each}_terminated_length"]) for each in ("mean", "min", "max"))
+    assert found["completions/max_length"] == 4
 
 
 def test_weighted_sum_and_advantage_inputs(prompts, samples, tokenizer):

@@ -14,7 +14,10 @@ CONTRACT = {
     "loss", "learning_rate", "grad_norm", "epoch", "num_tokens", "tokens_per_second", "step_time",
     "useful_fraction", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy",
     "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-    "completions/mean_length", "completions/clipped_ratio",
+    "completions/mean_length", "completions/min_length", "completions/max_length",
+    "completions/mean_terminated_length", "completions/min_terminated_length",
+    "completions/max_terminated_length", "completions/clipped_ratio",
+    "time/rollout", "time/reward", "time/update", "rollout/tokens_per_second",
     "sampling/logp_difference_max", "sampling/logp_difference_mean",
 }  # fmt: skip
 BASE = {
@@ -280,8 +283,12 @@ def test_evaluation(tiny, model, tmp_path):
     names = [
         "reward",
         "reward_std",
+        "reward_std_all",
+        "frac_reward_zero_std",
         "rewards/early/mean",
-        "completions/mean_length",
+        "rewards/early/std",
+        *(f"completions/{each}_length" for each in ("mean", "min", "max")),
+        *(f"completions/{each}_terminated_length" for each in ("mean", "min", "max")),
         "completions/clipped_ratio",
         "pass@1",
         "pass@2",
@@ -291,6 +298,11 @@ def test_evaluation(tiny, model, tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(0 <= row["eval_pass@1"] <= row["eval_pass@2"] <= 1 for row in rows)
     assert all(row["eval_reward"] == row["eval_rewards/early/mean"] for row in rows)
+    written = tiny.read_rows(tmp_path / "samples" / "evaluation-000002.jsonl")
+    rewards = np.array([line["reward"] for line in written]).reshape(-1, 2)
+    assert len(rewards) == 5  # all of eval_data: what is named alike in training is the same quantity here
+    assert rows[-1]["eval_reward_std"] == pytest.approx(rewards.std(1, ddof=1).mean())
+    assert rows[-1]["eval_reward_std_all"] == pytest.approx(rewards.std(ddof=1))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,15 @@ save_steps = 2
 log_steps = 1
 sampling = { max_completion_length = 6 }
 """
-CLOCK = {"time", "step_time", "tokens_per_second"}
+CLOCK = {
+    "time",
+    "step_time",
+    "tokens_per_second",
+    "time/rollout",
+    "time/reward",
+    "time/update",
+    "rollout/tokens_per_second",
+}
 
 pytestmark = pytest.mark.slow
 

@@ -27,6 +27,7 @@ def advise(
         *_loss(config.loss.name, config.loss.options),
         *_reference(config, updates),
         *_sampling(config),
+        *_epochs(config),
         *_lengths(config, prompt, context),
     ]
 
@@ -99,6 +100,14 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
         yield (
             "kl.name='k1' in the loss: its gradient is zero on average and pulls nowhere; use k2, or "
             "use_bias_correction_kl, or place = 'reward'"
+        )
+
+
+def _epochs(config: GRPOConfig) -> Iterator[str]:
+    if config.dynamic_sampling and config.max_training_steps is None and config.scheduler != "constant":
+        yield (
+            f"scheduler='{config.scheduler}' with dynamic_sampling: further rounds use up the epochs' prompts, so that "
+            "the run may end before the learning rate has reached its end; give max_training_steps"
         )
 
 

@@ -91,7 +91,9 @@ class GRPOConfig(TrainerConfig):
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
-    num_train_epochs: int = Field(default=1, ge=1, description="passes over the prompts")
+    num_train_epochs: int = Field(
+        default=1, ge=1, description="passes over the prompts, those that dynamic_sampling draws included"
+    )
     num_generations: int = Field(default=8, ge=2, description="completions a prompt; a group")
     max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
     sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are drawn")

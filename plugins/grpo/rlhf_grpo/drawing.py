@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import RewardInputs
+from rlhf_core.metrics import Max, Mean, Metric, Min, Sum
 from rlhf_core.rollouts import measure, reward_inputs, rollout_metrics
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.advantages import constant
@@ -21,6 +23,21 @@ if TYPE_CHECKING:
 
 Sample = Callable[[Sequence[np.ndarray], int], Rollouts]
 """(prompts, round) → completions; the same prompts get others in another round."""
+
+
+class Clock(NamedTuple):
+    """What drawing took: seconds of the sampler and of the rewards, and the tokens that were sampled."""
+
+    sampling: float = 0.0
+    rewards: float = 0.0
+    tokens: int = 0
+
+    def metrics(self) -> dict[str, float | Metric]:
+        """Report it for one update of those that use the rollout; nothing of it for the others."""
+        out: dict[str, float | Metric] = {"time/rollout": self.sampling, "time/reward": self.rewards}
+        if self.tokens:
+            out["rollout/tokens_per_second"] = Mean(float(self.tokens), self.sampling)
+        return out
 
 
 class Draw(NamedTuple):
@@ -35,6 +52,8 @@ class Draw(NamedTuple):
     """float64 [N, functions]; NaN where a function does not apply."""
     total: NDArray[np.float64]
     """float64 [N], the weighted sum."""
+    clock: Clock = Clock()
+    """Of everything that was drawn, whatever of it is here."""
 
     def take(self, groups: NDArray[np.intp]) -> Draw:
         """These groups, in this order."""
@@ -48,7 +67,7 @@ class Draw(NamedTuple):
             columns={name: [values[i] for i in chosen] for name, values in self.inputs.columns.items()},
         )
         samples = Rollouts(*(values[rows] for values in self.samples))
-        return Draw(self.prompts[groups], samples, inputs, self.each[rows], self.total[rows])
+        return Draw(self.prompts[groups], samples, inputs, self.each[rows], self.total[rows], self.clock)
 
 
 def draw(
@@ -109,6 +128,22 @@ def draw(
     return whole.take(np.sort(order)), metrics, len(drawn)
 
 
+def merging(metrics: Mapping[str, float], *, once: bool) -> dict[str, float | Metric]:
+    """Turn a rollout's metrics into those of an update that uses it: counts add up, extremes stay extremes.
+
+    once: False where another update has counted what is counted already.
+    """
+    out: dict[str, float | Metric] = dict(metrics)
+    for name, value in metrics.items():
+        if name.endswith("/failed"):
+            out[name] = Sum(value if once else 0.0)
+        elif name.startswith(("completions/min_", "completions/max_")):
+            del out[name]
+            if np.isfinite(value):
+                out[name] = Min(value) if "/min_" in name else Max(value)
+    return out
+
+
 def answer(
     sample: Sample,
     prompts: Prompts,
@@ -122,9 +157,13 @@ def answer(
 ) -> Draw:
     """Completions of the `chosen` prompts, int64 [P], scored. needed: see `score`. stop_ids: see `reward_inputs`."""
     ids = [prompts.ids[i] for i in chosen]
-    samples = sample(ids, number)
+    began = time.perf_counter()
+    samples = sample(ids, number)  # NumPy arrays: they are there when it returns
+    drawn = time.perf_counter()
     inputs = reward_inputs(prompts, chosen.tolist(), samples, tokenizer, stop_ids)
-    return Draw(chosen, samples, inputs, *measure(rewards, inputs, needed=needed))
+    each, total = measure(rewards, inputs, needed=needed)
+    clock = Clock(drawn - began, time.perf_counter() - drawn, int(np.sum(samples.lengths)))
+    return Draw(chosen, samples, inputs, each, total, clock)
 
 
 def _equal(draw: Draw) -> NDArray[np.bool_]:
@@ -145,4 +184,5 @@ def _joined(draws: Sequence[Draw]) -> Draw:
         ),
         np.concatenate([draw.each for draw in draws]),
         np.concatenate([draw.total for draw in draws]),
+        Clock(*(sum(values) for values in zip(*(draw.clock for draw in draws), strict=True))),
     )

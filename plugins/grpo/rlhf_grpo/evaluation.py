@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.rollouts import rollout_metrics
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.drawing import Draw, answer
 from rlhf_grpo.samples import write_samples
@@ -49,17 +50,10 @@ class FixedPrompts:
         drawn = self._answer(state, np.arange(self.count))
         if self.shown:
             self._keep(int(state.step), drawn.take(self._spread()))
-        total, samples = drawn.total, drawn.samples
+        total = drawn.total
+        metrics = rollout_metrics(self.rewards, drawn.each, total, drawn.samples, self.group)
         scored = total[~np.isnan(total)]
-        metrics = {
-            "reward": float(scored.mean()),
-            "reward_std": float(scored.std(ddof=1)) if len(scored) > 1 else 0.0,
-            "completions/mean_length": float(np.mean(samples.lengths)),
-            "completions/clipped_ratio": float(np.mean(~samples.finished)),
-        }
-        for f, reward in enumerate(self.rewards):
-            own = drawn.each[:, f][~np.isnan(drawn.each[:, f])]
-            metrics[f"rewards/{reward.label}/mean"] = float(own.mean()) if len(own) else float("nan")
+        metrics["reward_std_all"] = float(scored.std(ddof=1)) if len(scored) > 1 else float("nan")
         if self.pass_threshold is not None:
             metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
         return metrics

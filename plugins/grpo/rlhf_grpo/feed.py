@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.ahead import Ahead
-from rlhf_core.data import Prompts, drawn, schedule, updates
+from rlhf_core.data import Prompts
 from rlhf_core.feeds import Encoded, Update, empty
 from rlhf_core.mesh import abstract_rows, put_rows
-from rlhf_core.rollouts import Reward, empty_warning, restore, snapshots
+from rlhf_core.rollouts import Reward, restore, snapshots
 from rlhf_core.rows import Layout, Packed, pack
 from rlhf_grpo.config import GRPOConfig
-from rlhf_grpo.drawing import Sample, draw
-from rlhf_grpo.minibatches import sequence_kl, with_advantages, with_entropy_scale, with_kept
+from rlhf_grpo.drawing import Clock, Sample, draw, merging
+from rlhf_grpo.minibatches import (
+    laid,
+    on_host,
+    places,
+    sequence_kl,
+    with_advantages,
+    with_entropy_scale,
+    with_kept,
+)
+from rlhf_grpo.prompt_order import PromptOrder
 from rlhf_grpo.reference import Reference
 from rlhf_grpo.rollout import Rollout, advantage_inputs, advantages_of, group_trees
 from rlhf_grpo.samples import write_samples
+from rlhf_grpo.watching import RolloutWarnings
 
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
@@ -29,12 +38,6 @@ if TYPE_CHECKING:
 
 READ_TOKENS, READ_SEQUENCES = ("sampling_logps",), ("advantages", "index")
 """Names of what micro-batches carry when the policies read them."""
-
-
-FIRST_ROLLOUTS = 3
-"""In so many it is looked for completions that are mostly empty."""
-FLAT_ROLLOUTS = 3
-"""So many in a row without a difference within any group are worth a word."""
 
 
 class RolloutFeed:
@@ -67,17 +70,15 @@ class RolloutFeed:
         self.aggregation, self.preview = aggregation, preview
         self.mesh = stage.devices()
         self.data: Encoded = prompts
-        rollouts = updates(len(prompts), config.prompts_per_rollout, config.num_train_epochs, None)
-        planned = rollouts * config.updates_per_rollout
-        self.total = planned if config.max_training_steps is None else config.max_training_steps
-        self.updates_per_epoch = len(prompts) / config.prompts_per_rollout * config.updates_per_rollout
+        self.order = PromptOrder(config, len(prompts), seed=stage.seed)
+        self.total = config.max_training_steps or self.order.draws * config.updates_per_rollout
         self.rollout: Rollout | None = None
         self.packed: list[list[Packed]] = []  # micro-batches of each minibatch of the rollout
         self.metrics: dict[str, float] = {}
         self.reading = Ahead()
-        self.flat, self.told_flat = 0, False  # rollouts in a row whose groups have nothing to compare
-        self.told_empty = False
-        self.extra_rounds = 0  # of dynamic sampling, in all rollouts so far: the prompts go on after them
+        self.watched = RolloutWarnings(stage)
+        self.updates_per_epoch = self.order.pace(config.updates_per_rollout)
+        self.clock = Clock()  # of the rollout that was just drawn
 
     @property
     def off_policy(self) -> bool:
@@ -120,7 +121,10 @@ class RolloutFeed:
         first = step % config.steps_per_generation * groups
         rows = self.rollout.prompts[first : first + groups]
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
-        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), self.metrics)
+        self.updates_per_epoch = self.order.pace(step + 1)
+        metrics = merging(self.metrics, once=step % config.updates_per_rollout == 0)
+        clock, self.clock = self.clock, Clock()
+        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, clock.metrics())
 
     def roll_out(self, step: int, state: TrainState) -> None:
         """Draw, score and prepare rollout number step div updates_per_rollout."""
@@ -130,20 +134,25 @@ class RolloutFeed:
             self.prompts,
             self.tokenizer,
             self.rewards,
-            self.batches_of(number),
+            self.order.batches(number),
             max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
             stop_ids=config.sampling.stop_token_ids,
         )
-        self.tell_empty(number, drawn.inputs.completions)
-        self.extra_rounds += rounds - 1
-        self.tell_flat()
+        self.clock = drawn.clock
+        self.order.took(rounds)
+        self.end_with_epochs(number)
+        self.watched.look(number, drawn.inputs.completions, self.metrics)
         total = drawn.total
         nothing = np.zeros(len(total), np.float32)
         self.rollout = Rollout(number, drawn.prompts, drawn.samples, drawn.each, nothing)
-        packed = [self.read_policies(minibatch, state.params) for minibatch in self.pack_rollout()]
-        if config.kl.place == "reward" and self.reference is not None:
-            every = [batch for minibatch in packed for batch in minibatch]
-            total = total - config.kl.beta * sequence_kl(every, len(total), config.kl.name)
+        in_reward = config.kl.place == "reward" and self.reference is not None
+        # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
+        packed = self.pack_rollout(masked=not in_reward)
+        self.read_policies(packed, state.params)
+        if in_reward:
+            taxed = sequence_kl(drawn.samples, self.rollout.read["ref_logps"], config.kl.name)
+            total = total - config.kl.beta * taxed
+            packed = self.pack_rollout() if config.mask_truncated_completions else packed
         self.rollout.advantages = self.advantages(drawn.each, total, drawn.samples.lengths)
         self.packed = [self.finished(minibatch) for minibatch in packed]
         logged = (step + config.updates_per_rollout) // config.log_steps > step // config.log_steps
@@ -153,25 +162,10 @@ class RolloutFeed:
         if number == 0 and self.preview is not None:
             self.preview(step, state)
 
-    def tell_empty(self, number: int, completions: Sequence[Any]) -> None:
-        """Warn once where most completions of one of the first rollouts are empty."""
-        told = None if self.told_empty or number >= FIRST_ROLLOUTS else empty_warning(completions)
-        if told is not None:
-            self.told_empty = True
-            if self.stage.is_main:
-                warnings.warn(f"stage '{self.stage.name}': {told}", stacklevel=2)
-
-    def tell_flat(self) -> None:
-        """Say once that rollouts teach nothing."""
-        self.flat = self.flat + 1 if self.metrics["frac_reward_zero_std"] == 1 else 0
-        if self.flat == FLAT_ROLLOUTS and not self.told_flat and self.stage.is_main:
-            self.told_flat = True
-            warnings.warn(
-                f"stage '{self.stage.name}': in {self.flat} rollouts one after another every group got one and the "
-                f"same reward, {self.metrics['reward']:.4g} on average: nothing is learned. Read the completions in "
-                f"{self.stage.dir / 'samples'}; the prompts may be too hard or too easy, or the reward too coarse",
-                stacklevel=2,
-            )
+    def end_with_epochs(self, number: int) -> None:
+        """Make rollout `number` the last one where the prompts of all epochs have been drawn."""
+        if self.config.max_training_steps is None and self.order.is_drawn_after(number):
+            self.total = min(self.total, (number + 1) * self.config.updates_per_rollout)
 
     def sample_with(self, state: TrainState, number: int) -> Sample:
         key, size = jax.random.fold_in(state.key, number), self.config.num_generations
@@ -183,25 +177,16 @@ class RolloutFeed:
 
         return sample
 
-    def batches_of(self, number: int) -> Callable[[int], NDArray[np.int64]]:
-        """round → the prompts of that round of rollout `number`."""
-        config = self.config
-        order = schedule(
-            len(self.prompts),
-            config.prompts_per_rollout,
-            seed=config.shuffle_seed_train if config.shuffle_seed_train is not None else self.stage.seed,
-            shuffle=config.shuffle_train_dataset,
-            start=number + self.extra_rounds,
-        )
-        return lambda _: np.asarray(next(order), np.int64)
-
     def advantages(self, each: np.ndarray, total: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         weights = [reward.weight for reward in self.rewards]
         inputs = advantage_inputs(each, total, weights, lengths, self.config.num_generations)
         return advantages_of(self.advantage, inputs, name=self.config.advantage.name)
 
-    def pack_rollout(self) -> list[list[Packed]]:
-        """The micro-batches of each minibatch; groups are never split between minibatches."""
+    def pack_rollout(self, *, masked: bool = True) -> list[list[Packed]]:
+        """The micro-batches of each minibatch; groups are never split between minibatches.
+
+        masked: whether `mask_truncated_completions` is heeded; without, every token of a completion counts.
+        """
         config = self.config
         assert self.rollout is not None
         groups = config.total_batch_size // config.num_generations
@@ -212,7 +197,7 @@ class RolloutFeed:
                     self.rollout,
                     m * groups,
                     (m + 1) * groups,
-                    mask_truncated=config.mask_truncated_completions,
+                    mask_truncated=masked and config.mask_truncated_completions,
                 ),
                 self.layout,
                 token_names=READ_TOKENS,
@@ -221,74 +206,76 @@ class RolloutFeed:
             for m in range(config.steps_per_generation)
         ]
 
-    def read_policies(self, batches: list[Packed], params: Any) -> list[Packed]:
-        """Log-probabilities under the policy as it is now and under the reference, where they will be needed."""
-        share = self.config.top_entropy_quantile
-        entropies = []
-        for i, batch in enumerate(batches):
-            values, placed = dict(batch.token_values), put_rows(self.mesh, batch)
+    def read_policies(self, packed: Sequence[Sequence[Packed]], params: Any) -> None:
+        """Keep of every token what the policy as it is now and the reference say of it, where it will be needed."""
+        assert self.rollout is not None
+        names = ["ref_logps"] if self.reference is not None else []
+        names += ["old_logps"] if self.off_policy else []
+        names += ["entropies"] if self.config.top_entropy_quantile < 1 else []
+        read = {name: np.zeros(self.rollout.samples.tokens.shape, np.float32) for name in names}
+        sizes = self.prompt_sizes()
+        for batch in (batch for minibatch in packed for batch in minibatch if names):
+            placed, at = put_rows(self.mesh, batch), places(batch, sizes)
             self.reading.wait(batch.rows.tokens.shape)
+            values: dict[str, np.ndarray] = {}
             if self.reference is not None:
-                values["ref_logps"] = _host(self.read(self.reference.params, placed)[0])
-            if self.off_policy or share < 1:
-                logps, entropy = (_host(x) for x in self.read(params, placed))
-                entropies.append(entropy)
-                if self.off_policy:
-                    values["old_logps"] = logps
-            batches[i] = batch._replace(token_values=values)
-        return with_kept(batches, entropies, share) if share < 1 else batches
+                values["ref_logps"] = on_host(self.read(self.reference.params, placed)[0])
+            if "old_logps" in read or "entropies" in read:
+                values["old_logps"], values["entropies"] = (on_host(x) for x in self.read(params, placed))
+            for name, kept in read.items():
+                kept[at.completion, at.token] = values[name][at.row, at.column]
+        self.rollout.read = read
+
+    def prompt_sizes(self) -> NDArray[np.int64]:
+        """Tokens of each completion's prompt, int64 [N]."""
+        assert self.rollout is not None
+        sizes = [len(self.prompts.ids[i]) for i in self.rollout.prompts]
+        return np.repeat(np.array(sizes, np.int64), self.config.num_generations)
 
     def finished(self, batches: Sequence[Packed]) -> list[Packed]:
-        """A minibatch with what follows from the rewards."""
+        """A minibatch with all that its update needs: advantages, and what the policies said."""
         assert self.rollout is not None
-        batches = [with_advantages(batch, self.rollout.advantages) for batch in batches]
-        if not self.config.entropy_coef:
-            return batches
-        return with_entropy_scale(batches, self.aggregation, self.config.sampling.max_completion_length)
+        config, read, sizes, entropies = self.config, self.rollout.read, self.prompt_sizes(), []
+        done = []
+        for batch in batches:
+            at = places(batch, sizes)
+            values = dict(batch.token_values)
+            values |= {
+                name: laid(at, read[name], batch) for name in ("ref_logps", "old_logps") if name in read
+            }
+            batch = batch._replace(token_values=values)
+            entropies += [laid(at, read["entropies"], batch)] if "entropies" in read else []
+            done.append(with_advantages(batch, self.rollout.advantages))
+        if config.top_entropy_quantile < 1:
+            done = with_kept(done, entropies, config.top_entropy_quantile)
+        if not config.entropy_coef:
+            return done
+        return with_entropy_scale(done, self.aggregation, config.sampling.max_completion_length)
 
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        config = self.config
-        rounds = -(-step // config.updates_per_rollout) + host["extra_rounds"]
-        seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else self.stage.seed
-        count = rounds * config.prompts_per_rollout
-        return drawn(len(self.prompts), count, seed=seed, shuffle=config.shuffle_train_dataset)
+        return self.order.drawn(step, host["extra_rounds"])
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Little between rollouts; in the middle of one, the rollout and what its first policy said of it."""
-        host: dict[str, Any] = {"extra_rounds": self.extra_rounds, "rewards": snapshots(self.rewards)}
+        host: dict[str, Any] = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.rewards)}
         arrays: dict[str, np.ndarray] = {}
         if self.config.sync_ref_model and self.reference is not None:
             arrays |= self.reference.snapshot()
         if self.rollout is not None and not self.needs_state(step):
-            host |= {"rollout": self.rollout.number, "metrics": self.metrics}
+            host |= {"rollout": self.rollout.number, "metrics": self.metrics, "rounds": self.order.rounds}
             arrays |= self.rollout.arrays()
-            for m, minibatch in enumerate(self.packed):
-                for b, batch in enumerate(minibatch):
-                    for name in set(batch.token_values) - {"sampling_logps"}:
-                        arrays[f"packed_{m}_{b}_{name}"] = batch.token_values[name]
         return host, arrays
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         if self.config.sync_ref_model and self.reference is not None:
             self.reference.restore(arrays)
-        self.extra_rounds = host["extra_rounds"]
+        self.order.extra_rounds, self.order.rounds = host["extra_rounds"], host.get("rounds", 1)
+        if step:
+            self.updates_per_epoch = self.order.pace(step)
+            self.end_with_epochs((step - 1) // self.config.updates_per_rollout)
         restore(self.rewards, host["rewards"])
         if "rollout" not in host:
             return
         self.rollout = Rollout.from_arrays(host["rollout"], arrays)
         self.metrics = dict(host["metrics"])
-        names = [name for name in self.token_names if name != "sampling_logps"]
-        self.packed = []
-        for m, minibatch in enumerate(self.pack_rollout()):
-            for b, batch in enumerate(minibatch):
-                saved = {name: np.asarray(arrays[f"packed_{m}_{b}_{name}"]) for name in names}
-                minibatch[b] = batch._replace(token_values={**batch.token_values, **saved})
-            self.packed.append(self.finished(minibatch))
-
-
-def _host(x: jax.Array) -> np.ndarray:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(jax.device_get(x))
+        self.packed = [self.finished(minibatch) for minibatch in self.pack_rollout()]

@@ -43,6 +43,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         f"a rollout is {config.prompts_per_rollout:,} prompts × {config.num_generations} "
         f"completions = {completions:,}"
         + (f", drawn up to {more.max_rounds} times (dynamic_sampling)" if more else ""),
+        f"{'at most ' if more and config.max_training_steps is None else ''}"
         f"{total:,} updates of {config.total_batch_size:,} completions; a rollout serves {config.updates_per_rollout}; "
         f"{drawn // config.num_generations / count:.2f} epochs",
         f"{drawn:,} completions, at most {drawn * config.sampling.max_completion_length:,} sampled tokens",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.rows import Packed
+from rlhf_core.sampling import Rollouts
 from rlhf_grpo.objective import kl_estimate
 
 
@@ -54,13 +58,51 @@ def with_entropy_scale(
     ]
 
 
-def sequence_kl(batches: Sequence[Packed], n: int, name: str) -> np.ndarray:
-    """The KL estimate of the sampling policy summed over each of the n completions, float64 [n], nats."""
-    out = np.zeros(n)
-    for batch in batches:
-        logps = jnp.asarray(batch.token_values["sampling_logps"])
-        kl = np.asarray(kl_estimate(logps, jnp.asarray(batch.token_values["ref_logps"]), name))
-        row, at = np.nonzero(batch.trained >= 0)
-        sequence = batch.rows.sequence[row, batch.trained[row, at]]
-        np.add.at(out, batch.sequence_values["index"][row, sequence].astype(np.int64), kl[row, at])
+class Places(NamedTuple):
+    """Where the trained tokens of a packed micro-batch lie: in `trained`, and in arrays [completions, tokens]."""
+
+    row: NDArray[np.intp]
+    column: NDArray[np.intp]
+    completion: NDArray[np.int64]
+    token: NDArray[np.int64]
+
+
+def places(batch: Packed, prompt_sizes: NDArray[np.integer]) -> Places:
+    """Find every trained token by its completion's number in the rollout and its own in the completion.
+
+    prompt_sizes: int [completions], tokens of each completion's prompt.
+    """
+    row, column = np.nonzero(batch.trained >= 0)
+    slot = batch.trained[row, column]
+    sequence = batch.rows.sequence[row, slot]
+    completion = batch.sequence_values["index"][row, sequence].astype(np.int64)
+    token = batch.rows.positions[row, slot].astype(np.int64) - prompt_sizes[completion]
+    return Places(row, column, completion, token)
+
+
+def laid(at: Places, values: NDArray[np.float32], batch: Packed) -> NDArray[np.float32]:
+    """Lay float32 [completions, tokens] as the packed batch has its trained tokens; 0 where there is none."""
+    out = np.zeros(batch.trained.shape, np.float32)
+    out[at.row, at.column] = values[at.completion, at.token]
     return out
+
+
+def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:
+    """Sum the KL estimate of the sampling policy over all tokens of each completion, float64 [N], nats.
+
+    ref_logps: float32 [N, C], as `samples.logps`.
+    """
+    there = np.arange(ref_logps.shape[1]) < np.asarray(samples.lengths)[:, None]
+    logps = np.where(there, samples.logps, 0.0).astype(np.float32)
+    kl = np.asarray(kl_estimate(jnp.asarray(logps), jnp.asarray(ref_logps), name), np.float64)
+    total: NDArray[np.float64] = np.where(there, kl, 0.0).sum(1)
+    return total
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """Fetch an array, from all processes where there are several."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(jax.device_get(x))

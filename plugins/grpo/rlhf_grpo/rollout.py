@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from rlhf_core.rows import Tree
 from rlhf_core.sampling import Rollouts
 
 HERE = str(Path(__file__).parent)
+READ = "read_"
+"""In front of the names of `Rollout.read` in a checkpoint."""
 
 
 @dataclass
@@ -33,6 +35,9 @@ class Rollout:
     """float64 [N, functions]; NaN where a function does not apply."""
     advantages: NDArray[np.float32]
     """float32 [N]."""
+    read: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """float32 [N, C] each, what the policies said of the tokens when the rollout was drawn: `ref_logps`, `old_logps`,
+    `entropies`, where they are needed."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """For a checkpoint."""
@@ -41,13 +46,15 @@ class Rollout:
             "rewards": self.rewards,
             "advantages": self.advantages,
             **{f"samples_{name}": getattr(self.samples, name) for name in Rollouts._fields},
+            **{f"{READ}{name}": values for name, values in self.read.items()},
         }
 
     @classmethod
-    def from_arrays(cls, number: int, arrays: Any) -> Rollout:
+    def from_arrays(cls, number: int, arrays: Mapping[str, Any]) -> Rollout:
         samples = Rollouts(**{name: np.asarray(arrays[f"samples_{name}"]) for name in Rollouts._fields})
         kept = {name: np.asarray(arrays[name]) for name in ("prompts", "rewards", "advantages")}
-        return cls(number, samples=samples, **kept)
+        read = {key.removeprefix(READ): np.asarray(arrays[key]) for key in arrays if key.startswith(READ)}
+        return cls(number, samples=samples, read=read, **kept)
 
 
 def advantage_inputs(

@@ -1,0 +1,95 @@
+"""A run that was stopped in the middle of a rollout goes on with another number of devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig
+
+from rlhf_core import hookimpl, load_model
+from rlhf_core.errors import RunError
+from rlhf_core.mesh import make_mesh
+
+CONFIG: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "total_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_training_steps": 4,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "top_entropy_quantile": 0.5,
+    "entropy_coef": 0.01,
+    "kl": {"beta": 0.1, "place": "reward"},
+    "log_steps": 1,
+    "save_steps": 1,
+    "num_preview_samples": 0,
+}
+
+
+class StopError(Exception):
+    pass
+
+
+class StopsAt:
+    """Ends a run after an update; the update before it is saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.rows: dict[int, dict[str, float]] = {}
+
+    @hookimpl
+    def rlhf_step_end(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self.step:
+            raise StopError
+        self.rows[step] = dict(metrics)
+
+
+def early(completions: list[str]) -> list[float]:
+    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
+
+
+def trained(
+    tiny: ModuleType, model: Any, directory: Path, devices: int, stop: int | None = None
+) -> tuple[dict[str, np.ndarray], dict[int, dict[str, float]]]:
+    watch = StopsAt(stop or -1)
+    inputs = {"model": model, "rewards": [early], "train_dataset": tiny.prompts(6)}
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    artifact = tiny.run("grpo", GRPOConfig(**CONFIG), directory, listeners=[watch], mesh=mesh, **inputs)
+    return tiny.leaves(load_model(artifact.path, mesh=tiny.one_device()).params), watch.rows
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType) -> Any:
+    return tiny.make_model("lm", scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(tiny, model, tmp_path_factory.mktemp("whole"), 1)
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8), (1, 1)])
+def test_it_goes_on_in_the_middle_of_a_rollout(
+    first: int, then: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
+) -> None:
+    with pytest.raises((StopError, RunError)) as stopped:
+        trained(tiny, model, tmp_path, first, stop=2)
+    assert "StopError" in repr(stopped.getrepr())
+    assert [path.name for path in (tmp_path / "checkpoints").glob("*1")]
+    params, rows = trained(tiny, model, tmp_path, then)
+    assert sorted(rows) == [2, 3, 4]
+    expected, logged = whole
+    for name in ("loss", "kl", "entropy", "reward"):
+        for step, row in rows.items():
+            assert row[name] == pytest.approx(logged[step][name], abs=2e-5), (name, step)
+    for name, leaf in params.items():
+        if first == then:
+            np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+        else:
+            np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=2e-4, err_msg=name)
