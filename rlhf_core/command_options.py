@@ -14,7 +14,12 @@ Plugins = Annotated[
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="Override a field, or `seed=1`; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="STAGE.FIELD=VALUE",
+        help="Override a field, an entry of a list (policy.rewards[1].weight=2 or policy.rewards.1.weight=2), or "
+        "`seed=1`; repeatable.",
+    ),
 ]
 RunDirectory = Annotated[
     Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")

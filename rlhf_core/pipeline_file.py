@@ -188,7 +188,7 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
     if head in by_name and len(steps) > 1:
         # What is wrong with the path is told once, when the whole stage's paths are resolved.
         value = resolve_paths(
-            next(str(s) for s in reversed(steps) if isinstance(s, str)), value, Path.cwd(), "", []
+            next(str(s) for s in reversed(steps) if not _is_index(s)), value, Path.cwd(), "", []
         )
         target = by_name[head]
         steps = steps[1:]
@@ -203,23 +203,48 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
         return
     try:
         _assign(target, steps, value)
-    except (LookupError, TypeError):
-        problems.append(f"--set {text}: there is nothing at '{key}' to set")
+    except LookupError as error:
+        problems.append(f"--set {text}: {error.args[0]}")
 
 
-def _assign(target: Any, steps: Sequence[str | int], value: Any) -> None:
-    """Set `value` at `steps`, in copies of what is on the way, where "dapo" is {name = "dapo"}."""
+def _assign(target: Any, steps: Sequence[str | int], value: Any, at: str = "") -> None:
+    """Set `value` at `steps`, in copies of what is on the way, where "dapo" is {name = "dapo"}.
+
+    An entry of a list is given as rewards[1] or rewards.1. at: the steps before. Raises LookupError, with words, where
+    there is nothing to set.
+    """
     step, *rest = steps
+    if isinstance(target, list):
+        step = _index(step, target, at)
+    elif isinstance(step, int):
+        raise LookupError(f"'{at}' is a table, which has no entry {step}; write {at}.field")
+    here = f"{at}[{step}]" if isinstance(step, int) else f"{at}.{step}".lstrip(".")
     if rest:
-        inner = target.get(step, {}) if isinstance(step, str) else target[step]
-        if isinstance(inner, str) and isinstance(rest[0], str):
+        inner = target[step] if isinstance(step, int) else target.get(step, {})
+        if isinstance(inner, str) and not _is_index(rest[0]):
             inner = {"name": inner}
+        if _is_index(rest[0]) and inner == {}:
+            raise LookupError(f"'{here}' has no entry {rest[0]}: it is not given in the file")
+        if not isinstance(inner, Mapping | list):
+            raise LookupError(f"'{here}' is {inner!r}, which has no '{rest[0]}'")
         inner = list(inner) if isinstance(inner, list) else dict(inner)
-        _assign(inner, rest, value)
+        _assign(inner, rest, value, here)
         value = inner
-    if isinstance(step, int) and not isinstance(target, list):
-        raise TypeError
     target[step] = value
+
+
+def _is_index(step: str | int) -> bool:
+    return isinstance(step, int) or step.isdecimal()
+
+
+def _index(step: str | int, entries: Sequence[Any], at: str) -> int:
+    """The number of an entry in a list. Raises LookupError, naming those there are."""
+    known = f"it has {len(entries)}, numbered from 0"
+    if not _is_index(step):
+        raise LookupError(f"'{at}' is a list: write {at}[0].{step}; {known}")
+    if int(step) >= len(entries):
+        raise LookupError(f"'{at}' has no entry {int(step)}: {known}")
+    return int(step)
 
 
 def _directory(value: Any, problems: list[str]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import options
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
 from rlhf_core.errors import InputError, exists, near
-from rlhf_core.options.paths import is_model_field
+from rlhf_core.options.build import components
+from rlhf_core.options.paths import artifact_kinds, is_model_field, noted_kinds
 from rlhf_core.pipeline_file import PipelineFile, StageTable
 
 if TYPE_CHECKING:
@@ -148,8 +149,12 @@ def _stage(
         except InputError as error:
             problems += error.problems
     inputs: dict[str, Input] = {}
+
+    def kinds(dotted: str) -> tuple[str, ...]:
+        return () if trainer is None else _kinds(trainer.config, given, host, dotted)
+
     replaced = {
-        key: _references(key, value, key, where, outputs, known, inputs, problems)
+        key: _references(key, value, key, where, outputs, known, inputs, problems, kinds)
         for key, value in given.items()
     }
     known.outputs[table.name] = outputs
@@ -174,6 +179,17 @@ def _stage(
     )
 
 
+def _kinds(config: type[TrainerConfig], given: Mapping[str, Any], host: Host, dotted: str) -> tuple[str, ...]:
+    """The kinds of artifact that a field takes: as the configuration says, or the component whose option it is."""
+    for path, kind, owner, component in components(config, given):
+        option = dotted.removeprefix(f"{path}.")
+        if option != dotted and option not in owner.model_fields:
+            found = host.registry.option_field(kind, component["name"], option)
+            if found is not None and (noted := noted_kinds(found)):
+                return noted
+    return artifact_kinds(config, dotted)
+
+
 def _with_default_names(config: type[TrainerConfig], given: Mapping[str, Any]) -> dict[str, Any]:
     """`loss = { epsilon = 0.1 }` without a name changes the default component, which is put in."""
     table = dict(given)
@@ -196,20 +212,24 @@ def _references(
     known: _Known,
     inputs: dict[str, Input],
     problems: list[str],
+    kinds: Callable[[str], tuple[str, ...]],
     *,
     inside: bool = False,
 ) -> Any:
-    """`value` with STAGE.OUTPUT in model fields replaced by paths; every input found is put in `inputs`."""
+    """`value` with STAGE.OUTPUT in model fields replaced by paths; every input found is put in `inputs`.
+
+    kinds: of artifact that the field at a dotted path takes; none: any.
+    """
     if isinstance(value, Mapping):
         return {
             k: _references(
-                k, v, f"{dotted}.{k}", where, outputs, known, inputs, problems, inside=key != "model"
+                k, v, f"{dotted}.{k}", where, outputs, known, inputs, problems, kinds, inside=key != "model"
             )
             for k, v in value.items()
         }
     if isinstance(value, list):
         return [
-            _references(key, v, f"{dotted}[{i}]", where, outputs, known, inputs, problems, inside=True)
+            _references(key, v, f"{dotted}[{i}]", where, outputs, known, inputs, problems, kinds, inside=True)
             for i, v in enumerate(value)
         ]
     if not isinstance(value, str):
@@ -239,8 +259,11 @@ def _references(
             f"{where}.model: {value} is a {kind}; a trainer that makes a {' and a '.join(outputs.values())} "
             f"starts from a {LANGUAGE_MODEL}"
         )
-    if inside and dotted.startswith(f"{REWARD.name}s[") and kind not in (None, REWARD_MODEL):
-        problems.append(f"{where}.{dotted}: {value} is a {kind}; a reward needs a {REWARD_MODEL}")
+    if inside and dotted.startswith(f"{REWARD.name}s[") and key == "model" and not (takes := kinds(dotted)):
+        if kind not in (None, REWARD_MODEL):
+            problems.append(f"{where}.{dotted}: {value} is a {kind}; a reward needs a {REWARD_MODEL}")
+    elif dotted != "model" and kind is not None and (takes := kinds(dotted)) and kind not in takes:
+        problems.append(f"{where}.{dotted}: {value} is a {kind}; this field needs a {' or a '.join(takes)}")
     inputs[dotted] = Input(path, reference)
     return str(path)
 

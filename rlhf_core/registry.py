@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from pydantic.fields import FieldInfo
+
 from rlhf_core.components import Entry, describe, load_function, qualified
 from rlhf_core.contracts import REWARD, Kind
 from rlhf_core.errors import InputError, near
@@ -107,6 +109,14 @@ class Registry:
         except InputError as error:
             return [("name", message) for message in error.problems]
         return [(problem.path, problem.message) for problem in entry.check(options, also)]
+
+    def option_field(self, kind: Kind[Any], name: str, option: str) -> FieldInfo | None:
+        """How an option of a component is declared; None where there is no such component or option."""
+        try:
+            models = self._entry(kind, name).options or {}
+        except InputError:
+            return None
+        return models[option].model_fields["value"] if option in models else None
 
     def secret_options(self, kind: Kind[Any], name: str, /) -> frozenset[str]:
         """The options of a component that hold a SecretStr; none for a name that is not registered."""

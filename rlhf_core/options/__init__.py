@@ -6,6 +6,16 @@ from rlhf_core.options.build import FieldDoc as FieldDoc
 from rlhf_core.options.build import build as build
 from rlhf_core.options.build import fields as fields
 from rlhf_core.options.build import parse_value as parse_value
+from rlhf_core.options.paths import ArtifactKinds as ArtifactKinds
 from rlhf_core.options.trainer import TrainerConfig as TrainerConfig
 
-__all__ = ["Component", "FieldDoc", "Options", "TrainerConfig", "build", "fields", "parse_value"]
+__all__ = [
+    "ArtifactKinds",
+    "Component",
+    "FieldDoc",
+    "Options",
+    "TrainerConfig",
+    "build",
+    "fields",
+    "parse_value",
+]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
 INPUT_FIELDS = {"chat_template", "tokenizer", "path"}
 INPUT_ENDINGS = ("_data", "_file")
 
@@ -14,3 +20,56 @@ def is_input_field(field: str) -> bool:
 def is_model_field(field: str) -> bool:
     """Whether strings in this field name models: `model` itself, or a plugin's `teacher_model`."""
     return field == "model" or field.endswith("_model")
+
+
+class ArtifactKinds:
+    """Says of a field of a configuration, or of an option, which kinds of artifact it takes.
+
+    `critic_model: Annotated[str | None, ArtifactKinds("language_model", "reward_model")] = None`. A pipeline that names
+    an artifact of another kind there is refused before anything runs.
+    """
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+
+
+USUAL_KINDS = {
+    "reward_model": "reward_model",
+    "critic_model": "reward_model",
+    "value_model": "reward_model",
+    "ref_model": "language_model",
+    "reference_model": "language_model",
+    "teacher_model": "language_model",
+    "draft_model": "language_model",
+}
+"""The kind that a field takes by its name, where it has no `ArtifactKinds`; fields of other names take any."""
+
+
+def artifact_kinds(cls: type[BaseModel], path: str) -> tuple[str, ...]:
+    """The kinds of artifact that the field at a dotted path takes; empty where any will do."""
+    *tables, last = re.sub(r"\[\d+\]", "", path).split(".")
+    inner: type[BaseModel] | None = cls
+    for name in tables:
+        field = None if inner is None else inner.model_fields.get(name)
+        inner = None if field is None else _table_in(field.annotation)
+    field = None if inner is None else inner.model_fields.get(last)
+    if field is not None and (noted := noted_kinds(field)):
+        return noted
+    return (USUAL_KINDS[last],) if last in USUAL_KINDS else ()
+
+
+def noted_kinds(field: FieldInfo) -> tuple[str, ...]:
+    """What a field's `ArtifactKinds` says; empty without one."""
+    notes = [*field.metadata, *_notes_in(field.annotation)]
+    return next((note.kinds for note in notes if isinstance(note, ArtifactKinds)), ())
+
+
+def _notes_in(annotation: Any) -> list[Any]:
+    own = list(get_args(annotation)[1:]) if get_origin(annotation) is Annotated else []
+    return own + [note for part in get_args(annotation) for note in _notes_in(part)]
+
+
+def _table_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _table_in(part))), None)

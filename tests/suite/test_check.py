@@ -228,15 +228,38 @@ def test_set_of_the_pipeline_itself(fake: ModuleType) -> None:
         ("a", "--set a: write stage.field=value"),
         ("a.size", "write stage.field=value"),
         ("b.size=1", "no stage 'b'"),
-        ("a.rewards[7].weight=1", "nothing at 'a.rewards[7].weight' to set"),
-        ("a.size.x.y=1", "nothing at 'a.size.x.y'"),
+        ("a.rewards[7].weight=1", "'rewards' has no entry 7: it has 1, numbered from 0"),
+        ("a.rewards.7.weight=1", "'rewards' has no entry 7: it has 1, numbered from 0"),
+        ("a.rewards.weight=1", "'rewards' is a list: write rewards[0].weight"),
+        ("a.rewards.-1.weight=1", "'rewards' is a list: write rewards[0].-1; it has 1"),
+        ("a.rewards[1]=length", "'rewards' has no entry 1"),
+        ("a.loggers.0.name=x", "'loggers' has no entry 0: it is not given in the file"),
+        ("a.size.x.y=1", "'size' is 3, which has no 'x'"),
+        ("a.size[0]=1", "'size' is 3, which has no '0'"),
+        ("a.kind[0]=1", "'kind' is 'plain', which has no '0'"),
+        ("a.kind.0.x=1", "'kind' is 'plain', which has no '0'"),
+        ("mesh[0]=1", "'mesh'"),
     ],
 )
 def test_what_cannot_be_set(fake: ModuleType, text: str, expected: str) -> None:
     Path("p.toml").write_text(
-        'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nsize = 3\nrewards = [{ name = "length" }]'
+        'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nsize = 3\nkind = "plain"\n'
+        'rewards = [{ name = "length" }]'
     )
-    assert any(expected in problem for problem in read("p.toml", sets=[text]).problems)
+    told = [problem for problem in read("p.toml", sets=[text]).problems if problem.startswith("--set")]
+    assert len(told) == 1
+    assert expected in told[0]
+
+
+@pytest.mark.parametrize("key", ["a.rewards[1].weight", "a.rewards.1.weight"])
+@pytest.mark.parametrize("entry", ['"brief"', '{ name = "brief", weight = 1 }'])
+def test_both_spellings_of_an_entry_of_a_list(fake: ModuleType, key: str, entry: str) -> None:
+    Path("p.toml").write_text(
+        f'dir = "x"\n[[stage]]\nname = "a"\ntrainer = "fake"\nrewards = ["length", {entry}]'
+    )
+    file = read("p.toml", sets=[f"{key}=2"])
+    assert not file.problems
+    assert file.stages[0].options["rewards"] == ["length", {"name": "brief", "weight": 2}]
 
 
 def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: ModuleType) -> None:

@@ -1,0 +1,119 @@
+"""Processes of one job that were given different things are refused, all of them, before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf_core import components
+
+processes: Any = components.load_file(Path(__file__).parents[1] / "processes.py")
+FAKE = Path(__file__).with_name("fake_trainers.py")
+PIPELINE = """
+[[stage]]
+name = "base"
+trainer = "fake"
+model = { model_type = "llama" }
+train_data = "train.jsonl"
+[[stage]]
+name = "rm"
+trainer = "fake_rm"
+model = "base.model"
+"""
+COMMAND = """
+import sys
+from rlhf_core.cli import main
+sys.argv = ["rlhf", *arguments]
+main()
+"""
+ALONE = """
+import json
+from rlhf_core.errors import InputError
+from rlhf_sft import SFTConfig, SFTTrainer
+config, rows = map(json.loads, arguments)
+try:
+    SFTTrainer(SFTConfig(**config), model="nothing/here", train_dataset=rows).train()
+except InputError as error:
+    print("refused:", error)
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def both(program: str, directory: Path, *arguments: list[str]) -> list[tuple[int, str]]:
+    """(exit code, what was said) of two processes, each with its arguments."""
+    port = processes.free_port()
+    running = [
+        processes.start(program, i, 2, port, *each, devices=1, cwd=directory)
+        for i, each in enumerate(arguments)
+    ]
+    try:
+        said = [each.communicate(timeout=120)[0] for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    return [(each.returncode, text) for each, text in zip(running, said, strict=True)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "p.toml").write_text(PIPELINE)
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "other.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / "q.toml").write_text(PIPELINE.replace("train.jsonl", "other.jsonl"))
+    return tmp_path
+
+
+def arguments(pipeline: str = "p.toml", *more: str, dir: str = "run") -> list[str]:
+    return ["run", pipeline, "--plugin", str(FAKE), "--dir", dir, *more]
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (arguments("p.toml", "--set", "rm.size=5"), "process 1: stage 'rm'.size is 5, and 3 on process 0"),
+        (arguments("p.toml", "--set", "base.log_steps=3"), "process 1: stage 'base'.log_steps is 3, and 10"),
+        (arguments("q.toml"), "process 1: stage 'base'.train_data is "),
+    ],
+)
+def test_who_differs_and_in_what_is_said_by_all(place: Path, second: list[str], said: str) -> None:
+    for code, text in both(COMMAND, place, arguments(), second):
+        assert code == 2, text
+        assert said in " ".join(text.split())
+        assert "Traceback" not in text
+    assert not (place / "run" / "base").exists()
+
+
+def test_a_run_directory_that_is_not_shared_is_said(place: Path) -> None:
+    (place / "two" / "base").mkdir(parents=True)
+    ended = both(COMMAND, place, arguments(dir="one"), arguments(dir="one"))
+    assert [code for code, _ in ended] == [0, 0], ended
+    for code, text in both(COMMAND, place, arguments(dir="one"), arguments(dir="two")):
+        assert code == 2, text
+        assert "process 1: stage 'base' is new, and done on process 0" in " ".join(text.split())
+
+
+def test_a_problem_of_one_process_ends_both(place: Path) -> None:
+    (place / "two" / "base").mkdir(parents=True)
+    (place / "two" / "base" / "stage.json").write_text("{")
+    for code, text in both(COMMAND, place, arguments(dir="one"), arguments(dir="two")):
+        assert code == 2, text
+        assert "process 1:" in text
+        assert "stage.json is damaged" in " ".join(text.split())
+
+
+def test_trainers_that_are_run_from_python_agree_too(tiny: ModuleType, tmp_path: Path) -> None:
+    rows = json.dumps(tiny.texts(3))
+    given = [
+        [json.dumps({"learning_rate": rate, "save_directory": str(tmp_path / "run")}), rows]
+        for rate in (0.1, 0.2)
+    ]
+    for _, text in both(ALONE, tmp_path, *given):
+        assert "refused: process 1: stage 'sft'.learning_rate is 0.2, and 0.1 on process 0" in text
+    other = [given[0], [given[0][0], json.dumps(tiny.texts(3, seed=1))]]
+    for _, text in both(ALONE, tmp_path, *other):
+        assert "refused: process 1: stage 'sft'.train_data" in text
