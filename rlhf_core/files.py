@@ -29,8 +29,10 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueErro
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
-def write_atomic(path: str | Path, content: bytes | str) -> None:
+def write_atomic(path: str | Path, content: bytes | str, *, private: bool = False) -> None:
     """Write a file so that a reader, or a power cut, finds the whole of the old or of the new one.
+
+    private: a new file is its owner's alone to read.
 
     Makes missing parent directories. A link stays, and what it points to is replaced; a file that is there keeps its
     mode and owner. What is no regular file, such as a pipe or /dev/stdout, is written to. Raises RunError where the
@@ -54,15 +56,15 @@ def write_atomic(path: str | Path, content: bytes | str) -> None:
             with open(path, "wb", buffering=0) as file:
                 _write_all(file.fileno(), data)
         else:
-            _replace(beside, Path(os.path.realpath(path)), data, before)
+            _replace(beside, Path(os.path.realpath(path)), data, before, private)
 
     attempt(write, path.name, path, leftover=beside, then=UNTOUCHED)
 
 
-def _replace(beside: Path, target: Path, data: bytes, before: os.stat_result | None) -> None:
+def _replace(beside: Path, target: Path, data: bytes, before: os.stat_result | None, private: bool) -> None:
     make_directory(target.parent)
     # A file that others may not read is never there for them, not even under its other name.
-    mode = 0o666 if before is None else 0o600
+    mode = 0o666 if before is None and not private else 0o600
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         _write_all(descriptor, data)

@@ -9,7 +9,7 @@ from rlhf_core import data, optimizers
 from rlhf_core.advice import advise
 from rlhf_core.doors import asked_lora, open_records, require_model, told_of
 from rlhf_core.feeds import MICRO_BATCH_TOKENS
-from rlhf_core.memory import definition_of, memory_line, training_bytes
+from rlhf_core.memory import definition_of, memory_lines, training_bytes
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.trees import lengths_of, sizes_of
 
@@ -58,7 +58,7 @@ def plan_lines(
         said,
         f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
         tokens,
-        *([] if memory is None else [memory_line(memory[2], config.dtype, stage.planned_mesh)]),
+        *([] if memory is None else memory_lines(memory[2], config.dtype, stage.planned_mesh)),
         *(f"warning: {line}" for line in advise(config, total)),
     ]
 

@@ -15,7 +15,9 @@ from rlhf_core.mesh import rows_a_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.partition import join, split
+from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.state import fixed_parameters, optimizer_shardings
+from rlhf_core.usage import machine_memory
 
 if TYPE_CHECKING:
     import optax
@@ -26,6 +28,21 @@ if TYPE_CHECKING:
 
 COMPUTE = "float32"
 """What activations and caches are counted in; an accelerator's bfloat16 takes half."""
+PROCESS = 1_200_000_000
+"""Bytes of a process on the host beside its arrays: Python, libraries, compilers and what they compiled."""
+HOLES = 1.15
+"""What a host's allocator holds for each byte in use: freed blocks that fit nothing stay."""
+
+
+class MemoryLine(str):
+    """A forecast's line on memory, with the bytes that it names."""
+
+    bytes: int
+
+    def __new__(cls, text: str, size: int) -> MemoryLine:
+        line = super().__new__(cls, text)
+        line.bytes = size
+        return line
 
 
 def definition_of(
@@ -119,16 +136,51 @@ def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
     return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
 
 
-def memory_line(parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None) -> str:
+def memory_lines(
+    parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None
+) -> list[str]:
+    """`memory_line`, and a warning where this machine computes on its CPU and has less.
+
+    On a CPU the parts of the process are added to those of the arrays, which then are a bound for the process.
+    """
+    on_host = mesh is None and computes_on_cpu()
+    line = memory_line(process_parts(parts) if on_host else parts, dtype, mesh)
+    there = machine_memory() if on_host else None
+    if there is None or line.bytes <= there:
+        return [line]
+    return [
+        line,
+        f"warning: memory: up to {human(line.bytes)}, and this machine has {human(there)}: raise "
+        "gradient_accumulation_steps, lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an "
+        "accelerator",
+    ]
+
+
+def process_parts(parts: Mapping[str, int]) -> dict[str, int]:
+    """The parts of a stage as the process that runs it holds them, with what saving copies and the libraries take.
+
+    A checkpoint is written from a copy, since training goes on meanwhile; micro-batches of one update hold the sum of
+    the gradients beside the newest one, and the last artifact is gathered into arrays on the host.
+    """
+    copied = parts.get("gradients", 0) + parts.get("optimizer", 0)
+    arrays = {**parts, "copies while saving": copied + parts.get("parameters", 0)}
+    holes = round((HOLES - 1) * sum(arrays.values()))
+    return {**arrays, "process": PROCESS + holes}
+
+
+def memory_line(
+    parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None
+) -> MemoryLine:
     """One line: the sum of all parts, and each. dtype: of the computation; None: COMPUTE. mesh: of the devices each of
     which has these parts; None: they are in all."""
-    listed = ", ".join(f"{name} {_human(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
     told = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
     where = "in all"
     if mesh is not None:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         where = f"on {f'each of {mesh.size} devices' if mesh.size > 1 else '1 device'} ({axes})"
-    return f"memory at most about {_human(sum(parts.values()))} {where}, {told}: {listed}"
+    size = sum(parts.values())
+    return MemoryLine(f"memory at most about {human(size)} {where}, {told}: {listed}", size)
 
 
 def _part(tree: Any, shardings: Any) -> Any:
@@ -148,7 +200,8 @@ def _size(shape: tuple[int, ...], dtype: Any) -> int:
     return int(np.prod(shape, dtype=np.int64)) * (dtype.itemsize if hasattr(dtype, "itemsize") else 4)
 
 
-def _human(size: float) -> str:
+def human(size: float) -> str:
+    """A number of bytes in three digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"

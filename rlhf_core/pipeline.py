@@ -17,7 +17,7 @@ from rlhf_core.preview import previews
 from rlhf_core.recorded import Asked, held, run_recorded
 from rlhf_core.resolved import to_toml
 from rlhf_core.stage_record import StageRecord
-from rlhf_core.terminal import listed
+from rlhf_core.terminal import echo, listed
 from rlhf_core.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ def run_pipeline(
     return run(plan(file, host), host)
 
 
-def run(plan: Plan, host: Host, *, say: Callable[[str], None] = print) -> Results:
+def run(plan: Plan, host: Host, *, say: Callable[[str], None] = echo) -> Results:
     """Run a plan. `say` is told, on the main process, what each stage will do, and which are skipped or continued."""
     import jax
 
     from rlhf_core import runtime
     from rlhf_core.mesh import make_mesh
+    from rlhf_core.usage import free_memory
 
     runtime.prepare()
     mesh = make_mesh(plan.mesh.get("data", -1), plan.mesh.get("fsdp", 1), plan.mesh.get("tensor", 1))
@@ -83,12 +84,13 @@ def run(plan: Plan, host: Host, *, say: Callable[[str], None] = print) -> Result
             _write_resolved(plan, host)
         for name, lines in said.items():
             say(listed(f"stage '{name}' will train on", lines))
-        results = {
-            stage.name: _run_stage(
+        results: dict[str, StageResult] = {}
+        for number, stage in enumerate(plan.stages):
+            if number and not results[plan.stages[number - 1].name].skipped:
+                free_memory()  # of the stage before, whose programs and arrays nothing needs
+            results[stage.name] = _run_stage(
                 stage, records[stage.name][0], mesh, host, is_main, say, said.get(stage.name, [])
             )
-            for stage in plan.stages
-        }
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
     return Results(plan.dir, results)
@@ -122,6 +124,7 @@ def _run_stage(
     say: Callable[[str], None],
     said: Sequence[str],
 ) -> StageResult:
+    from rlhf_core.memory import MemoryLine
     from rlhf_core.stage import Stage
 
     name, directory = stage_plan.name, stage_plan.dir
@@ -145,19 +148,20 @@ def _run_stage(
         notes=directory.parent,
         say=say,
         told=[line.removeprefix("warning: ") for line in said],
+        forecast=next((line.bytes for line in said if isinstance(line, MemoryLine)), None),
     )
     return StageResult(*ended)
 
 
 def _write_resolved(plan: Plan, host: Host) -> None:
-    from rlhf_core.artifacts import write_atomic
+    from rlhf_core.files import write_atomic
 
     stages: list[dict[str, Any]] = [
         {"name": stage.name, "trainer": stage.trainer_name, **public_table(stage.written, host.registry)}
         for stage in plan.stages
     ]
     table = {"dir": str(plan.dir), "seed": plan.seed, "mesh": dict(plan.mesh), "stage": stages}
-    write_atomic(plan.dir / "pipeline.resolved.toml", to_toml(table))
+    write_atomic(plan.dir / "pipeline.resolved.toml", to_toml(table), private=True)
 
 
 def _silent(_: str) -> None:

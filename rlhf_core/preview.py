@@ -68,7 +68,7 @@ def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
     if plan is None:
         return []
     try:
-        return [str(line) for line in plan(planned.preview, stage)]
+        return [line if isinstance(line, str) else str(line) for line in plan(planned.preview, stage)]
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:

@@ -16,7 +16,9 @@ from rlhf_core.contracts import Artifact, Trainer
 from rlhf_core.directory_lock import lock
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.execution import execute, read_outputs
+from rlhf_core.memory import human
 from rlhf_core.stage_record import StageRecord, State
+from rlhf_core.usage import forget_peak, peak_line
 
 if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig
@@ -150,12 +152,13 @@ def run_recorded(
     notes: Path,
     say: Callable[[str], None],
     told: Sequence[str] = (),
+    forecast: int | None = None,
     done: str = "skipped",
 ) -> Ended:
     """Run a stage, or go on with it, or give what it has left where it is done.
 
-    now: what it computes. notes: the directory of events.jsonl. told: warnings that were shown already. done: what is
-    said of a stage that is done.
+    now: what it computes. notes: the directory of events.jsonl. told: warnings that were shown already. forecast: bytes
+    of memory, to be shown beside what was taken. done: what is said of a stage that is done.
     Raises InputError, on every process, where it was begun as another experiment.
     """
     stage = replace(stage, experiment=now)
@@ -185,6 +188,7 @@ def run_recorded(
         continues = state == "running" or record.has_checkpoints
         noted = events.noted(notes, stage.name, stage.devices(), continues=continues, told=told)
         record.write_running(now)
+    forget_peak()
     try:
         with noted, hook_errors.named(host.pm):
             outputs = execute(
@@ -201,4 +205,6 @@ def run_recorded(
             elif isinstance(error, InputError):
                 record.put_back(before)
         raise
+    if forecast is not None:
+        stage.say(f"memory: {peak_line()}; at most {human(forecast)} was forecast")
     return Ended(outputs, False, dict(stage.metrics))

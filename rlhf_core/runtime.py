@@ -25,7 +25,7 @@ def prepare() -> None:
 
     Starts no backend in a job of one process, so that the number of devices can still be set.
     """
-    if _computes_on_cpu():
+    if computes_on_cpu():
         keep_freed_memory()
         compile_quickly()
     use_compilation_cache()
@@ -112,7 +112,7 @@ def cache_directory() -> Path:
     return root / "rlhf" / "compilation"
 
 
-def _computes_on_cpu() -> bool:
+def computes_on_cpu() -> bool:
     """Whether jax will pick the CPU, told without starting a backend: by its setting or what is installed."""
     import jax
 

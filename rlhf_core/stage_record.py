@@ -181,8 +181,8 @@ class StageRecord:
 
 
 def write(directory: Path, record: Mapping[str, Any]) -> None:
-    """Put a stage's record into its directory, with a checksum."""
-    write_atomic(directory / FILE, sealed(record))
+    """Put a stage's record into its directory, with a checksum. It holds the configuration: nobody else may read it."""
+    write_atomic(directory / FILE, sealed(record), private=True)
 
 
 def _now() -> str:

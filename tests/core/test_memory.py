@@ -1,12 +1,15 @@
 """Memory from shapes: what is exact against the sizes of real arrays, the estimate against a hand count."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
 
-from rlhf_core import optimizers
+from rlhf_core import memory, optimizers, usage
 from rlhf_core.errors import InputError
 from rlhf_core.memory import cache_bytes, definition_of, memory_line, training_bytes
+from rlhf_core.mesh import planned_mesh
 
 
 def size(tree):
@@ -53,3 +56,33 @@ def test_what_describes_a_model(tiny, tmp_path):
 def test_the_line():
     line = memory_line({"parameters": 1_234_567, "optimizer": 0, "activations": 2_500_000_000})
     assert line == ("memory at most about 2.5 GB in all, float32: parameters 1.23 MB, activations 2.5 GB")
+
+
+def test_a_process_is_compared_with_its_machine(monkeypatch):
+    parts = {"parameters": 10**9, "gradients": 10**9, "optimizer": 2 * 10**9, "activations": 10**9}
+    monkeypatch.setattr(memory, "machine_memory", lambda: 64 * 10**9)
+    (line,) = memory.memory_lines(parts)
+    # The arrays, a copy of what is saved, the libraries, and what the allocator cannot use again.
+    assert line.bytes >= sum(parts.values()) + 3 * 10**9 + memory.PROCESS
+    assert "copies while saving 4.0 GB" in line
+    monkeypatch.setattr(memory, "machine_memory", lambda: 8 * 10**9)
+    line, warning = memory.memory_lines(parts)
+    assert warning.startswith("warning: memory: up to ")
+    assert "this machine has 8.0 GB" in warning
+    # Devices that need not be there are not compared, and hold the arrays alone.
+    (line,) = memory.memory_lines(parts, None, planned_mesh(8))
+    assert line.bytes == sum(parts.values())
+
+
+def test_the_machine_and_its_peak():
+    there = usage.machine_memory()
+    assert there is not None
+    assert 2**28 < there < 2**50
+    usage.forget_peak()
+    before = usage.peak_host_bytes()
+    held = np.ones(200_000_000 // 8)
+    assert held.nbytes * 0.9 < usage.peak_host_bytes() - before < held.nbytes * 1.5
+    del held
+    if usage.peak_host_bytes() > 0 and sys.platform == "linux":
+        usage.forget_peak()
+        assert usage.peak_host_bytes() < before + 150_000_000

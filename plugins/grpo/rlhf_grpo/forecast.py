@@ -12,7 +12,7 @@ from rlhf_core import POLICY_LOSS, PolicyInputs, data
 from rlhf_core.advice import advise as advise_shared
 from rlhf_core.doors import open_records, require_model, try_loss
 from rlhf_core.forecast import training_memory
-from rlhf_core.memory import cache_bytes, memory_line
+from rlhf_core.memory import cache_bytes, memory_lines
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.rollouts import forecast_rewards, open_prompts, open_rewards
 from rlhf_core.sampling import slots_a_device
@@ -62,7 +62,7 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         slots = slots_a_device(None, asked * config.num_generations)
         cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, asked, longest)
         parts["rollout cache"] = cache
-        lines.append(memory_line(parts, config.dtype, stage.planned_mesh))
+        lines += memory_lines(parts, config.dtype, stage.planned_mesh)
     told = advise(
         config,
         updates=total,

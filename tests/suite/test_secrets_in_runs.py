@@ -1,0 +1,91 @@
+"""A secret given to a component appears in no file that a run writes and in nothing that it prints."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = """
+from dataclasses import dataclass
+import json
+from pydantic import SecretStr
+from rlhf_core import LOGGER, TRAINER, Trainer, TrainerConfig, artifacts, hookimpl
+from rlhf_core.errors import RunError
+
+@dataclass
+class Sink:
+    pin: SecretStr
+    api_key: str
+    url: str
+
+    @hookimpl
+    def rlhf_step_end(self, step, metrics):
+        with open("seen.txt", "a") as file:  # outside of the run directory
+            file.write(f"{self.pin.get_secret_value()} {self.api_key} {self.url}\\n")
+
+class Config(TrainerConfig):
+    fail: bool = False
+
+class Weights:
+    tokenizer = None
+
+    def save(self, path):
+        path.mkdir(parents=True)
+        (path / "weights.txt").write_text("x")
+
+def run(config, stage):
+    stage.hook.rlhf_step_end(stage=stage, step=1, metrics={"loss": 0.5})
+    if config.fail:
+        raise RunError("the service refused key canary-env-2 at canary-typed-1")
+    artifacts.save_model(stage, "model", "language_model", Weights())
+
+@hookimpl
+def rlhf_register(registry):
+    registry.add(LOGGER, "sink", Sink)
+    registry.add(TRAINER, "idle", Trainer(Config, {"model": "language_model"}, run))
+"""
+PIPELINE = """
+dir = "run"
+[[stage]]
+name = "a"
+trainer = "idle"
+logger = [{ name = "sink", pin = "canary-typed-1", api_key = "canary-named-3", url = { env = "SINK_URL" } }]
+"""
+CANARIES = ("canary-typed-1", "canary-env-2", "canary-named-3")
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_no_file_holds_a_secret(tmp_path: Path, fail: bool) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    (tmp_path / "p.toml").write_text(PIPELINE)
+    command = [sys.executable, "-m", "rlhf_core.cli", "run", "p.toml", "--plugin", "plugin.py"]
+    ended = subprocess.run(
+        [*command, *(["--set", "a.fail=true"] if fail else [])],
+        cwd=tmp_path,
+        env={**os.environ, "SINK_URL": "canary-env-2", "WANDB_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == (1 if fail else 0), ended.stderr
+    assert (tmp_path / "seen.txt").read_text().split() == ["canary-typed-1", "canary-named-3", "canary-env-2"]
+    written = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert tmp_path / "run/pipeline.resolved.toml" in written
+    for canary in CANARIES:
+        assert canary not in ended.stdout + ended.stderr
+        assert [path for path, content in written.items() if canary.encode() in content] == []
+    if not fail:
+        report = tmp_path / "run/report.html"
+        subprocess.run([sys.executable, "-m", "rlhf_core.cli", "report", "run"], cwd=tmp_path, check=True)
+        assert not any(canary in report.read_text() for canary in CANARIES)
+        again = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "SINK_URL": "another"}, capture_output=True, check=False
+        )
+        assert again.returncode == 0  # a secret is no difference
+    for name in ("run/pipeline.resolved.toml", *(["run/a/stage.json"] if not fail else [])):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
