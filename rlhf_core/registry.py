@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
 from rlhf_core.components import Entry, describe, load_function, qualified
-from rlhf_core.contracts import REWARD, Kind
+from rlhf_core.contracts import REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError, near
 
 T = TypeVar("T")
@@ -183,7 +184,9 @@ class Registry:
 
     def _missing(self, kind: Kind[Any], name: str) -> str:
         installed = self.names(kind)
-        hint = near(name, installed)
+        # Short names of methods are alike by chance: what a trainer is asked for must not be guessed.
+        alike = kind != TRAINER or get_close_matches(name, installed, n=1, cutoff=0.7)
+        hint = near(name, installed) if alike else f" None of the trainers here is '{name}'."
         message = f"no {kind.name} named '{name}'.{hint}"
         message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
         elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
@@ -191,7 +194,7 @@ class Registry:
             message += f" '{name}' is of another kind: {', '.join(elsewhere)}."
         if kind == REWARD:
             message += " A function of yours is module:function or file.py:function."
-        if not (hint or elsewhere or self.failures or self.disabled):
+        if not ((alike and hint) or elsewhere or self.failures or self.disabled):
             package = f"rlhf-{name.replace('_', '-')}"
             message += (
                 f" Install the package that has it, as a rule {package}, or give its file with --plugin."

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "dataset_split", "extra_optimizer_kwargs")
 """Names that are no fields and stand for part of one."""
 
+SAVED_BY = "trainer_config_class"
+"""Where a file saved by EasyDeL names the class of its config."""
+
 
 def expand(
     data: Mapping[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """What was given, canonical, and what is wrong with it or to be said of it. base: what it will be merged into."""
     given = dict(data)
-    problems = _aliases(given, cls._aliases())
+    problems = [*_saved_by(given, cls), *_aliases(given, cls)]
     _single_components(given, cls)
     problems += _without_effect(given, cls)
     problems += _flat_names(given, cls, base)
@@ -53,15 +56,33 @@ def _without_effect(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Pro
     return notes
 
 
-def _aliases(given: dict[str, Any], aliases: Mapping[str, str]) -> list[Problem]:
-    """Other spellings into names."""
+def _saved_by(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+    """Take out the class that EasyDeL writes into a file it saves; another trainer's is warned of."""
+    name = given.pop(SAVED_BY, cls.__name__)
+    if name == cls.__name__:
+        return []
+    return [Problem(SAVED_BY, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
+
+
+def _aliases(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+    """Other spellings into names. Both spellings may be given where they say the same, or one says nothing."""
     problems = []
+    aliases = cls._aliases()
     for alias in [alias for alias in aliases if alias in given]:
         value, name = given.pop(alias), aliases[alias]
-        if name in given:
+        if not _may_be_none(cls, name):  # EasyDeL's none: the default
+            if given.get(name, 0) is None:
+                del given[name]
+            if value is None:
+                continue
+        if name in given and given[name] != value:
             problems.append(Problem(alias, f"another name of {name}, which is given too; remove one"))
         given.setdefault(name, value)
     return problems
+
+
+def _may_be_none(cls: type[TrainerConfig], name: str) -> bool:
+    return name not in cls.model_fields or type(None) in get_args(cls.model_fields[name].annotation)
 
 
 def _single_components(given: dict[str, Any], cls: type[TrainerConfig]) -> None:

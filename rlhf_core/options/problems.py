@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from rlhf_core.errors import InputError, near
+from rlhf_core.options.seed import OTHER_NAMES
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -149,6 +150,9 @@ def _message(item: Any, table: type[Options]) -> str:
         ours = table.ELSEWHERE.get(name, "")
         if ours.partition(".")[0] in table.model_fields:
             return f"unknown field. What TRL calls so is {ours} here"
+        ours = OTHER_NAMES.get(name, "")
+        if ours.partition(".")[0] in table.model_fields:
+            return f"unknown field. Write {ours}"
         if name in table.ABSENT:
             return f"unknown field. It is TRL's; here {table.ABSENT[name]}"
         return unknown(name, table.names(), "field")

@@ -159,6 +159,7 @@ TRL_NAMES: Mapping[str, str] = {
     "logging_steps": "log_steps",
     "lr_scheduler_type": "scheduler",
     "max_steps": "max_training_steps",
+    "model_name_or_path": "model",
     "multi_objective_aggregation": "advantage",
     "num_generations_eval": "evaluation.num_generations",
     "optim": "optimizer",
@@ -167,6 +168,7 @@ TRL_NAMES: Mapping[str, str] = {
     "per_device_eval_batch_size": "eval_batch_size",
     "per_device_train_batch_size": "total_batch_size",
     "report_to": "logger",
+    "reward_funcs": "rewards",
     "run_name": "logger",
     "save_strategy": "save_steps",
     "shuffle_dataset": "shuffle_train_dataset",
@@ -178,6 +180,19 @@ TRL_NAMES: Mapping[str, str] = {
     "warmup_ratio": "warmup_steps",
 }
 """{TRL's field: ours}, for the message where it is given: values and defaults differ, so it is not simply taken."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    "batch_size": "total_batch_size",
+    "epochs": "num_train_epochs",
+    "eval_dataset": "eval_data",
+    "lr": "learning_rate",
+    "max_new_tokens": "sampling.max_completion_length",
+    "num_epochs": "num_train_epochs",
+    "reward_functions": "rewards",
+    "train_batch_size": "total_batch_size",
+    "train_dataset": "train_data",
+}
+"""{what people type for it: our field}, for the message where it is given."""
 
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
 _MESH = "`mesh` of the pipeline says how states are sharded"

@@ -84,7 +84,7 @@ def rollout_metrics(
     """Measure a rollout, by the contract's names.
 
     Within groups, `reward_std` and `frac_reward_zero_std` are over groups with at least two scored completions: NaN
-    where there is none, left out where `group` is 1.
+    where there is none, left out where `group` is 1. Terminated lengths are left out where no completion ended.
     """
     grouped = total.reshape(-1, group)
     compared = [values[~np.isnan(values)] for values in grouped]
@@ -95,9 +95,10 @@ def rollout_metrics(
         out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
         out["frac_reward_zero_std"] = _mean([np.ptp(values) == 0 for values in compared])
     for name, own in (("length", lengths), ("terminated_length", lengths[finished])):
-        out[f"completions/mean_{name}"] = _mean(own)
-        out[f"completions/min_{name}"] = float(own.min()) if len(own) else float("nan")
-        out[f"completions/max_{name}"] = float(own.max()) if len(own) else float("nan")
+        if len(own):
+            out[f"completions/mean_{name}"] = float(own.mean())
+            out[f"completions/min_{name}"] = float(own.min())
+            out[f"completions/max_{name}"] = float(own.max())
     out["completions/clipped_ratio"] = float(np.mean(~finished))
     for f, reward in enumerate(rewards):
         own = each[:, f][~np.isnan(each[:, f])]

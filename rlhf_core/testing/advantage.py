@@ -10,9 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import ADVANTAGE, AdvantageInputs
-from rlhf_core.testing.findings import Broken, Findings, hashes, made, require_close, require_finite
+from rlhf_core.errors import raised
+from rlhf_core.testing.findings import KITS, Broken, Findings, hashes, made, require_close, require_finite
 
 NAN = np.nan
+FUNCTIONS = 2
+"""Reward functions that an advantage is given."""
 REWARDS = ((0.1, 0.9, 0.4, 0.6), (1.0, 1.0, 0.0, 0.5), (-2.0, 0.3, 0.2, 1.5))
 
 
@@ -36,7 +39,13 @@ def check_advantage(advantage: Any) -> None:
     hashes(found, advantage)
     base = example(REWARDS)
     with found.property("output"):
-        out = advantage(example(REWARDS))
+        try:
+            out = advantage(example(REWARDS))
+        except (IndexError, ValueError, TypeError) as error:
+            raise Broken(
+                f"{raised(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
+                f"{list(base.rewards_by_function.shape)}"
+            ) from error
         if np.shape(out) != base.rewards.shape:
             raise Broken(f"shape {list(np.shape(out))}; return one a completion, {list(base.rewards.shape)}")
         if np.asarray(out).dtype != np.float32:
@@ -71,10 +80,11 @@ def check_advantage(advantage: Any) -> None:
 
 
 def example(rewards: Any) -> AdvantageInputs:
-    """Inputs of one reward function with weight 1."""
+    """Make inputs of two reward functions that agree, so that each of them and their weighted sum is `rewards`."""
     values = np.array(rewards, np.float32)
     lengths = 3 + np.arange(values.size, dtype=np.int32).reshape(values.shape) % 5
-    return AdvantageInputs(values, values[..., None].copy(), np.ones(1, np.float32), lengths)
+    each = np.stack([values] * FUNCTIONS, axis=-1)
+    return AdvantageInputs(values, each, np.array([0.75, 0.25], np.float32), lengths)
 
 
 def cases() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.options import TrainerConfig, build
-from rlhf_core.options.seed import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
+from rlhf_core.options.seed import OTHER_NAMES, SEED_FIELDS, TRL_ABSENT, TRL_NAMES
 
 EASYDEL: dict[str, Any] = {
     "auto_shard_states": True,
@@ -202,11 +202,38 @@ class EveryTarget(TrainerConfig):
     """With the fields of the reward and the GRPO trainer that TRL's names point to."""
 
     loss: str = ""
+    rewards: str = ""
     advantage: str = ""
     evaluation: str = ""
     sampler: str = ""
     sampler_correction: str = ""
     steps_per_generation: int = 1
+
+
+def test_a_file_that_easydel_saved_is_taken() -> None:
+    saved = EASYDEL | {"trainer_config_class": "TrainerConfig", "max_sequence_length": 700, "max_length": 700}
+    assert said(**saved) == []
+    assert TrainerConfig(**saved).max_sequence_length == 700
+    for nothing in ({"max_length": None}, {"max_sequence_length": None, "max_length": None}):
+        without = {k: v for k, v in EASYDEL.items() if k != "max_sequence_length"} | nothing
+        assert TrainerConfig(**without).max_sequence_length == 1024
+    assert TrainerConfig(max_length=300, max_sequence_length=None).max_sequence_length == 300
+    assert TrainerConfig(max_length=None, max_sequence_length=300).max_sequence_length == 300
+    with pytest.raises(InputError, match="max_length: another name of max_sequence_length"):
+        TrainerConfig(max_length=300, max_sequence_length=301)
+    with pytest.raises(InputError, match="clip_grad: another name of max_grad_norm"):
+        TrainerConfig(clip_grad=None, max_grad_norm=2.0)
+    assert said(trainer_config_class="GRPOConfig") == [
+        "TrainerConfig.trainer_config_class: the file is of a GRPOConfig, and is read as a TrainerConfig here"
+    ]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "lr", "epochs"])
+def test_what_people_type_is_answered_with_our_name(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        TrainerConfig(**{name: 1})
+    assert caught.value.problems == (f"TrainerConfig.{name}: unknown field. Write {OTHER_NAMES[name]}",)
+    assert OTHER_NAMES[name] in TrainerConfig.model_fields
 
 
 @pytest.mark.parametrize("name", TRL_NAMES)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlhf_core.contracts import ADVANTAGE, OPTIMIZER, POLICY_LOSS, REWARD, Kind
+from rlhf_core import plugins
+from rlhf_core.contracts import ADVANTAGE, OPTIMIZER, POLICY_LOSS, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError
 from rlhf_core.registry import CollisionError, PluginInfo, Registry
 
@@ -178,3 +179,16 @@ def test_a_reward_that_is_not_there(registry: Registry, rewards: Path, name: str
 def test_places_are_for_rewards_only(registry: Registry, rewards: Path) -> None:
     with pytest.raises(InputError, match="no policy loss named 'rewards_of_mine:brevity'"):
         registry.get(POLICY_LOSS, "rewards_of_mine:brevity")
+
+
+def test_another_method_is_not_taken_for_a_trainer_that_is_there() -> None:
+    registry = plugins.load().registry
+    with pytest.raises(InputError) as caught:
+        registry.get(TRAINER, "ppo")
+    (said,) = caught.value.problems
+    assert said.startswith(
+        "no trainer named 'ppo'. None of the trainers here is 'ppo'. Installed: dpo, grpo, reward, sft."
+    )
+    assert "Did you mean" not in said
+    with pytest.raises(InputError, match=r"no trainer named 'gpro'\. Did you mean 'grpo'"):
+        registry.get(TRAINER, "gpro")

@@ -23,6 +23,16 @@ CASES = [
     ),
     ({"epsilon": 0.1, **TWICE}, "loss.epsilon=0.1 without epsilon_high", {"epsilon_high": 0.1}),
     ({"kl": {"place": "reward"}}, "told apart by its KL alone", {"scale_rewards": "none"}),
+    (
+        {"kl": {"place": "reward"}, "advantage": {"name": "normalize_then_sum"}},
+        "kl.place='reward': cannot act",
+        {"advantage": {"name": "rloo"}},
+    ),
+    (
+        {"dynamic_sampling": {}, "scheduler": "linear"},
+        "the run may end before the learning rate has reached its end",
+        {"max_training_steps": 5},
+    ),
     ({"top_p": 0.9}, "sampling.top_p=0.9: completions come from a filtered", {"top_p": 1.0}),
     ({"top_k": 5, "sampler_correction": {}}, "does not correct for the filter", {"top_k": None}),
     ({"rewards": [{"name": "length", "weight": 0.0}]}, "weight 0", {"rewards": ["length"]}),
@@ -55,3 +65,20 @@ def test_it_is_told_until_it_is_cured(options, expected, cure):
 def test_nothing_is_said_of_the_defaults_and_of_a_sound_config():
     assert told({}) == ""
     assert told({**TWICE, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 4.0}) == ""
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
+def test_advantages_without_a_deviation_of_the_group_hear_nothing_of_its_scale(name):
+    assert told({"kl": {"place": "reward"}, "advantage": {"name": name}}) == ""
+
+
+def test_a_weight_of_0_is_told_by_the_weights_that_count():
+    def rewards(*weights, **options):
+        named = [{"name": "length", "label": f"r{i}", "weight": w} for i, w in enumerate(weights)]
+        return told({"rewards": named, **options})
+
+    assert "rewards 'r1': weight 0" in rewards(1.0, 0.0)
+    assert rewards(1.0, 0.0, reward_weights=[1.0, 2.0]) == ""
+    assert "rewards 'r0': weight 0" in rewards(1.0, 1.0, reward_weights=[0.0, 1.0])
+    # An advantage of a stranger may read the functions one by one.
+    assert rewards(1.0, 0.0, advantage={"name": "mine"}) == ""

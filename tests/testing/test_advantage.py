@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -111,3 +112,31 @@ def test_the_defect_is_found(name: str, advantage: Any, failures: Any) -> None:
 @pytest.mark.parametrize(("name", "options"), OURS)
 def test_ours_have_none(name: str, options: dict[str, Any]) -> None:
     check_advantage(plugins.load().registry.get(ADVANTAGE, name, **options))
+
+
+@dataclass(frozen=True)
+class OfTheSecond:
+    """Reads the functions one by one."""
+
+    def __call__(self, inputs: AdvantageInputs) -> Any:
+        second = np.asarray(inputs.rewards_by_function, np.float64)[..., 1]
+        centred = second - np.nanmean(second, axis=-1, keepdims=True)
+        return np.nan_to_num(centred).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class OfTheThird:
+    def __call__(self, inputs: AdvantageInputs) -> Any:
+        return np.nan_to_num(np.asarray(inputs.rewards_by_function, np.float32)[..., 2])
+
+
+def test_an_advantage_may_read_several_functions(failures: Any) -> None:
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert failures(check_advantage, OfTheSecond) == {}
+
+
+def test_the_kit_s_number_of_functions_is_said(failures: Any) -> None:
+    said = failures(check_advantage, OfTheThird)["output"]
+    assert "IndexError" in said
+    assert "the kit gives 2 reward functions" in said

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
+WEIGHTED = ("group", "rloo", "reinforce_pp", "normalize_then_sum")
+"""Advantages to which a function of weight 0 says nothing; others may read it all the same."""
+
 
 def advise(
     config: GRPOConfig,
@@ -89,7 +92,17 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
         )
     if config.use_bias_correction_kl and not (kl.beta and kl.place == "loss"):
         yield "use_bias_correction_kl: cannot act: there is no KL term in the loss"
-    if kl.beta and kl.place == "reward" and config.advantage.options.get("scale", "group") == "group":
+    taxed = kl.beta and kl.place == "reward"
+    if taxed and config.advantage.name == "normalize_then_sum":
+        yield (
+            "kl.place='reward': cannot act: advantage 'normalize_then_sum' reads the rewards of each function, and the "
+            "KL is taken from their sum; use place = 'loss'"
+        )
+    if (
+        taxed
+        and config.advantage.name == "group"
+        and config.advantage.options.get("scale", "group") == "group"
+    ):
         yield (
             "kl.place='reward': a group whose rewards are equal is then told apart by its KL alone, scaled up to the "
             "size of any other difference; use scale_rewards = 'none' or 'batch', or dynamic_sampling"
@@ -133,8 +146,9 @@ def _sampling(config: GRPOConfig) -> Iterator[str]:
             f"sampling.{', '.join(filters)}: completions come from a filtered distribution, their log-probabilities "
             "and the gradient from the unfiltered one"
         )
-    for reward in config.rewards:
-        if reward.weight == 0:
+    weights = config.reward_weights or [reward.weight for reward in config.rewards]
+    for reward, weight in zip(config.rewards, weights, strict=False):
+        if weight == 0 and config.advantage.name in WEIGHTED:
             yield f"rewards '{reward.label or reward.name}': weight 0: it is computed and logged, and trains nothing"
 
 
