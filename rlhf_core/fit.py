@@ -140,7 +140,7 @@ class _Run:
         for step in range(start, start if ends else feed.total):
             if feed.needs_state(step):
                 self.check(steps, state)
-            update = feed.update(step, state)
+            update = self.next_update(step, state)
             done = None
             for number, batch in enumerate(update.batches):
                 done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)
@@ -225,6 +225,16 @@ class _Run:
             return self.best.see(count, metrics)
         except InputError:
             self.progress.save(count, state, wait=True)
+            raise
+
+    def next_update(self, step: int, state: TrainState) -> Update:
+        """Ask the feed for an update; where that fails, as by a reward, save what was reached before."""
+        try:
+            return self.feed.update(step, state)
+        except (InputError, RunError):
+            if step > max(self.progress.newest, 0):
+                self.progress.save(step, state, wait=True)
+                self.stage.say(f"the state after update {step} is saved")
             raise
 
     def check(self, steps: Programs, state: TrainState) -> None:

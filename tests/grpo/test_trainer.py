@@ -1,6 +1,7 @@
 """GRPO end to end on a tiny policy: the Python door, what is logged and kept, and runs that must not move."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,6 +138,40 @@ def test_a_reward_that_fails_ends_the_run(train):
 
     with pytest.raises(RunError, match="reward 'flaky' raised TimeoutError: the judge does not answer"):
         train(rewards=[flaky])
+
+
+SERVER = {"calls": 0, "down": True}
+
+
+def judge(completions):
+    SERVER["calls"] += 1
+    if SERVER["down"] and SERVER["calls"] > 3:
+        raise ConnectionError("no route")
+    return early(completions)
+
+
+def test_a_reward_that_fails_late_costs_none_of_the_updates_before_it(train, tmp_path):
+    """The judge is down at the fourth rollout; the same command then goes on, to the same bits."""
+    rest = {"num_preview_samples": 0, "save_interval_minutes": 1e6}
+    with pytest.raises(RunError, match="reward 'judge' raised ConnectionError: no route"):
+        train(rewards=[judge], **rest)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+    calls, SERVER["down"] = SERVER["calls"], False
+    continued = train(rewards=[judge], **rest)
+    assert SERVER["calls"] == calls + 1
+    shutil.rmtree(tmp_path / "run")
+    whole = train(rewards=[judge], **rest)
+    for name, leaf in whole.params.items():
+        np.testing.assert_array_equal(leaf, continued.params[name])
+
+
+def test_an_answer_that_cannot_be_read_is_named_before_training(train, tiny, tmp_path):
+    rows = [{**row, "answer": "4" if i else "four"} for i, row in enumerate(tiny.prompts(6))]
+    with pytest.raises(
+        InputError, match=r"^dataset row 1: reward 'numeric_answer': the answer 'four' is not a number"
+    ):
+        train(rewards=["numeric_answer"], rows=rows)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_the_first_update_is_on_policy(train):
