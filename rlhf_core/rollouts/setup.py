@@ -26,7 +26,7 @@ def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], s
     that a reward cannot read is a problem, and a warning where the reward's `on_error` is "skip".
     """
     lines = checked(rewards, columns, stage)  # on every process
-    for line in lines if stage.is_main else ():
+    for line in lines if lines and stage.is_main else ():
         warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
 
 
