@@ -13,6 +13,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.agreement import texts_of_all
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.files import (
@@ -78,16 +79,29 @@ def save_model(
     return artifact
 
 
-def read(path: str | Path) -> Artifact:
-    """The artifact in a directory, after every file in it was compared with the manifest.
+def read(path: str | Path, *, verify: bool = True, together: bool = False) -> Artifact:
+    """Open the artifact in a directory, after every file in it was compared with the manifest.
 
-    Raises InputError naming every file that is missing or was changed.
+    verify: without it, only the manifest is read. together: every process makes this call, and each file is compared by
+    one of them. Raises InputError naming every file that is missing or was changed.
     """
     artifact = _open(Path(path))
+    if not verify:
+        return artifact
+    files = artifact.metadata["files"]
+    if together:
+        import jax
+
+        names = sorted(files)[jax.process_index() :: jax.process_count()]
+        files = {name: files[name] for name in names}
     try:
-        problems = damage(artifact.path, artifact.metadata["files"])
+        problems = damage(artifact.path, files)
     except PermissionError as error:
-        raise InputError(f"{error.filename} cannot be read: {disk_reason(error)}") from error
+        problems = [f"{error.filename} cannot be read: {disk_reason(error)}"]
+        if not together:
+            raise InputError(*problems) from error
+    if together:
+        problems = [line for said in texts_of_all("\n".join(problems)) for line in said.splitlines()]
     if problems:
         raise InputError(*(f"{p}; run the stage that made it again, with another --dir" for p in problems))
     return artifact

@@ -59,7 +59,16 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
         with warnings.catch_warnings():
             # It is trained to get one.
             warnings.filterwarnings("ignore", message=".*its reward head is new")
-            model = load_model(str(given), head, mesh=mesh, seed=stage.seed, registry=stage.registry)
+            model = load_model(
+                str(given),
+                head,
+                mesh=mesh,
+                seed=stage.seed,
+                registry=stage.registry,
+                verify=config.verify,
+            )
+    if config.stored_dtype is not None:
+        model = replace(model, stored_dtype=config.stored_dtype)
     with told_of(stage, "model"):
         model = model.computing(dtype=config.dtype, remat=config.remat)
     model = _adapted(config, stage, model, given)

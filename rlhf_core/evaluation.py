@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,15 +25,23 @@ HERE = str(Path(__file__).parent)
 
 
 def evaluator(
-    objective: Objective, mesh: Mesh, batches: Sequence[Packed]
+    objective: Objective,
+    mesh: Mesh,
+    batches: Sequence[Packed],
+    *,
+    stored: Callable[[Any], Any] = lambda params: params,
 ) -> Callable[[TrainState], dict[str, float]]:
-    """A function of the state: the objective's loss and metrics over `batches`, every example once, no gradient."""
+    """A function of the state: the objective's loss and metrics over `batches`, every example once, no gradient.
+
+    stored: makes of the state's parameters what is read, such as `model.as_stored`, so that what is evaluated is saved.
+    """
     forward = jax.jit(objective)
 
     def evaluate(state: TrainState) -> dict[str, float]:
         total: dict[str, Metric] = {}
+        params = stored(state.params)
         for batch in batches:
-            loss, metrics = forward(state.params, put_rows(mesh, batch))
+            loss, metrics = forward(params, put_rows(mesh, batch))
             total = merge(total, {**metrics, "loss": loss})
         return read(total)
 

@@ -30,6 +30,8 @@ class Contract:
     mean, std: of the scores on its evaluation data (without any, of some of its training data), reward units;
     None where they were not taken.
     evaluation: the metrics on its evaluation data; None where it had none.
+    compute_dtype: "float32" or "bfloat16", in which it was trained and evaluated; None: not recorded.
+    base: a hash of the weights of the base model that its adapter was trained on; None: it has no adapter.
     """
 
     max_length: int | None
@@ -46,6 +48,8 @@ class Contract:
     mean: float | None = None
     std: float | None = None
     evaluation: Mapping[str, float] | None = None
+    compute_dtype: str | None = None
+    base: str | None = None
 
     @classmethod
     def of(

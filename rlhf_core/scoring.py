@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +57,12 @@ class Scorer:
             contract.require_statistics(model.source or "the reward model")
         self.model, self.contract, self.normalize = model, contract, normalize
         self._require(model.tokenizer)
+        if contract.compute_dtype not in (None, model.computes_in):
+            warnings.warn(
+                f"{model.source or 'the reward model'}: trained in {contract.compute_dtype} and scored in "
+                f"{model.computes_in}: scores differ in their last digits from those it was evaluated with",
+                stacklevel=2,
+            )
         self.encoder = Encoder(model.tokenizer, contract.text_options)
         self.layout: Layout | None = None
 
@@ -66,17 +75,19 @@ class Scorer:
         registry: Registry | None = None,
         seed: int = 0,
         normalize: bool = False,
+        dtype: str | None = None,
     ) -> Scorer:
         """A reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
         One without a manifest is scored with its own tokenizer and template, at the end of what the template writes,
         and with its own length limit.
         mesh: default: all devices. registry: has the model families; default: those of all installed plugins.
-        Raises InputError for a language model.
+        dtype: of the computation; default: the one it was trained in. Another one warns.
+        Raises InputError for a language model, and for an adapter whose base model has other weights than it had.
         """
         directory, contract = local_directory(path), None
         if (directory / artifacts.MANIFEST).is_file():
-            artifact = artifacts.read(directory)
+            artifact = artifacts.read(directory, verify=False)  # which load_model does
             if artifact.kind != "reward_model":
                 raise InputError(
                     f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
@@ -85,7 +96,9 @@ class Scorer:
         elif stored_head(directory) == "lm":
             raise InputError(f"{path} {NO_REWARD_HEAD}")
         mesh = make_mesh() if mesh is None else mesh
-        model = load_model(str(path), "score", mesh=mesh, registry=registry, seed=seed, fresh_head=False)
+        model = load_model(
+            str(path), "score", mesh=mesh, registry=registry, seed=seed, fresh_head=False, dtype=dtype
+        )
         if model.tokenizer is None:
             raise InputError(
                 f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
@@ -93,6 +106,15 @@ class Scorer:
         if contract is None:
             foreign = TextOptions(read_at="template")
             contract = Contract.of(model.tokenizer, max_length=None, chat_template=foreign)
+        if contract.base is not None and base_identity(model) != contract.base:
+            raise InputError(
+                f"{path}: its base model, {model.source}, has other weights than those that it was trained on; put "
+                "these back, or name where they are as base_model_name_or_path in its adapter_config.json"
+            )
+        trained_in = contract.compute_dtype
+        if dtype is None and trained_in not in (None, model.computes_in):
+            with suppress(InputError):  # a family that decides for itself
+                model = model.computing(dtype=trained_in)
         return cls(model, contract, normalize=normalize)
 
     def _require(self, tokenizer: Any) -> None:
@@ -234,6 +256,17 @@ def _scores(definition: Definition, mesh: Mesh) -> Any:
         return sequence_scores(definition, params, batch)
 
     return jax.jit(scores, out_shardings=replicated(mesh))
+
+
+def base_identity(model: Model) -> str | None:
+    """Hash the weights that a model's adapter lies on; None for a model without an adapter."""
+    if model.adapter is None or model.source is None:
+        return None
+    files = sorted(model.source.glob("*.safetensors"))
+    with ThreadPoolExecutor(8) as pool:
+        hashes = pool.map(artifacts.hash_file, files)
+        named = "\n".join(f"{file.name} {content}" for file, content in zip(files, hashes, strict=True))
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def _repeats(prompts: Sequence[Any]) -> int:

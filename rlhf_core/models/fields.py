@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -129,7 +128,7 @@ class Fields:
         value = self.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             self.problem(f"{name} must be a number; it is {shown(value)}")
             return default
         if abs(value) > LARGEST_NUMBER:

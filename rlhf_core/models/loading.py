@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from rlhf_core import artifacts
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.errors import InputError, near, read_json_object, reading
 from rlhf_core.mesh import make_mesh
@@ -21,8 +21,10 @@ from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
 from rlhf_core.models.head_config import config_for, require_architectures
-from rlhf_core.models.model import TOKENIZER_FILES, Model
+from rlhf_core.models.model import Model
 from rlhf_core.models.parse import EXPERT_COUNTS
+from rlhf_core.models.places import local_directory as local_directory
+from rlhf_core.models.places import model_places
 from rlhf_core.models.room import require_room
 from rlhf_core.plugins import installed
 
@@ -44,6 +46,7 @@ def load_model(
     registry: Registry | None = None,
     dtype: str | None = None,
     fresh_head: bool = True,
+    verify: bool = True,
 ) -> Model:
     """A model from a Hugging Face directory or hub name, or an adapter of PEFT, which names its base model.
 
@@ -53,12 +56,19 @@ def load_model(
     mesh: where the parameters go; default: one device.
     registry: has the model families; default: those of all installed plugins.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
+    verify: compare every file of an artifact with the hash in its manifest. Several processes share the files, where
+        the mesh is theirs and all make this call.
     Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
     """
-    directory, beside, base = _places(path, adapter)
+    directory, beside, base = model_places(path, adapter)
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    if verify:
+        together = len({device.process_index for device in mesh.devices.flat}) > 1
+        for each in (directory, beside):
+            if each is not None and (each / artifacts.MANIFEST).is_file():
+                artifacts.read(each, together=together)
     definition, hf_config = _define(directory, head, registry, dtype)
     adapters = None if beside is None else Adapter(beside)
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     params = definition.family.load(definition.config, directory, definition.shardings(mesh))
     tokenizer = _tokenizer(beside) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
@@ -96,25 +106,6 @@ def stored_head(directory: Path) -> Head | None:
     return "score" if any(str(name).endswith("ForSequenceClassification") for name in names) else "lm"
 
 
-def local_directory(path: str | Path) -> Path:
-    """The directory of a model: the one that is named, or that of the files which the hub gives for a name.
-
-    Raises InputError where there is neither.
-    """
-    return _directory(path)
-
-
-def _places(path: str | Path, adapter: str | Path | None) -> tuple[Path, Path | None, peft.Base]:
-    """The directories of the model and of its adapter, if any, and what the adapter calls the model."""
-    directory = _directory(path)
-    if adapter is not None:
-        return directory, _directory(adapter), peft.Base(peft.fixed_name(path), None)
-    if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
-        base = peft.base_of(directory)
-        return _directory(base.named, base.revision), directory, base
-    return directory, None, peft.Base(peft.fixed_name(path), None)
-
-
 def _tokenizer(directory: Path | None) -> Any | None:
     names = ("tokenizer.json", "tokenizer_config.json")
     if directory is None or not any((directory / name).is_file() for name in names):
@@ -129,7 +120,7 @@ def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | Non
 
     Weights of a family other than core's are not looked at.
     """
-    directory, beside, _ = _places(path, None)
+    directory, beside, _ = model_places(path, None)
     definition, _ = _define(directory, head, registry, None)
     if beside is not None:
         Adapter(beside)
@@ -252,41 +243,6 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         name for name in EXPERT_COUNTS if filled.get(name) is not None
     ]
     return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in spelt}
-
-
-def _directory(path: str | Path, revision: str | None = None) -> Path:
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise InputError(f"{path} is a file; give the directory that holds config.json and the weights")
-    named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) is not None
-    if not named or directory.parent.is_dir():
-        beside = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
-        raise InputError(
-            f"{path}: no such directory; give a directory in Hugging Face layout, or a hub name OWNER/NAME."
-            f"{near(directory.name, beside)}"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    patterns = [
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "config.json",
-        "generation_config.json",
-        "rlhf_artifact.json",
-        peft.CONFIG,
-        *TOKENIZER_FILES,
-    ]
-    try:
-        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"{path}: no such directory, and the hub did not give it: {reason}. Where there is no network, fetch it on "
-            f"another machine (hf download {path}) and give its directory; a gated model needs hf auth login"
-        ) from None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

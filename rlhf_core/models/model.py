@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,8 @@ from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.head_config import config_for
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.models.stop_ids import GENERATION, save_stop_ids, stop_ids_of
-from rlhf_core.partition import paths, split
+from rlhf_core.models.stored import require_own_parameters, rounded
+from rlhf_core.partition import split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -104,6 +104,20 @@ class Model:
         found = [] if self.tokenizer is None else list(special_ids(self.tokenizer).eos)
         found += [] if self.source is None else stop_ids_of(self.source)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def computes_in(self) -> str:
+        """The dtype of the computation, "float32" or "bfloat16": the one asked for, or that of this platform."""
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        params = self.definition.abstract_params()
+        return str(jax.eval_shape(self.definition.hidden, params, tokens, tokens, tokens).dtype)
+
+    def as_stored(self, params: Any) -> Any:
+        """Round the parameters as `save` rounds them to `stored_dtype`: what an evaluation of what is saved reads.
+
+        Adapters are saved as float32, beside a base model that stays as it is: their parameters are returned unchanged.
+        """
+        return params if self.adapter is not None else rounded(params, self.stored_dtype)
 
     def with_params(self, params: dict[str, Any]) -> Model:
         """The same model with other parameters, such as a train state's."""
@@ -197,7 +211,7 @@ class Model:
         Of a model with adapters these are written alone, with the reward head, as PEFT does: `merged()` first for the
         whole. tokenizer: to save instead of the model's own. With several processes all must call; the first writes.
         """
-        self._require_own_parameters()
+        require_own_parameters(self.definition, self.params)
         directory = Path(path)
         main = jax.process_index() == 0
         if main:
@@ -224,20 +238,6 @@ class Model:
                 shutil.copyfile(file, target)
         if tokenizer is not None:
             save_stop_ids(dataclasses.replace(self, tokenizer=tokenizer).stop_ids, tokenizer, directory)
-
-    def _require_own_parameters(self) -> None:
-        """Raise InputError where parameters are missing; warn of those that the model's files have no place for."""
-        own, there = (
-            {path for path, _ in paths(p)} for p in (self.definition.abstract_params(), self.params)
-        )
-        if missing := sorted(own - there):
-            raise InputError(
-                f"save: these are not the model's parameters, '{'.'.join(missing[0])}' is missing; save one of several "
-                "models with its own, such as policy.with_params(state.params['policy'])"
-            )
-        if extra := sorted(there - own):
-            listed = ", ".join(".".join(path) for path in extra[:5])
-            warnings.warn(f"save: the model's files have no place for {listed}", stacklevel=3)
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -14,60 +12,15 @@ from rlhf_core.contracts import LOGGER, OPTIMIZER
 from rlhf_core.options.adapters import LoraOptions
 from rlhf_core.options.base import Component, Options
 from rlhf_core.options.expansion import PART_NAMES, expand, inherited
-from rlhf_core.options.problems import Problem, shown
+from rlhf_core.options.problems import Problem
 from rlhf_core.options.seed import TRL_ABSENT, TRL_NAMES
-from rlhf_core.template_dates import parse_date
-from rlhf_core.text_options import kwargs_problem
+from rlhf_core.options.validators import constant, day, patterns, seconds, template_kwargs, text
 
 Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 """The fields that ask for evaluations to be compared with one another."""
-_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
-
-def _seconds(given: Any) -> Any:
-    """A duration such as "2h30m", "1d" or "45s"; a plain number is in seconds."""
-    if not isinstance(given, str):
-        return given
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", given.lower())
-    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", given.lower()).strip():
-        raise ValueError(f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {shown(given)}")
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
-
-
-def _constant(given: Any) -> Any:
-    """EasyDeL's word for a constant learning rate is none."""
-    return "constant" if given is None or given == "none" else given
-
-
-def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    if problem := kwargs_problem(given):
-        raise ValueError(problem)
-    return given
-
-
-def _day(given: str) -> str:
-    try:
-        parse_date(given)
-    except ValueError:
-        raise ValueError(f"{shown(given)} is not a day such as '2026-01-31'") from None
-    return given
-
-
-def _text(given: Any) -> Any:
-    return str(given) if isinstance(given, Path) else given
-
-
-def _patterns(given: str | list[str]) -> str | list[str]:
-    for pattern in [given] if isinstance(given, str) else given:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from None
-    return given
-
-
-PathText = Annotated[str, BeforeValidator(_text)]
+PathText = Annotated[str, BeforeValidator(text)]
 
 
 class TrainerConfig(Options):
@@ -92,21 +45,21 @@ class TrainerConfig(Options):
     ELSEWHERE: ClassVar[Mapping[str, str]] = TRL_NAMES
     ABSENT: ClassVar[Mapping[str, str]] = TRL_ABSENT
 
-    model: Annotated[str | dict[str, Any] | None, BeforeValidator(_text)] = Field(
+    model: Annotated[str | dict[str, Any] | None, BeforeValidator(text)] = Field(
         None,
         description="a directory, a hub name, an earlier stage's STAGE.OUTPUT, or a table for a fresh model",
     )
-    train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(_text)] = Field(
+    train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
         None, description="a file, a dataset name, a table { name, path, weight, split }, or a list of these"
     )
-    eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(_text)] = Field(
+    eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
         None, description="as train_data, held out; none: nothing is evaluated"
     )
     learning_rate: float = Field(5e-5, ge=0, description="at its peak")
     learning_rate_end: float | None = Field(
         None, ge=0, description="at the last update, for schedules that fall; none: 0"
     )
-    scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(_constant)] = Field(
+    scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(constant)] = Field(
         "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
     )
     warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
@@ -161,7 +114,7 @@ class TrainerConfig(Options):
     save_directory: PathText | None = Field(
         None, description="where a trainer that is run from Python writes; none: a fresh temporary directory"
     )
-    training_time_limit: Annotated[float | None, BeforeValidator(_seconds)] = Field(
+    training_time_limit: Annotated[float | None, BeforeValidator(seconds)] = Field(
         None,
         gt=0,
         description="seconds, or text such as '2h30m'; training then ends with what it has learned",
@@ -177,7 +130,7 @@ class TrainerConfig(Options):
         description="log peak memory as memory/...; a number, EasyDeL's interval, is as good as true",
     )
     logger: list[Annotated[Component, LOGGER]] = Field([], description="loggers besides metrics.jsonl")
-    frozen_parameters: Annotated[str | list[str], AfterValidator(_patterns)] | None = Field(
+    frozen_parameters: Annotated[str | list[str], AfterValidator(patterns)] | None = Field(
         None, description="regular expressions; parameters whose dotted path matches one are not trained"
     )
     disable_dropout: bool = Field(
@@ -198,6 +151,14 @@ class TrainerConfig(Options):
         description="of rows, by name: xla, blocks (skips what no token sees), cudnn; auto: on CPUs blocks where it "
         "pays, else xla",
     )
+    stored_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None,
+        description="of the saved weights, which evaluations read too; none: that of the files the model came from, "
+        "float32 of a fresh one. Adapters are float32",
+    )
+    verify: bool = Field(
+        True, description="compare an artifact that the model is read from with the hashes in its manifest"
+    )
     remat: Literal["auto", "none", "dots", "full"] = Field(
         "auto",
         description="what the backward pass recomputes, to save memory: 'dots' all but products with weights, 'full' "
@@ -216,12 +177,12 @@ class TrainerConfig(Options):
         description="how conversations become text; none: the tokenizer's own; 'plain': each turn under its role's "
         "name; or a Jinja file",
     )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_kwargs)] = Field(
         {},
         description="variables for the chat template, such as { enable_thinking = false }; a row's column of this name "
         "adds to them",
     )
-    template_date: Annotated[str, AfterValidator(_day)] | None = Field(
+    template_date: Annotated[str, AfterValidator(day)] | None = Field(
         None,
         description="the day that a chat template with strftime_now writes, such as '2026-01-31'; none: the one that "
         "the model was trained with, else the day on which the run began",

@@ -176,3 +176,23 @@ def test_a_file_that_may_not_be_read_is_a_message(stage: Stage, monkeypatch: pyt
     monkeypatch.setattr(artifacts, "hash_file", refused)
     with pytest.raises(InputError, match=r"/\S+ cannot be read: Permission denied"):
         artifacts.read(path)
+
+
+def test_several_processes_share_the_files_and_what_they_find(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(stage, FakeModel(b"weights")).path
+    (path / "deep" / "model.safetensors").write_bytes(b"weighty")  # of the same size, and process 1's to read
+    hashed: list[str] = []
+    hash_file = artifacts.hash_file
+    monkeypatch.setattr(artifacts, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    said: dict[int, str] = {}
+    for process in (1, 0):
+        monkeypatch.setattr("jax.process_index", lambda process=process: process)
+        monkeypatch.setattr(
+            artifacts, "texts_of_all", lambda text, at=process: [said.setdefault(at, text), said.get(1, "")]
+        )
+        with pytest.raises(InputError, match=r"model\.safetensors was changed since it was written"):
+            artifacts.read(path, together=True)
+    assert sorted(hashed) == ["config.json", "model.safetensors"]

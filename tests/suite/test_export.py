@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_core import load_model
+from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
 
 IDS, MASK = np.array([[3, 9, 4, 7]]), np.ones((1, 4), int)
@@ -118,7 +118,8 @@ def test_a_reward_adapter_is_not_opened_without_its_head(reward_adapter: Path) -
 
 def test_an_export_says_what_it_leaves_out(rlhf: Any, tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_model("score").save(tmp_path / "rm")
-    (tmp_path / "rm" / "rlhf_artifact.json").write_text("{}")
+    described = {"format": artifacts.FORMAT, "name": "model", "kind": "reward_model", "files": {}}
+    artifacts.write_manifest(tmp_path / "rm", described)
     tensors = load_file(tmp_path / "rm" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_file(tensors, tmp_path / "rm" / "model.safetensors", metadata={"format": "pt"})

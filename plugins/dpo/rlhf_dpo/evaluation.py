@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,24 @@ class Evaluation:
     but rounding.
     """
 
-    def __init__(self, reader: Reader, reference: Reference, measure: Measure, *, beta: float) -> None:
-        self.reader, self.reference = reader, reference
+    def __init__(
+        self,
+        reader: Reader,
+        reference: Reference,
+        measure: Measure,
+        *,
+        beta: float,
+        stored: Callable[[Any], Any] = lambda params: params,
+    ) -> None:
+        """stored: makes of the state's parameters what is read, such as `Model.as_stored`."""
+        self.reader, self.reference, self.stored = reader, reference, stored
         self._measure = jax.jit(partial(_measured, measure, beta))
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         self.reference.ensure(state)
         pairs, which = self.reader.pairs, self.reader.which
-        loss, metrics = self._measure(self.reader(state.params), pairs.reference[which], pairs.tokens[which])
+        logps = self.reader(self.stored(state.params))
+        loss, metrics = self._measure(logps, pairs.reference[which], pairs.tokens[which])
         return read({**metrics, "loss": loss})
 
 

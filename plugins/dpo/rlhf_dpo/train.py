@@ -66,7 +66,9 @@ def run(config: DPOConfig, stage: Stage) -> None:
         readers["eval_data"] = held_out
     reference = Reference(stage, readers, model.params)
     measure = _measure(config, stage)
-    evaluate = None if held_out is None else Evaluation(held_out, reference, measure, beta=config.beta)
+    evaluate = None
+    if held_out is not None:
+        evaluate = Evaluation(held_out, reference, measure, beta=config.beta, stored=model.as_stored)
     tx, schedule = optimizers.make(config, stage.registry, trees.total)
     fitted = fit(
         stage,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ class FixedPrompts:
     pass_threshold: float | None = None
     stop_ids: Sequence[int] = ()
     kept: set[int] = field(default_factory=set)
+    stored: Callable[[Any], Any] = lambda params: params
+    """Makes of the state's parameters what is read, such as `Model.as_stored`."""
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics over completions of all prompts, by the contract's names."""
@@ -71,8 +73,10 @@ class FixedPrompts:
         # A completion's key goes by its number among those of all prompts, whichever of them are answered.
         numbers = (chosen[:, None] * self.group + np.arange(self.group)).reshape(-1)
 
+        params = self.stored(state.params)
+
         def sample(ids: Sequence[np.ndarray], _: int) -> Rollouts:
-            drawn: Rollouts = self.sampler(state.params, ids, key, numbers)
+            drawn: Rollouts = self.sampler(params, ids, key, numbers)
             return drawn
 
         return answer(

@@ -76,6 +76,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         count=len(prompts),
         shown=config.num_preview_samples,
         stop_ids=config.sampling.stop_token_ids,
+        stored=model.as_stored,
     )
     feed = RolloutFeed(
         stage,
@@ -154,6 +155,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
         own.num_generations,
         count=count,
         shown=config.num_preview_samples,
+        stored=model.as_stored,
         pass_threshold=own.pass_threshold,
         stop_ids=config.evaluation_sampling.stop_token_ids,
     )

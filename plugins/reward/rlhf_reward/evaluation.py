@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,11 @@ class Evaluation:
         mesh: Mesh,
         measure: Measure,
         subsets: Sequence[str | None] = (),
+        stored: Callable[[Any], Any] = lambda params: params,
     ) -> None:
-        """subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
+        """stored: makes of the state's parameters what is read, such as `Model.as_stored`.
+
+        subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
         trees = pairs.trees().changed(
             lambda i, tree: tree._replace(sequence_values={"pair": np.full(2, i, np.float32)})
         )
@@ -60,6 +63,7 @@ class Evaluation:
         self.lengths = lengths - trees.prefixes[:count, None]
         self.subsets = subsets[:count]
         self.mesh = mesh
+        self.stored = stored
         self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated(mesh))
         self._measure = jax.jit(measure)
         self._found: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
@@ -74,7 +78,7 @@ class Evaluation:
     def _of(self, state: TrainState) -> tuple[NDArray[np.float32], dict[str, float]]:
         if self._found is None or self._found[0] is not state.params:
             self._found = None  # before the arrays of the last one are needed no more
-            scores = self._gather(state.params)
+            scores = self._gather(self.stored(state.params))
             self._found = state.params, scores, self._metrics(scores)
         return self._found[1:]
 

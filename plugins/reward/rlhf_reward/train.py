@@ -24,7 +24,7 @@ from rlhf_core.doors import (
 from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
 from rlhf_core.forecast import plan_lines
-from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.scoring import Contract, Scorer, base_identity
 from rlhf_core.state import create_state
 from rlhf_core.suited import with_attention
 from rlhf_core.text_settings import read_at_of, text_options
@@ -77,13 +77,19 @@ def run(config: RewardConfig, stage: Stage) -> None:
     if evaluate is None:
         seen = train.pairs[:STATISTICS_PAIRS]
         replies = [ids for pair in seen for ids in (pair.chosen, pair.rejected)]
-        scorer = Scorer(trained, contract)
+        scorer = Scorer(model.with_params(model.as_stored(fitted.state.params)), contract)
         scorer.layout = layout.largest()  # chosen for this data, and a single program to compile
         scores = scorer.score_ids(replies, group=2)
     else:
         scores = evaluate.scores(fitted.state)
         contract = replace(contract, evaluation=finite(evaluate(fitted.state)))
-    contract = replace(contract, mean=float(scores.mean()), std=float(scores.std()))
+    contract = replace(
+        contract,
+        mean=float(scores.mean()),
+        std=float(scores.std()),
+        compute_dtype=model.computes_in,
+        base=base_identity(trained),
+    )
     artifacts.save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
 
 
@@ -107,7 +113,13 @@ def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measu
     pairs = _encoded(records, config, stage, model.tokenizer, "eval_data")
     data.require_vocabulary(pairs.trees(), pairs.where, model.definition.vocab_size)
     return Evaluation(
-        pairs, config, model.definition, stage.devices(), measure, subsets=subsets_of(records, pairs)
+        pairs,
+        config,
+        model.definition,
+        stage.devices(),
+        measure,
+        subsets=subsets_of(records, pairs),
+        stored=model.as_stored,
     )
 
 
