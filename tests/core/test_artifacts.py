@@ -17,6 +17,8 @@ from rlhf_core.stage import Stage
 
 
 class FakeModel:
+    tokenizer = None
+
     def __init__(self, weights: bytes, fails: Exception | None = None) -> None:
         self.weights, self.fails = weights, fails
 
