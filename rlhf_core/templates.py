@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rlhf_core.errors import InputError, near
 from rlhf_core.template_dates import DATED, on_date
-from rlhf_core.text_options import TextOptions, kwargs_problem
+from rlhf_core.text_options import TextOptions, kwargs_problem, text_problem
 
 Message: TypeAlias = Mapping[str, Any]
 Span: TypeAlias = tuple[int, int]
@@ -244,6 +244,8 @@ class ChatTemplate:
                     f"Name the tokenizer's {missing[1]} in tokenizer_config.json, or give another template"
                 )
             raise InputError(f"the chat template fails on this conversation: {error}. {remedy}") from error
+        if problem := text_problem(texts[0]):
+            raise InputError(f"what the chat template writes of this conversation {problem}")
         return texts[0], spans[0] if marks else []
 
     def _require_roles(self, turns: Sequence[Message]) -> None:

@@ -43,3 +43,15 @@ def kwargs_problem(given: Any) -> str | None:
     if taken:
         return f"names {', '.join(map(repr, taken))}, which templates are given otherwise; leave it out"
     return None
+
+
+def text_problem(text: str) -> str | None:
+    """What makes a text no Unicode, or None: half of a surrogate pair, as text that was cut in JSON's escapes has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        return (
+            f"is no valid Unicode: \\u{half:04x} at character {error.start + 1} is half of a pair; remove it"
+        )
+    return None
