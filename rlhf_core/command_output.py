@@ -8,14 +8,10 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlhf_core.data.report import Problems
 from rlhf_core.errors import InputError
 from rlhf_core.terminal import visible
-
-if TYPE_CHECKING:
-    from rlhf_core.data import Records
 
 
 def require_writable(output: Path | None) -> None:
@@ -28,22 +24,6 @@ def require_writable(output: Path | None) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "no permission to write to" if there.is_dir() else "not a directory:"
         raise InputError(f"-o {output}: {wrong} {there}; give another file")
-
-
-def require_text(records: Records) -> None:
-    """Raise InputError, naming the row, where a column has text that no file could hold, before it is computed on."""
-    problems = Problems()
-    for i, row in enumerate(records):
-        for name, value in row.items():
-            try:
-                json.dumps({name: value}, ensure_ascii=False, default=_jsonable).encode()
-            except UnicodeEncodeError as error:
-                half = f"\\u{ord(error.object[error.start]):04x}"
-                problems.add(
-                    f"{records.where(i)}: '{name}' has text that is no valid Unicode ({half} is half of a pair); "
-                    "remove it"
-                )
-    problems.stop()
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:

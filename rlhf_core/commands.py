@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.command_output import number, require_text, write_rows
+from rlhf_core.command_output import number, write_rows
 from rlhf_core.command_output import require_writable as require_writable
 from rlhf_core.errors import InputError
 from rlhf_core.generate_command import generate as generate
@@ -126,7 +126,6 @@ def score(
     runtime.prepare()
     registry = plugin_loading.load(files=plugins).registry
     records = data.load(str(file), registry=registry)
-    require_text(records)
     scorer = Scorer.load(model, registry=registry, normalize=normalize)
     scores = scorer.score_rows(records, prompt_repeated=prompt_repeated)
     rows = ({**records[i], **{name: number(s[i]) for name, s in scores.items()}} for i in range(len(records)))

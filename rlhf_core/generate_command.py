@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.command_output import for_reader, require_text, require_writable, write_rows
+from rlhf_core.command_output import for_reader, require_writable, write_rows
 from rlhf_core.errors import InputError
 from rlhf_core.terminal import echo
 
@@ -56,7 +56,6 @@ def generate(
     registry = plugin_loading.load(files=plugins).registry
     source = [{"prompt": text} for text in prompts] if file is None else str(file)
     records = data.load(source, registry=registry)
-    require_text(records)
     if problem := kwargs_problem(chat_template_kwargs or {}):
         raise InputError(f"--chat_template_kwargs {problem}")
     if stored_head(local_directory(model)) == "score":

@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Records, Source, digest
+from rlhf_core.data.views import Changed
 
 
 def as_prompts(records: Records) -> Records:
@@ -23,15 +24,24 @@ def _asked(source: Source) -> Source:
     if "prompt" in source.columns or "messages" not in source.columns:
         return source
     problems = Problems()
-    rows: list[Mapping[str, Any]] = []
     for i, row in enumerate(source.rows):
         problem = cells.cell_problem(row, "messages", chat=True)
-        turns = [] if problem else list(row["messages"])
-        while turns and turns[-1]["role"] == "assistant":
-            turns.pop()
-        if problem or not turns:
+        if problem or not _question(row):
             wrong = problem or "'messages' has no turn to reply to"
             problems.add(f"{source.where(i)}: {wrong}")
-        rows.append({**row, "prompt": turns})
     problems.stop()
-    return replace(source, rows=rows, fingerprint=digest(source.fingerprint, "messages"))
+    return replace(
+        source,
+        rows=Changed(source.rows, lambda row: {**row, "prompt": _question(row)}),
+        fingerprint=digest(source.fingerprint, "messages"),
+        known={**source.kinds, "prompt": source.kind("messages")},
+        origin=source.source,
+    )
+
+
+def _question(row: Mapping[str, Any]) -> list[Any]:
+    """The row's conversation without the replies at its end."""
+    turns = list(row["messages"])
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return turns

@@ -13,7 +13,6 @@ from rlhf_core.data.unicode import text_problem
 from rlhf_core.encoding import Encoder, Turns
 from rlhf_core.errors import InputError, near
 from rlhf_core.text_options import kwargs_problem
-from rlhf_core.text_options import text_problem as text_problem
 
 
 def message_problem(value: Any) -> str | None:

@@ -111,18 +111,9 @@ def without_prompts(
     """Rows of texts, a prompt and its completions, without the prompt at the start of these where `repeated`.
 
     index: the rows' places in the source. names: the columns of the completions. repeated: as
-    `TextOptions.prompt_repeated`; a row that does not begin so is then added to `problems`. Where nothing is said,
-    raises InputError for a source most of whose rows do.
+    `TextOptions.prompt_repeated`; a row that does not begin so is then added to `problems`.
     """
     if not repeated:
-        starting = [i for i, (prompt, *sides) in zip(index, rows, strict=True)
-                    if prompt.strip() and all(side.startswith(prompt) for side in sides)]  # fmt: skip
-        if repeated is None and len(starting) * 2 > len(rows):
-            raise InputError(
-                f"{source.name}: in {len(starting):,} of {len(rows):,} rows the completion begins with the text of its "
-                f"prompt ({shorten([source.where(i) for i in starting])}): set prompt_repeated = true to take it off, "
-                "or prompt_repeated = false where the model shall read it twice"
-            )
         return list(rows)
     for i, (prompt, *sides) in zip(index, rows, strict=True):
         odd = [name for name, side in zip(names, sides, strict=True) if not side.startswith(prompt)]
@@ -131,6 +122,19 @@ def without_prompts(
                 f"{source.where(i)}: 'prompt' is not the start of '{odd[0]}', as prompt_repeated = true says"
             )
     return [(row[0], *(side[len(row[0]) :] for side in row[1:])) for row in rows]  # type: ignore[misc]
+
+
+def require_said(source: Source, doubled: Sequence[int], repeated: bool | None) -> None:
+    """Raise InputError where most rows of a source have a completion that begins with its prompt, and nobody said
+    whether that prompt is to be read twice. doubled: these rows. repeated: as `TextOptions.prompt_repeated`.
+    """
+    if repeated is None and len(doubled) * 2 > len(source.rows):
+        rows = shorten([source.where(i) for i in doubled])
+        raise InputError(
+            f"{source.name}: in {len(doubled):,} of {len(source.rows):,} rows a completion begins with the text of its "
+            f"prompt ({rows}): set prompt_repeated = true to take it off, or prompt_repeated = false where the model "
+            "shall read it twice"
+        )
 
 
 def begins_with(prompt: Turns | None, *completions: Turns) -> bool:

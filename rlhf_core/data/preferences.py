@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import Arrays, Tokens, flat
+from rlhf_core.data.cache import ROWS, Arrays, Tokens, flat
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.notes import Notes
 from rlhf_core.data.parsing import FAMILIES as FAMILIES
-from rlhf_core.data.parsing import Preference, margin_of, parse
+from rlhf_core.data.parsing import Preference, margin_of, parse, require_said
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
@@ -58,6 +58,8 @@ def encode_pairs(
     for source, offset in zip(records.sources, records.offsets(), strict=True):
         encode = partial(_with_facts, encoder=encoder, completions=completions)
         rows = Selection(source, offset, tokens.of(source, encode), SIDES, report)
+        if encoder is not None:
+            require_said(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
         firsts = np.array(rows.arrays["starts"]) if completions else np.zeros((len(rows), 2), np.int64)
         rows.drop(~_answered(rows, firsts, completions), report.empty)
         lengths.append(rows.longest[rows.used])

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import Arrays, Tokens, flat
+from rlhf_core.data.cache import ROWS, Arrays, Tokens, flat
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.notes import Notes
-from rlhf_core.data.parsing import begins_with, number_of, parse, without_prompts
+from rlhf_core.data.parsing import begins_with, number_of, parse, require_said, without_prompts
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
@@ -67,6 +67,7 @@ def encode_texts(
         rows = Selection(
             source, offset, known.of(source, partial(_with_facts, encoder=encoder)), ("tokens",), report
         )
+        require_said(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
         counts = np.array(rows.arrays["trained"], np.int64)
         rows.drop(counts == 0, report.empty)
         lengths.append(rows.longest[rows.used])
@@ -169,6 +170,7 @@ def _chosen(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]
     problems = Problems()
     parsed = parse(source, problems, encoder.options.prompt_repeated)
     problems.stop()
+    notes.rows["doubled"] = {i for i, p in enumerate(parsed) if p.doubled}
     if any(not isinstance(p.chosen, str) for p in parsed):
         cells.require_template(source, encoder)
     if all(p.prompt is not None for p in parsed) or not isinstance(parsed[0].chosen, str):

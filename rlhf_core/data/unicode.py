@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-
-def text_problem(text: str) -> str | None:
-    """What makes a text no Unicode, or None: half of a surrogate pair, as text that was cut in JSON's escapes has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ord(text[error.start])
-        return (
-            f"is no valid Unicode: \\u{half:04x} at character {error.start + 1} is half of a pair; remove it"
-        )
-    return None
+from rlhf_core.text_options import text_problem as text_problem
 
 
 def bad_text(row: Mapping[Any, Any]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.parsing import FAMILIES, parse, without_prompts
+from rlhf_core.data.parsing import FAMILIES, begins_with, parse, require_said, without_prompts
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.texts import read_columns
@@ -43,27 +43,38 @@ def encode_whole(records: Records, encoder: Encoder) -> Whole:
     sequences: list[list[Ints] | None] = []
     places: list[str] = []
     for source in records.sources:
-        sequences += (_pairs if paired else _texts)(source, encoder)
-        places += [source.where(i) for i in range(len(source.rows))]
+        doubled: list[int] = []
+        for part in source.parts():
+            read, repeats = (_pairs if paired else _texts)(part, encoder)
+            doubled += [len(places) + i for i in repeats]
+            sequences += read
+            places += [part.where(i) for i in range(len(part.rows))]
+        start = len(places) - len(source.rows)
+        require_said(source, [i - start for i in doubled], encoder.options.prompt_repeated)
     return Whole(("chosen_score", "rejected_score") if paired else ("score",), sequences, places)
 
 
-def _pairs(source: Source, encoder: Encoder) -> list[list[Ints] | None]:
+Read = tuple[list[list[Ints] | None], list[int]]
+"""The sequences of every row, and the rows whose completion begins with the prompt that is put before it."""
+
+
+def _pairs(source: Source, encoder: Encoder) -> Read:
     problems = Problems()
     family = next((names for names in FAMILIES if set(names) <= set(source.columns)), None)
     if family is not None:
         sides = [pretokenised(source, name, encoder.tokenizer, problems) for name in family]
         problems.stop()
-        return [list(each) for each in zip(*sides, strict=True)]
+        return [list(each) for each in zip(*sides, strict=True)], []
     there = [i for i, row in enumerate(source.rows) if _has(row, "chosen") and _has(row, "rejected")]
     kept = source.take(there, "complete")
     parsed = parse(kept, problems, encoder.options.prompt_repeated) if there else []
     problems.stop()
     rows = [[(each.prompt, each.chosen), (each.prompt, each.rejected)] for each in parsed]
-    return _encoded(source, there, rows, encoder)
+    doubled = [i for i, each in zip(there, parsed, strict=True) if each.doubled]
+    return _encoded(source, there, rows, encoder), doubled
 
 
-def _texts(source: Source, encoder: Encoder) -> list[list[Ints] | None]:
+def _texts(source: Source, encoder: Encoder) -> Read:
     columns = read_columns(source)
     prompted, last = columns[0] == "prompt", columns[-1]
     chat = {name: name == "messages" or cells.is_chat(source, name) for name in columns}
@@ -80,11 +91,13 @@ def _texts(source: Source, encoder: Encoder) -> list[list[Ints] | None]:
             there.append(i)
             rows.append((row["prompt"] if prompted else None, row[last]))
     problems.stop()
+    repeated = encoder.options.prompt_repeated
     if prompted and not any(chat.values()):
         texts: list[Any] = rows
-        rows = without_prompts(source, there, texts, [last], encoder.options.prompt_repeated, problems)
+        rows = without_prompts(source, there, texts, [last], repeated, problems)
         problems.stop()
-    return _encoded(source, there, [[row] for row in rows], encoder)
+    doubled = [i for i, row in zip(there, rows, strict=True) if not repeated and begins_with(*row)]
+    return _encoded(source, there, [[row] for row in rows], encoder), doubled
 
 
 def _has(row: Mapping[str, Any], column: str) -> bool:

@@ -188,7 +188,7 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
         (
             [{"prompt": "ab", "chosen": "ab c", "rejected": "ab d"}] * 2
             + [{"prompt": "ab", "chosen": "ab", "rejected": "c"}],
-            r"dataset: in 2 of 3 rows .* \(dataset rows 1, 2\): set prompt_repeated = true to take it off",
+            r"dataset: in 3 of 3 rows .* \(dataset rows 1, 2, 3\): set prompt_repeated = true to take it off",
         ),
         (
             [{"chosen_ids": [1, -2], "rejected_ids": [1]}],

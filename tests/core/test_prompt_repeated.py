@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
+from rlhf_core.data import Source
 from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
@@ -37,14 +38,20 @@ def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool
 @pytest.mark.parametrize(
     ("kind", "row"), [("pairs", PAIR), ("whole", PAIR), ("texts", TEXT), ("whole", TEXT)]
 )
-def test_a_row_reads_alike_whatever_the_other_rows(kind: str, row: dict[str, Any], tokenizer: Any) -> None:
+def test_a_row_reads_alike_whatever_the_other_rows(
+    kind: str, row: dict[str, Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = {name: value for name, value in {**OTHER, "completion": "f"}.items() if name in row}
     for repeated, words in ((False, "a b a b c"), (True, "a b c"), (None, "a b a b c")):
         beside = {name: "e " + text if repeated else text for name, text in other.items()}
         beside["prompt"] = "e "
         found = encode(kind, [beside, row, beside, beside], tokenizer, repeated)
         assert tokenizer.decode(found[1][0]) == f"{words} </s>", repeated
-    # Most rows begin so: it has to be said what that means.
+    # Most rows begin so: it has to be said what that means. However few rows are read at a time, it is of the file.
+    monkeypatch.setattr(
+        Source, "parts", lambda self: map(self.part, range(len(self.rows)), range(1, len(self.rows) + 1))
+    )
+    encode(kind, [row, other, other], tokenizer, None)
     for rows in ([row], [row, row, other]):
         with pytest.raises(
             InputError, match=r"set prompt_repeated = true to take it off, or prompt_repeated = false"

@@ -20,7 +20,7 @@ from rlhf_core.components import load_file
 from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
+from rlhf_core.tokenizer import TextOptions, load_tokenizer, special_ids, template_hash, tokenizer_hash
 
 chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
 TURNS = [chat.user("a b"), chat.assistant("b")]
@@ -190,38 +190,29 @@ def _dumps(value: Any) -> str:
         return '{"a":' + "[" * 5000 + "]" * 5000 + "}"
 
 
-def test_half_of_a_pair_in_a_text_names_its_row(directory: Path) -> None:
-    tokenizer = load_tokenizer(directory)
-    cut = "a\ud83d"
-    fine: dict[str, Any] = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c", "text": "a"}
-    said = r"row 2: '{}' is no valid Unicode: \\ud83d at character 2 is half of a pair; remove it"
-    for columns in (("prompt",), ("prompt", "completion"), ("prompt", "chosen", "rejected"), ("text",)):
-        for column in columns:
-            rows = data.load([{n: fine[n] for n in columns}, {**{n: fine[n] for n in columns}, column: cut}])
-            doors: list[Callable[[], Any]] = [lambda rows=rows: data.encode_whole(rows, Encoder(tokenizer))]
-            if columns == ("prompt",):
-                doors = [lambda rows=rows: data.encode_prompts(rows, tokenizer, max_prompt_length=None)]
-            else:
-                doors.append(lambda rows=rows: data.encode_texts(rows, tokenizer, max_length=None))
-            if "chosen" in columns:
-                doors.append(lambda rows=rows: data.encode_pairs(rows, tokenizer, max_length=None))
-            for door in doors:
-                with pytest.raises(InputError, match=said.format(column)):
-                    door()
-    asked = {"prompt": [chat.user("a")], "tools": [{"function": {"name": cut}}]}
-    with pytest.raises(InputError, match=r"row 1: .* no valid Unicode: \\ud83d at character"):
-        data.encode_prompts(data.load([asked]), tokenizer, max_prompt_length=None, chat_template=chat.TOOLS)
+def test_half_of_a_pair_in_what_a_template_writes_is_told(directory: Path) -> None:
+    """A template may write what no text of the data has."""
+    tokenizer, template = load_tokenizer(directory), "{{ messages[0].content }}{{ x }}"
+    asked = data.load([{"prompt": [chat.user("a")]}])
+    options = TextOptions(template, {"x": "\ud83d"})
+    with pytest.raises(
+        InputError, match=r"row 1: .* no valid Unicode: \\ud83d at character 2 is half of a pair"
+    ):
+        data.encode_prompts(asked, tokenizer, max_prompt_length=None, chat_template=options)
 
 
 @pytest.mark.parametrize("command", ["score", "generate"])
+@pytest.mark.parametrize("column", ["prompt", "completion", "id"])
 def test_half_of_a_pair_in_any_column_is_told_before_anything_is_computed(
-    command: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    column: str, command: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b", "id": ["\\ud83d"]}\n'
-    )
+    rows, cut = tmp_path / "rows.jsonl", '"a\\ud83d"'
+    fine = {"prompt": '"a"', "completion": '"b"', "id": "1"}
+    rows.write_text("".join(
+        "{" + ", ".join(f'"{name}": {value}' for name, value in row.items()) + "}\n"
+        for row in (fine, {**fine, column: cut})
+    ))  # fmt: skip
     tiny.make_model("score" if command == "score" else "lm").save(tmp_path / "model")
     monkeypatch.setattr("rlhf_core.models.loading.load_model", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(InputError, match=r"row 2: 'id' has text that is no valid Unicode .*; remove it"):
+    with pytest.raises(InputError, match=rf"row 2: '{column}' is no valid Unicode: .*; remove it"):
         CliRunner().invoke(cli.app, [command, str(tmp_path / "model"), str(rows)], catch_exceptions=False)
