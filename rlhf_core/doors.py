@@ -15,11 +15,13 @@ import jax.numpy as jnp
 
 from rlhf_core import data, experiment, plugins, runtime
 from rlhf_core.agreement import text_of_first
+from rlhf_core.callbacks import listen
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, near
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
+from rlhf_core.options.seed import OTHER_NAMES, TRL_NAMES
 from rlhf_core.recorded import Asked, held, run_recorded
 from rlhf_core.stage import Stage
 from rlhf_core.text_settings import day_begun
@@ -34,7 +36,14 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="TrainerConfig")
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
 """How the dropout rates of a config.json end: attention_dropout, hidden_dropout_prob, resid_pdrop."""
-SPELLINGS = {"arguments": "config", "args": "config", "processing_class": "tokenizer"}
+SPELLINGS = {
+    "arguments": "config",
+    "args": "config",
+    "processing_class": "tokenizer",
+    "reward_funcs": "rewards",
+}
+INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks")
+"""What a trainer class is handed beside its config."""
 
 
 def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
@@ -222,7 +231,8 @@ class Result:
 def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
-    inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`.
+    inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
+        `callbacks`, objects with the methods of `rlhf_core.hookspecs`, which are called as the loggers are.
     Writes to `config.save_directory`, or to a fresh temporary directory, all that a pipeline writes of a stage, and its
     events.jsonl. Continues a run that was interrupted there; of one that is done, returns what it has left. Raises
     InputError where the directory is in use, or holds a run of another model, data, rewards or settings.
@@ -231,6 +241,9 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     host = plugins.load()
     component = host.registry.get(TRAINER, trainer)
     is_main = jax.process_index() == 0
+    callbacks = inputs.pop("callbacks", None) or ()
+    if is_main:
+        listen(host, callbacks)
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
     directory = Path(text_of_first(str(config.save_directory or made)))
     stage = Stage(
@@ -280,7 +293,22 @@ def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple
     config = cls() if config is None else config
     if not isinstance(config, cls):
         raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
-    unknown = set(inputs) - {"model", "train_dataset", "eval_dataset", "tokenizer", "rewards"}
-    if unknown:
-        raise InputError(f"{', '.join(sorted(unknown))}: unknown argument of the trainer of {cls.__name__}")
+    if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
+        inputs["rewards"] = [inputs["rewards"]]
+    if unknown := sorted(set(inputs) - set(INPUTS)):
+        raise InputError(
+            *(
+                f"{name}: unknown argument of the trainer of {cls.__name__}{_meant(name, cls)}"
+                for name in unknown
+            )
+        )
     return config, inputs
+
+
+def _meant(name: str, cls: type[TrainerConfig]) -> str:
+    ours = {**OTHER_NAMES, **TRL_NAMES}.get(name, name).partition(".")[0]
+    if ours in INPUTS:
+        return f"; write {ours}"
+    if ours in cls.names():
+        return f"; it is a field of the config: {cls.__name__}({ours}=…)"
+    return f".{near(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"

@@ -145,7 +145,7 @@ class DPOTrainer:
     """The Python door: `DPOTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
 
     def __init__(self, config: DPOConfig | None = None, **inputs: Any) -> None:
-        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`; also `args` and `processing_class`."""
+        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`; `args`, `processing_class`."""
         self.config, self.inputs = door_inputs(DPOConfig, config, inputs)
 
     def train(self) -> Result:

@@ -183,7 +183,7 @@ class GRPOTrainer:
 
     def __init__(self, config: GRPOConfig | None = None, **inputs: Any) -> None:
         """inputs: `model`, `rewards` (callables, registered names, reward model directories), `train_dataset`,
-        `eval_dataset`, `tokenizer`; `args`, `arguments` and `processing_class` too.
+        `eval_dataset`, `tokenizer`, `callbacks`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
         """
         self.config, self.inputs = door_inputs(GRPOConfig, config, inputs)
 

@@ -161,7 +161,7 @@ class RewardTrainer:
     """The Python door: `RewardTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
 
     def __init__(self, config: RewardConfig | None = None, **inputs: Any) -> None:
-        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`; also `args` and `processing_class`."""
+        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`; `args`, `processing_class`."""
         self.config, self.inputs = door_inputs(RewardConfig, config, inputs)
 
     def train(self) -> Result:

@@ -73,7 +73,7 @@ class SFTTrainer:
     """The Python door: `SFTTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
 
     def __init__(self, config: SFTConfig | None = None, **inputs: Any) -> None:
-        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`."""
+        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`."""
         self.config, self.inputs = door_inputs(SFTConfig, config, inputs)
 
     def train(self) -> Result:
