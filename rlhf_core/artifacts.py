@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agreement import texts_of_all
 from rlhf_core.contracts import Artifact
+from rlhf_core.disk_errors import attempt, disk_reason
 from rlhf_core.errors import InputError
-from rlhf_core.files import (
-    attempt,
-    disk_reason,
-    flush,
-    make_directory,
-    replace_directory,
-    sealed,
-    unsealed,
-)
+from rlhf_core.files import flush, make_directory, replace_directory, sealed, unsealed
 from rlhf_core.files import write_atomic as write_atomic
 from rlhf_core.templates import writes_date
 

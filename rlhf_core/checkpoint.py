@@ -28,17 +28,9 @@ from orbax.checkpoint import v1
 
 from rlhf_core import checkpoint_tree as tree
 from rlhf_core.artifacts import damage, describe
+from rlhf_core.disk_errors import GOES_ON, attempt, disk_reason
 from rlhf_core.errors import RunError
-from rlhf_core.files import (
-    GOES_ON,
-    attempt,
-    disk_reason,
-    make_directory,
-    replace_directory,
-    sealed,
-    unsealed,
-    write_atomic,
-)
+from rlhf_core.files import make_directory, replace_directory, sealed, unsealed, write_atomic
 
 FORMAT = 1
 _CONTEXT = v1.Context()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import re
 import sys
@@ -37,6 +36,7 @@ from rlhf_core.command_options import (
     TemplateKwargs,
     TrainerName,
 )
+from rlhf_core.disk_errors import DISK, disk_message
 from rlhf_core.errors import InputError, RunError, Stopped
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
@@ -65,10 +65,9 @@ def main() -> None:
     except RunError as error:
         _fail(str(error), FAILED)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        _fail(f"no space left on the disk{where}; free some, and the same command goes on", FAILED)
+        _fail(f"{disk_message(error)} and give the same command again", FAILED)
 
 
 @app.callback(invoke_without_command=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_core.errors import InputError
+from rlhf_core.files import make_directory
 
 FILE = ".lock"
 _held: set[int] = set()
@@ -35,7 +36,7 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
     """
     path, other = directory / FILE, "--dir" if field == "dir" else field
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         # Closed on exec by Python's default, so that no program started here inherits it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except (FileExistsError, NotADirectoryError):

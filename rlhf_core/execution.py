@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import artifacts, stage_files, workers
 from rlhf_core.agreement import text_of_first
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
+from rlhf_core.disk_errors import attempt
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.files import attempt, make_directory, remove_leftovers
+from rlhf_core.files import make_directory, remove_leftovers
 from rlhf_core.hookspecs import hookimpl
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.text_settings import template_date

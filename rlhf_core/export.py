@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.errors import InputError
+from rlhf_core.files import fill_directory
 from rlhf_core.models import Model, load_model, stored_head
 from rlhf_core.models.loading import local_directory
 from rlhf_core.models.weights import INDEX, open_weights
@@ -22,7 +23,7 @@ def export(model: str, directory: Path, *, registry: Registry, merge: bool = Fal
 
     A model with adapters is written as these alone in PEFT's layout, or with `merge` as the whole model that they make.
     Returns what was written and what of the source was not, in words. Raises InputError where the directory holds
-    something already, or there is nothing to merge.
+    something already, or there is nothing to merge; RunError where the disk is full or not writable, with nothing left.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{directory} exists already: give a new directory")
@@ -32,7 +33,8 @@ def export(model: str, directory: Path, *, registry: Registry, merge: bool = Fal
     lora = loaded.definition.lora
     if merge and lora is None:
         raise InputError(f"{model} has no adapters to merge; leave out --merge")
-    (loaded.merged() if merge else loaded).save(directory)
+    whole = loaded.merged() if merge else loaded
+    fill_directory(directory, whole.save, f"the model {model}")
     kind = "a reward model" if head == "score" else "a language model"
     if lora is not None and not merge:
         assert loaded.adapter is not None

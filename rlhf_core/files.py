@@ -1,8 +1,7 @@
-"""Files and directories that survive a power cut, whole or not there, and the errors of the file system in words."""
+"""Files and directories that survive a power cut, whole or not there."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -11,21 +10,15 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rlhf_core.errors import RunError
+from rlhf_core.disk_errors import GOES_ON, attempt
 
-T = TypeVar("T")
 CHECKSUM = "checksum"
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-DISK = FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-"""Errors by which a file system refuses to be written to, whoever asks."""
-GOES_ON = "What was written before is whole; the same command goes on from there."
 UNTOUCHED = "What was there before is untouched; mend that and give the same command again."
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueError for everything
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
@@ -182,6 +175,34 @@ def replace_directory(new: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def fill_directory(directory: Path, write: Callable[[Path], None], what: str) -> None:
+    """Let `write` fill a new or an empty directory: all of it is on the disk then, or, where that fails, nothing.
+
+    A new one has its name only when it is whole. Raises RunError where the disk is full or not writable.
+    """
+    directory = Path(os.path.realpath(directory))
+    empty = directory.is_dir()  # perhaps where a disk is mounted, so it stays
+    name = directory.name.encode()[:100].decode(errors="ignore")
+    place = directory if empty else directory.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
+
+    def fill() -> None:
+        make_directory(place)
+        write(place)
+        flush_tree(place)
+        if not empty:
+            os.rename(place, directory)
+            flush(directory.parent)
+
+    then = "Nothing of it is left there; mend that and give the same command again."
+    try:
+        attempt(fill, what, directory, leftover=None if empty else place, then=then)
+    except BaseException:
+        for path in directory.iterdir() if empty else ():
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
 def remove(path: Path) -> None:
     """Delete a file for good, one that is not there too."""
     if path.exists():
@@ -226,58 +247,3 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 def _text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, allow_nan=False) + "\n"
-
-
-def attempt(
-    write: Callable[[], T], what: str, path: Path, *, leftover: Path | None = None, then: str = GOES_ON
-) -> T:
-    """Call `write`; where it fails, delete `leftover`, and raise RunError if the file system is to blame.
-
-    then: what holds after the failure, and what to do, the last sentence of the message.
-    """
-    try:
-        return write()
-    except BaseException as error:
-        free = _free(path)  # before the deletion: the space there was when it failed
-        if leftover is not None:
-            with suppress(OSError):  # what stopped the writing may stop the deletion
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        reason = disk_reason(error)
-        if reason is None:
-            raise
-        raise RunError(
-            f"{what} could not be written to {path}: {reason}{free if reason == NO_SPACE else ''}. {then}"
-        ) from error
-
-
-NO_SPACE = "no space left on the disk"
-
-
-def disk_reason(error: BaseException) -> str | None:
-    """What the file system said, in words; None where the error is not the file system's."""
-    for cause in _causes(error):
-        found = _OS_ERROR.search(str(cause))
-        number = cause.errno if isinstance(cause, OSError) else int(found[1]) if found else None
-        if number in FULL or any(os.strerror(each) in str(cause) for each in FULL):
-            return NO_SPACE
-        if isinstance(cause, OSError):
-            return str(cause.strerror or cause)
-        if number is not None:
-            return os.strerror(number)
-    return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    following: BaseException | None = error
-    while following is not None:
-        yield following
-        following = following.__cause__
-
-
-def _free(path: Path) -> str:
-    """` (N MiB free)`, empty where the disk does not even say that."""
-    try:
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-        return f" ({shutil.disk_usage(there).free / 2**20:,.1f} MiB free)"
-    except (OSError, StopIteration):
-        return ""

@@ -200,7 +200,7 @@ def run_recorded(
             )
     except (InputError, RunError) as error:
         if stage.is_main and record.state != "done":
-            if not record.has_checkpoints:
+            if not record.has_checkpoints and not record.has_artifacts:
                 record.put_back({})
             elif isinstance(error, InputError):
                 record.put_back(before)

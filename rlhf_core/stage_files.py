@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from rlhf_core.best import FILE as BEST
-from rlhf_core.files import attempt, flush, flush_lines, remove
+from rlhf_core.disk_errors import attempt
+from rlhf_core.files import flush, flush_lines, remove
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rlhf_core import artifacts, differences
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
-from rlhf_core.files import sealed, unsealed, write_atomic
+from rlhf_core.files import remove, sealed, unsealed, write_atomic
 
 FILE = "stage.json"
 FORMAT = 2
@@ -59,7 +59,14 @@ class StageRecord:
 
     @property
     def has_checkpoints(self) -> bool:
-        return any((self.dir / "checkpoints").glob("[0-9]*"))
+        """Whether a state was saved; a checkpoint that was being replaced when the process died is one."""
+        directory = self.dir / "checkpoints"
+        return any(directory.glob("[0-9]*")) or any(directory.glob(".*.replaced"))
+
+    @property
+    def has_artifacts(self) -> bool:
+        """Whether a trainer, perhaps one without checkpoints, saved an output."""
+        return any((self.dir / "artifacts").glob(f"*/{artifacts.MANIFEST}"))
 
     def settle(self, now: differences.Record) -> State:
         """What becomes of the stage with what is asked for now; "running" for a finished one that is extended.
@@ -154,7 +161,7 @@ class StageRecord:
         if before:
             self._write(dict(before))
         else:
-            self.path.unlink(missing_ok=True)
+            remove(self.path)
             self.then = {}
 
     @property

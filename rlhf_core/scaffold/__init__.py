@@ -16,6 +16,7 @@ from pathlib import Path
 from rlhf_core import __version__, contracts
 from rlhf_core.contracts import Kind
 from rlhf_core.errors import InputError, near
+from rlhf_core.files import fill_directory, write_atomic
 from rlhf_core.registry import Registry
 
 SUFFIXES = {
@@ -61,14 +62,18 @@ def write(kind: str, name: str, directory: Path | None, registry: Registry) -> W
     module = directory / "src" / values["module"] / "__init__.py"
     test = directory / "tests" / f"test_{values['name']}.py"
     usage = _filled(f"{kind}/usage.txt", values).rstrip()
-    for path, text in {
+    texts = {
         directory / "pyproject.toml": _filled("pyproject.toml.txt", values),
         directory / "README.md": _filled("README.md.txt", values | {"usage": usage}),
         module: _filled(f"{kind}/component.py.txt", values),
         test: _filled(f"{kind}/test.py.txt", values),
-    }.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    }
+
+    def write(place: Path) -> None:
+        for path, text in texts.items():
+            write_atomic(place / path.relative_to(directory), text)
+
+    fill_directory(directory, write, f"the package {directory.name}")
     return Written(directory, module, kind, values["name"])
 
 

@@ -74,6 +74,8 @@ def _run(kind: str) -> Any:
             raise Stopped("stopped, state saved")
         if config.fail == "full":
             raise OSError(28, "No space left on device", "weights.txt")
+        if config.fail == "broken disk":
+            raise OSError(5, "Input/output error", "weights.txt")
         if config.fail == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if config.fail == "slow":
@@ -85,6 +87,8 @@ def _run(kind: str) -> Any:
             read = (Path(config.model) / "weights.txt").read_text()
         stage.hook.rlhf_step_end(stage=stage, step=1, metrics={"loss": 0.5, "size": float(config.size)})
         artifacts.save_model(stage, "model", kind, Weights(read + "x" * config.size + str(stage.seed)))  # type: ignore[arg-type]
+        if config.fail == "after":
+            raise RunError("the fake trainer was told to fail")
 
     return run
 

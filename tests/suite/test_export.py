@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -70,6 +72,35 @@ def test_what_cannot_be_exported(rlhf: Any, tiny: ModuleType, tmp_path: Path) ->
         assert ended.code == 2
         assert message in ended.message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["a new directory", "an empty one"])
+def test_a_full_disk_leaves_nothing_and_the_same_command_works_later(
+    rlhf: Any, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    tiny.make_model().save(tmp_path / "model")
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        ended = rlhf("export", str(tmp_path / "model"), str(out))
+    assert ended.code == 1
+    assert (
+        f"the model {tmp_path / 'model'} could not be written to {out}: no space left on the disk ("
+        in ended.message
+    )
+    assert "Nothing of it is left there; mend that and give the same command again." in ended.message
+    assert "goes on" not in ended.message
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
+        ["model", *(["out"] if there else []), *(path.name for path in (tmp_path / "model").iterdir())]
+    )
+    assert rlhf("export", str(tmp_path / "model"), str(out)).code == 0
+    assert load_model(out).logits(IDS, MASK).shape[1] == 4
 
 
 def test_scoring_refuses_the_adapter_of_a_language_model(rlhf: Any, adapter: Path, tmp_path: Path) -> None:

@@ -154,6 +154,16 @@ def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(pipeline: Pat
     assert not go(pipeline, fake).stages["rm"].skipped
 
 
+@pytest.mark.parametrize("left", ["an output", "a checkpoint", "a checkpoint that was being replaced"])
+def test_a_stage_that_saved_anything_keeps_its_record(pipeline: Path, fake: ModuleType, left: str) -> None:
+    if left != "an output":
+        name = ".4.replaced" if "replaced" in left else "4"
+        Path("runs/a/rm/checkpoints", name).mkdir(parents=True)
+    with pytest.raises(RunError, match="told to fail"):
+        go(pipeline, fake, f"rm.fail={'after' if left == 'an output' else 'error'}")
+    assert unsealed(Path("runs/a/rm/stage.json").read_bytes())["state"] == "running"
+
+
 def test_stopped_is_raised_after_the_last_event(pipeline: Path, fake: ModuleType) -> None:
     with pytest.raises(Stopped):
         go(pipeline, fake, "base.fail=stopped")
