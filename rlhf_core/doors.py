@@ -75,6 +75,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
                 seed=stage.seed,
                 registry=stage.registry,
                 verify=config.verify,
+                revision=config.model_revision,
             )
     if config.stored_dtype is not None:
         model = replace(model, stored_dtype=config.stored_dtype)
@@ -201,7 +202,7 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
             "one process tokenises, with a thread on every core; more would not be faster",
         )
     with told_of(stage, field):
-        return data.load(spec, registry=stage.registry)
+        return data.load(spec, registry=stage.registry, columns=config.columns)
 
 
 def tell(report: Report, stage: Stage, field: str) -> None:

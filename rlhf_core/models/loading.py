@@ -47,6 +47,7 @@ def load_model(
     dtype: str | None = None,
     fresh_head: bool = True,
     verify: bool = True,
+    revision: str | None = None,
 ) -> Model:
     """A model from a Hugging Face directory or hub name, or an adapter of PEFT, which names its base model.
 
@@ -55,12 +56,13 @@ def load_model(
         whose head is then drawn from `seed`, with a warning that says so; an error where not fresh_head.
     mesh: where the parameters go; default: one device.
     registry: has the model families; default: those of all installed plugins.
+    revision: branch, tag or commit of a model of the hub.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
     verify: compare every file of an artifact with the hash in its manifest. Several processes share the files, where
         the mesh is theirs and all make this call.
     Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
     """
-    directory, beside, base = model_places(path, adapter)
+    directory, beside, base = model_places(path, adapter, revision)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     if verify:
         together = len({device.process_index for device in mesh.devices.flat}) > 1

@@ -10,15 +10,21 @@ from rlhf_core.models import peft
 from rlhf_core.models.model import TOKENIZER_FILES
 
 
-def model_places(path: str | Path, adapter: str | Path | None) -> tuple[Path, Path | None, peft.Base]:
+def model_places(
+    path: str | Path, adapter: str | Path | None, revision: str | None = None
+) -> tuple[Path, Path | None, peft.Base]:
     """Find the directories of the model and of its adapter, if any, and what the adapter calls the model."""
-    directory = local_directory(path)
+    if revision is not None and Path(path).expanduser().is_dir():
+        raise InputError(
+            f"{path} is a directory: revision {revision!r} is for names of the hub; leave it out"
+        )
+    directory = local_directory(path, revision)
     if adapter is not None:
-        return directory, local_directory(adapter), peft.Base(peft.fixed_name(path), None)
+        return directory, local_directory(adapter), peft.Base(peft.fixed_name(path), revision)
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         base = peft.base_of(directory)
         return local_directory(base.named, base.revision), directory, base
-    return directory, None, peft.Base(peft.fixed_name(path), None)
+    return directory, None, peft.Base(peft.fixed_name(path), revision)
 
 
 def local_directory(path: str | Path, revision: str | None = None) -> Path:

@@ -49,11 +49,20 @@ class TrainerConfig(Options):
         None,
         description="a directory, a hub name, an earlier stage's STAGE.OUTPUT, or a table for a fresh model",
     )
+    model_revision: str | None = Field(
+        None, description="branch, tag or commit of a model of the hub; none: its main branch"
+    )
     train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
-        None, description="a file, a dataset name, a table { name, path, weight, split }, or a list of these"
+        None,
+        description="a file, a dataset name, a table { name, path, weight, split, columns }, or a list of these",
     )
     eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
         None, description="as train_data, held out; none: nothing is evaluated"
+    )
+    columns: dict[str, str] | None = Field(
+        None,
+        description='columns that the data has under other names, { prompt = "question" }; a table\'s own `columns` '
+        "go before",
     )
     learning_rate: float = Field(5e-5, ge=0, description="at its peak")
     learning_rate_end: float | None = Field(

@@ -1,0 +1,292 @@
+"""Forms that data comes in: missing cells, other names, compressed files, data frames, JSON in cells."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from rlhf_core import data
+from rlhf_core.data import stored
+from rlhf_core.errors import InputError
+
+PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
+TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+FOREIGN = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return tiny.make_tokenizer()
+
+
+@pytest.fixture(params=["in memory", "on the disk"])
+def place(request, tmp_path, monkeypatch):
+    """Whether files are held in memory, or read where they are."""
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    if request.param == "on the disk":
+        monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    return tmp_path
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_a_missing_cell_of_csv_is_null_and_a_quoted_one_is_empty(place):
+    text = 'prompt,answer,more\r\n"a, ""b""",,x\nc,"",\n"d\ne","  ","f"\n\n,"g",""\n'
+    (place / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    records = data.load(place / "a.csv")
+    assert list(records) == [
+        {"prompt": 'a, "b"', "answer": None, "more": "x"},
+        {"prompt": "c", "answer": "", "more": None},
+        {"prompt": "d\ne", "answer": "  ", "more": "f"},
+        {"prompt": None, "answer": "g", "more": ""},
+    ]
+    assert [records.where(i).rpartition(" ")[2] for i in range(4)] == ["2", "3", "4", "7"]
+    assert records[2] == list(records)[2]
+
+
+def test_an_empty_completion_is_no_match_for_a_missing_answer(place):
+    from rlhf_core import plugins
+    from rlhf_core.contracts import REWARD
+
+    (place / "a.csv").write_text("prompt,answer\na,\nb,b\n")
+    answers = [row["answer"] for row in data.load(place / "a.csv")]
+    reward = plugins.load().registry.get(REWARD, "exact_match")
+    assert list(reward(completions=["", "b"], answer=answers)) == [None, 1.0]
+
+
+def test_missing_values_of_data_frames_and_tables_are_null(tokenizer):
+    frame = pd.DataFrame({"prompt": ["a", "b"], "answer": ["x", None], "score": [1.0, np.nan]})
+    assert list(data.load(frame)) == [
+        {"prompt": "a", "answer": "x", "score": 1.0},
+        {"prompt": "b", "answer": None, "score": None},
+    ]
+    assert len(data.encode_prompts(data.load(frame), tokenizer, max_prompt_length=None)) == 2
+    assert list(data.load(pa.table({"prompt": ["a", None]}))) == [{"prompt": "a"}, {"prompt": None}]
+
+
+def test_data_sets_of_one_name_are_told_apart(tokenizer):
+    one = [{**PAIR, "subset": "one"}, {**PAIR, "chosen": " d", "subset": "one"}]
+    other = [{**PAIR, "chosen": " e", "subset": "other"}]
+    records = data.load([one, other])
+    assert [records.where(i) for i in range(3)] == ["dataset 1 row 1", "dataset 1 row 2", "dataset 2 row 1"]
+    pairs = data.encode_pairs(records, tokenizer, max_length=None)
+    assert [records[i]["subset"] for i in pairs.rows.tolist()] == ["one", "one", "other"]
+    again = data.load([one, one])
+    assert again.where(0) == again.where(2) == "dataset row 1"  # the same rows twice
+
+
+def test_subsets_go_by_row_whatever_datasets_are_called(tokenizer):
+    from rlhf_reward.evaluation import subsets_of
+
+    long = {**PAIR, "chosen": " b" * 40, "subset": "long"}
+    one = [long, {**PAIR, "subset": "one"}]
+    other = [{**PAIR, "chosen": " e", "subset": "other"}, {**PAIR, "chosen": " f", "subset": None}]
+    records = data.load([one, other])
+    pairs = data.encode_pairs(records, tokenizer, max_length=8)
+    assert pairs.report.filtered == ["dataset 1 row 1"]
+    assert subsets_of(records, pairs) == ["one", "other", None]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_compressed_files_are_read(place, kind):
+    table = pd.DataFrame([PAIR] * 3)
+    plain = place / f"a.{kind}"
+    if kind == "jsonl":
+        plain.write_bytes(lines([PAIR] * 3))
+    elif kind == "csv":
+        table.to_csv(plain, index=False)
+    else:
+        table.to_parquet(plain)
+    (place / f"a.{kind}.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    with pa.CompressedOutputStream(str(place / f"a.{kind}.zst"), "zstd") as file:
+        file.write(plain.read_bytes())
+    wanted = data.load(plain)
+    assert list(wanted) == [PAIR] * 3
+    for ending in ("gz", "zst"):
+        found = data.load(place / f"a.{kind}.{ending}")
+        assert list(found) == [PAIR] * 3
+        assert found.fingerprint == wanted.fingerprint
+
+
+def test_other_names_of_columns(place, tokenizer):
+    (place / "a.jsonl").write_bytes(lines([{"question": "a", "better": " b", "rejected": " c", "x": 1}] * 2))
+    path = str(place / "a.jsonl")
+    columns = {"prompt": "question", "chosen": "better"}
+    table = {"name": "jsonl", "path": path, "columns": columns}
+    for records in (data.load(table), data.load(path, columns=columns), data.load([path], columns=columns)):
+        assert records.columns == ("prompt", "chosen", "rejected", "x")
+        assert records[0] == {**PAIR, "x": 1}
+        assert len(data.encode_pairs(records, tokenizer, max_length=None)) == 2
+    assert data.load(table).fingerprint != data.load(path).fingerprint
+    twice = data.load({**table, "weight": 2, "split": "[:1]"})
+    assert list(twice) == [{**PAIR, "x": 1}] * 2
+    wrong = [
+        (
+            {"prompt": "qestion"},
+            r"no column 'qestion', which columns.prompt names; .* Did you mean 'question'\?",
+        ),
+        ({"promt": "question"}, r"columns.promt .*nothing reads 'promt'. Did you mean 'prompt'\?"),
+        ({"rejected": "better"}, "but there is a column 'rejected' too"),
+        ({"prompt": "question", "answer": "question"}, "names one column twice"),
+        ("question", "give a table such as"),
+    ]
+    for columns, message in wrong:
+        with pytest.raises(InputError, match=message):
+            data.load({**table, "columns": columns})
+
+
+def test_sharegpt_is_read_and_said(place, tokenizer, tiny):
+    (place / "a.jsonl").write_bytes(lines([{"conversations": FOREIGN}, {"conversations": TALK}] * 2))
+    records = data.load(place / "a.jsonl")
+    assert list(records) == [{"messages": TALK}] * 4
+    encoded = data.encode_texts(records, tokenizer, max_length=None, chat_template="plain")
+    wanted = data.encode_texts(
+        data.load([{"messages": TALK}]), tokenizer, max_length=None, chat_template="plain"
+    )
+    assert encoded.texts[0].tokens.tolist() == wanted.texts[0].tokens.tolist()
+    assert wanted.report.read_as == []
+    said = "\n".join(encoded.report.lines())
+    assert "a.jsonl: column 'conversations' is read as 'messages'" in said
+    assert "'human' as 'user'" in said
+    roles = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]
+    (row,) = data.load([{"prompt": roles[:1], "completion": roles[1:]}])
+    assert [row["prompt"][0]["role"], row["completion"][0]["role"]] == ["user", "assistant"]
+
+
+def test_conversations_as_json_in_csv_are_read(place, tokenizer):
+    frame = pd.DataFrame({"messages": [json.dumps(TALK), json.dumps(FOREIGN)]})
+    frame.to_csv(place / "a.csv", index=False)
+    records = data.load(place / "a.csv")
+    assert list(records) == [{"messages": TALK}] * 2
+    assert records.remarks
+    assert len(data.encode_texts(records, tokenizer, max_length=None, chat_template="plain")) == 2
+    sides = {"prompt": json.dumps(TALK[:1]), "chosen": json.dumps(TALK[1:]), "rejected": json.dumps(TALK[1:])}
+    pd.DataFrame([sides]).to_csv(place / "b.csv", index=False)
+    assert list(data.load(place / "b.csv")) == [
+        {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": TALK[1:]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (
+            [json.dumps(TALK), "a", "b"],
+            r"row 2: 'prompt' is the JSON of a conversation, and most others are plain",
+        ),
+        (["a", str(TALK)], r"row 3: 'prompt' is a conversation in Python's notation.*json\.dumps"),
+    ],
+)
+def test_conversations_that_would_be_trained_on_as_text_are_refused(tmp_path, cells, message):
+    pd.DataFrame({"prompt": cells}).to_csv(tmp_path / "a.csv", index=False)
+    with pytest.raises(InputError, match=message):
+        data.load(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "answer": "x\\ud83d"}\n',
+            r"row 1: 'answer' is no valid Unicode: \\ud83d at",
+        ),
+        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1: 'a' is no valid Unicode"),
+        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2: 'a' is no valid Unicode"),
+        (
+            "a.jsonl",
+            b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
+            r"row 1 cannot be read: it is nested too deeply",
+        ),
+        ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", "it has a number of too many digits"),
+        ("a.jsonl", b'{"a": "b\0"}' + b" " * 2000, r"a\.jsonl is UTF-16"),
+        (
+            "a.jsonl",
+            b'{"a": "b"}\n' * 200 + b'{"a": "b\0"}\n',
+            r"row 201 is not JSON: Invalid control character",
+        ),
+        ("a.csv", b"a,b\n" + b"1,2\n" * 400 + b"1,\0\n", r"row 402 (has a NUL byte|is not CSV)"),
+        ("a.txt", b"line\n" * 400 + b"a\0b\n", r"row 401 has a NUL byte"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], r"a\.jsonl\.gz: cannot be read: "),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: cannot be read: Not a gzipped file"),
+        ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst: cannot be read: "),
+        ("a.jsonl.bz2", bz2.compress(b"{}"), r"'\.bz2' is no format that is read"),
+    ],
+)
+def test_what_no_reader_holds_is_one_message(place, name, content, message):
+    (place / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        data.load(place / name)
+
+
+def test_rows_in_memory_that_json_does_not_hold(tmp_path):
+    circle: list = []
+    circle.append(circle)
+    for value, message in ((circle, "Circular reference"), ("\ud83d", "is no valid Unicode")):
+        with pytest.raises(InputError, match=f"dataset row 2.*{message}"):
+            data.load([PAIR, {**PAIR, "answer": value}])
+
+
+def test_a_file_that_changes_while_it_is_used_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines([PAIR, {**PAIR, "prompt": "b"}]))
+    records = data.load(path)
+    with path.open("ab") as file:
+        file.write(lines([PAIR]))
+    assert [row["prompt"] for row in records] == ["a", "b"]  # what is added is not read
+    changed = path.read_bytes().replace(b'"b"', b'"c"')
+    with path.open("r+b") as file:
+        file.write(changed)
+    fresh = data.load(path)
+    assert [row["prompt"] for row in fresh] == ["a", "c", "a"]
+    late = data.load(path)
+    with path.open("r+b") as file:
+        file.write(changed.replace(b'"c"', b'"d"'))
+    with pytest.raises(InputError, match=r"a\.jsonl row 2 has changed since the file was read"):
+        late[1]
+    assert late[0]["prompt"] == "a"
+
+
+def test_revision_and_files_of_the_hub(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    calls = []
+    made = datasets.Dataset.from_list([PAIR] * 2)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *a, **k: calls.append((a, k)))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: calls.append((a, k)) or made)
+    table = {
+        "name": "some/pairs",
+        "subset": "hard",
+        "split": "test",
+        "revision": "v1",
+        "data_files": "a/*.jsonl",
+    }
+    assert list(data.load(table)) == [PAIR] * 2
+    assert calls == [
+        (("some/pairs",), {"revision": "v1", "timeout": 10}),
+        (("some/pairs", "hard"), {"split": "test", "revision": "v1", "data_files": "a/*.jsonl"}),
+    ]
+    calls.clear()
+    data.load("some/pairs")
+    assert calls[1] == (("some/pairs", None), {"split": "train"})
+    with pytest.raises(InputError, match=r"no option 'revison'\. Did you mean 'revision'\?"):
+        data.load({"name": "some/pairs", "revison": "v1"})
+
+
+def test_options_of_the_hub_are_refused_for_files(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([PAIR]))
+    with pytest.raises(InputError, match="is a file: revision is for datasets of the hub"):
+        data.load({"path": str(tmp_path / "a.jsonl"), "revision": "v1"})
