@@ -111,7 +111,7 @@ def test_one_version_everywhere(repository: Path) -> None:
         assert project["version"] == rlhf_core.__version__, directory
         assert version(project["name"]) == rlhf_core.__version__, "installed from an older state: make env"
     changelog = (repository / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == rlhf_core.__version__  # type: ignore[index]
+    assert re.search(r"^## (\d\S*)", changelog, re.MULTILINE)[1] == rlhf_core.__version__  # type: ignore[index]
 
 
 def test_plugins_pin_the_core_they_were_written_for(repository: Path) -> None:
