@@ -42,6 +42,7 @@ MAY_CHANGE = frozenset(
         "save_steps",
         "save_interval_minutes",
         "training_time_limit",
+        "verify",
     }
 )
 """Fields that may change on the way, with a warning; every process of a job must have the same."""

@@ -45,6 +45,8 @@ class Adapter:
                 self.score = name
             else:
                 raise InputError(f"{file}: '{name}' belongs to no layer that can be adapted")
+            if len(shape := self._reader.header[name]["shape"]) != 2 and "lora_magnitude_vector" not in name:
+                raise InputError(f"{file}: '{name}' has shape {shape}; it must be a matrix")
         for module, layers in self._modules.items():
             for layer, names in layers.items():
                 if lost := {"lora_A", "lora_B"} - set(names):
@@ -66,7 +68,13 @@ class Adapter:
             raise InputError(f"{self.directory / WEIGHTS}: the base model has no linear layer {min(unknown)}")
         params = model.params
         if self.score is not None:
-            params = {**params, "score": {"kernel": self._view(self.score).T}}
+            kernel = self._view(self.score).T
+            if kernel.shape != layers["score", "kernel"].shape:
+                raise InputError(
+                    f"{self.directory / WEIGHTS}: its reward head has shape {list(kernel.T.shape)}; the base model takes "
+                    f"{list(layers['score', 'kernel'].shape[::-1])}: is this its base model?"
+                )
+            params = {**params, "score": {"kernel": kernel}}
         found: dict[str, Any] = {}
         whole = True
         for target in lora.targets:

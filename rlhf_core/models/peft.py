@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlhf_core.errors import InputError, read_json_object
+from rlhf_core.models.fields import LARGEST_NUMBER, shown
 from rlhf_core.models.lora import Lora
 from rlhf_core.partition import paths
 
@@ -58,14 +60,16 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT")
     config = read_json_object(file)
-    problems = []
+    problems = _of_another_kind(config)
+    if problems:
+        raise InputError(*(f"{file}: {problem}" for problem in problems))
     if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type {config.get('peft_type')!r} is not supported; only LORA is")
+        problems.append(f"peft_type {shown(config.get('peft_type'))} is not supported; only LORA is")
     for name, value in config.items():
         if name not in HARMLESS and value not in (None, False, 0, "", [], {}, "megatron.core"):
-            problems.append(f"{name} {value!r} is not supported")
+            problems.append(f"{name} {shown(value)} is not supported")
     if config.get("bias", "none") != "none":
-        problems.append(f"bias {config['bias']!r} is not supported; only none is")
+        problems.append(f"bias {shown(config['bias'])} is not supported; only none is")
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         problems.append(
@@ -77,6 +81,47 @@ def read_config(directory: Path) -> dict[str, Any]:
     if problems:
         raise InputError(*(f"{file}: {problem}" for problem in problems))
     return config
+
+
+def _of_another_kind(config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the kinds of the fields that are read."""
+
+    def number(value: Any, least: float) -> bool:
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and least <= value <= LARGEST_NUMBER
+        )
+
+    def pattern(value: Any) -> bool:
+        try:
+            re.compile(value)
+        except (re.error, TypeError, OverflowError, RecursionError):
+            return False
+        return True
+
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "r": ("a positive whole number", lambda v: isinstance(v, int) and number(v, 1)),
+        "lora_alpha": ("a number", lambda v: number(v, -LARGEST_NUMBER)),
+        "lora_dropout": ("a number from 0 to 1", lambda v: number(v, 0) and v < 1),
+        "use_rslora": ("true or false", lambda v: isinstance(v, bool)),
+        "use_dora": ("true or false", lambda v: isinstance(v, bool)),
+        "modules_to_save": (
+            "a list of names",
+            lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v),
+        ),
+        "alpha_pattern": (
+            "a table of numbers by regular expression",
+            lambda v: (
+                isinstance(v, dict) and all(pattern(k) and number(x, -LARGEST_NUMBER) for k, x in v.items())
+            ),
+        ),
+    }
+    return [
+        f"{name} must be {kind}; it is {shown(config[name])}"
+        for name, (kind, fits) in rules.items()
+        if config.get(name) is not None and not fits(config[name])
+    ]
 
 
 class Base(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from rlhf_core.errors import InputError
 from rlhf_core.memory import definition_of
@@ -240,3 +240,37 @@ def test_more_layers_than_the_files_hold_are_refused_before_they_are_listed(
     config = json.loads((saved / "config.json").read_text()) | {"num_hidden_layers": 9000}
     with pytest.raises(InputError, match="describes 9,000 layers, and its files hold 21 tensors"):
         load_model(with_config(saved, tmp_path, json.dumps(config)))
+
+
+@pytest.fixture(scope="module")
+def adapter(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter")
+    load_model(saved).with_lora(rank=2, targets="q_proj").save(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "field", ["r", "lora_alpha", "lora_dropout", "use_rslora", "modules_to_save", "alpha_pattern"]
+)
+def test_an_adapters_fields_of_another_kind_are_named(adapter: Path, tmp_path: Path, field: str) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    directory = with_config(adapter, tmp_path, "")
+    (directory / "config.json").unlink()
+    for value in ("x", [[]], {"(": 1}, {"a": "b"}, -(10**400), float("nan"), 7.5e300):
+        (directory / "adapter_config.json").unlink(missing_ok=True)
+        (directory / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+        with pytest.raises(InputError, match=rf"adapter_config\.json: {field} must be"):
+            load_model(directory)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.lora_A.weight", "score.weight"])
+def test_an_adapters_tensors_of_another_shape_are_named(adapter: Path, tmp_path: Path, name: str) -> None:
+    directory = with_config(adapter, tmp_path, "")
+    (directory / "config.json").unlink()
+    weights = directory / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    for shape in ((), (3,), (3, 5)):
+        save_file(tensors | {f"base_model.model.{name}": np.zeros(shape, np.float32)}, weights)
+        with pytest.raises(InputError, match=r"adapter_model\.safetensors: .* shape \["):
+            load_model(directory, head="score" if name.startswith("score") else "lm")
