@@ -71,8 +71,8 @@ class Adapter:
             kernel = self._view(self.score).T
             if kernel.shape != layers["score", "kernel"].shape:
                 raise InputError(
-                    f"{self.directory / WEIGHTS}: its reward head has shape {list(kernel.T.shape)}; the base model takes "
-                    f"{list(layers['score', 'kernel'].shape[::-1])}: is this its base model?"
+                    f"{self.directory / WEIGHTS}: its reward head has shape {list(kernel.T.shape)}; the base model "
+                    f"takes {list(layers['score', 'kernel'].shape[::-1])}: is this its base model?"
                 )
             params = {**params, "score": {"kernel": kernel}}
         found: dict[str, Any] = {}
