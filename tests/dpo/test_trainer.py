@@ -1,12 +1,13 @@
 """The DPO trainer from Python: metrics, the reference read once, continuing, what it learns, what it refuses."""
 
+import shutil
 import warnings
 
 import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
 
-from rlhf_core import create_state, hookimpl, load_model, optimizers
+from rlhf_core import create_state, data, hookimpl, load_model, optimizers
 from rlhf_core.errors import InputError
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
@@ -91,15 +92,20 @@ def run(tiny, directory, *, watch=None, model=None, **changes):
     return tiny.leaves(load_model(artifact.path, mesh=tiny.one_device()).params)
 
 
-def test_a_run_that_goes_on_ends_with_the_same_bits_and_keeps_its_reference(tiny, tmp_path):
-    """The model it continues with is another: only the checkpoint can say what the reference was."""
+def test_a_run_that_goes_on_ends_with_the_same_bits_and_keeps_its_reference(tiny, tmp_path, capsys):
     first = Watch()
     whole = run(tiny, tmp_path / "whole", watch=first, save_steps=1, evaluation_steps=2)
     with pytest.raises(InterruptedError):
         run(tiny, tmp_path / "parts", watch=Watch(3), save_steps=1, evaluation_steps=2)
     later = Watch()
     other = tiny.make_model(scale=4.0, seed=9)
-    parts = run(tiny, tmp_path / "parts", watch=later, model=other, save_steps=1, evaluation_steps=2)
+    with pytest.raises(
+        InputError, match=r"stage 'dpo'.model: the contents of the Model given from Python have"
+    ):
+        run(tiny, tmp_path / "parts", watch=later, model=other, save_steps=1, evaluation_steps=2)
+    capsys.readouterr()
+    parts = run(tiny, tmp_path / "parts", watch=later, save_steps=1, evaluation_steps=2)
+    assert "reading the log-probabilities" not in capsys.readouterr().err
     assert later.rows[0]["step"] > 1
     for name, leaf in whole.items():
         np.testing.assert_array_equal(parts[name], leaf, err_msg=name)
@@ -195,9 +201,29 @@ def test_a_run_is_not_continued_on_other_held_out_pairs(tiny, tmp_path):
     with pytest.raises(InterruptedError):
         tiny.run("dpo", config, tmp_path, listeners=[Watch(3)], eval_dataset=tiny.pairs(5), **given)
     with pytest.raises(
-        InputError, match=r"stage 'dpo'.eval_data: the checkpoint does not have the reference"
+        InputError, match=r"stage 'dpo'.eval_data: the contents of the list given from Python have changed"
     ):
         tiny.run("dpo", config, tmp_path, eval_dataset=tiny.pairs(5, seed=8), **given)
+
+
+def test_the_reference_of_a_pair_that_was_mended_is_read(tiny, tmp_path, capsys):
+    rows = tiny.pairs(11)
+    config = DPOConfig(**{**SHORT, "save_steps": 1})
+    drawn = data.drawn(11, config.total_batch_size, seed=0)
+    late = next(i for i in range(11) if i not in drawn)
+    mended = [{**row, "chosen": " q r s"} if i == late else row for i, row in enumerate(rows)]
+    given = {"model": tiny.make_model(scale=4.0)}
+    with pytest.raises(InterruptedError):
+        tiny.run("dpo", config, tmp_path / "parts", listeners=[Watch(2)], train_dataset=rows, **given)
+    for step in ("2", "3"):
+        shutil.rmtree(tmp_path / "parts" / "checkpoints" / step, ignore_errors=True)
+    with pytest.warns(UserWarning, match=rf"dataset row {late + 1} changed since the checkpoint at update 1"):
+        parts = tiny.run("dpo", config, tmp_path / "parts", train_dataset=mended, **given)
+    assert "reading the log-probabilities of 1 more pairs of train_data" in capsys.readouterr().err
+    whole = tiny.run("dpo", config, tmp_path / "whole", train_dataset=mended, **given)
+    ours, theirs = (tiny.leaves(load_model(x.path, mesh=tiny.one_device()).params) for x in (parts, whole))
+    for name, leaf in theirs.items():
+        np.testing.assert_allclose(ours[name], leaf, atol=1e-6, err_msg=name)
 
 
 def test_config_names():

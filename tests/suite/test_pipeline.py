@@ -257,3 +257,45 @@ def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: 
     stage_record.write(path.parent, record)
     with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now [^;]*$"):
         assert go(pipeline, fake).stages["rm"].skipped
+
+
+def test_a_finished_stage_is_extended_unless_later_ones_have_read_it(
+    pipeline: Path, fake: ModuleType
+) -> None:
+    go(pipeline, fake, "base.max_training_steps=3")
+    with pytest.raises(InputError, match=r"max_training_steps: then 3, now 5: its trainer does not say how"):
+        go(pipeline, fake, "base.max_training_steps=5")
+    Path("runs/a/base/plan.json").write_text('{"updates": 3, "start": 0, "updates_per_epoch": 2.0}')
+    fake.EVENTS.clear()
+    with pytest.raises(InputError) as caught:
+        go(pipeline, fake, "base.max_training_steps=5")
+    assert "stage 'rm' was begun with 'base' as it was" in str(caught.value)
+    assert "stage 'policy' was begun with 'base' as it was" in str(caught.value)
+    assert fake.EVENTS == []
+    for name in ("rm", "policy"):
+        shutil.rmtree(f"runs/a/{name}")
+    results = go(pipeline, fake, "base.max_training_steps=5")
+    assert not any(stage.skipped for stage in results.stages.values())
+    with pytest.raises(InputError, match=r"max_training_steps: then 5, now 3: the stage has made its 3"):
+        go(pipeline, fake, "base.max_training_steps=3")
+
+
+def test_settings_that_may_change_are_said_where_a_stage_goes_on(pipeline: Path, fake: ModuleType) -> None:
+    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)
+    with pytest.raises(RunError, match="told to fail"):
+        go(pipeline, fake, "rm.fail=error")
+    with (
+        pytest.warns(UserWarning, match=r"stage 'rm' goes on with other settings: log_steps: then 10, now 3"),
+        pytest.raises(RunError, match="told to fail"),
+    ):
+        go(pipeline, fake, "rm.fail=error", "rm.log_steps=3")
+
+
+def test_a_secret_is_not_compared(pipeline: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE", "model-a")
+    monkeypatch.setenv("TWO", "model-b")
+    go(pipeline, fake, 'policy.rewards=[{ name = "fake_model", model = { env = "ONE" } }]')
+    again = go(pipeline, fake, 'policy.rewards=[{ name = "fake_model", model = { env = "TWO" } }]')
+    assert again.stages["policy"].skipped
+    with pytest.raises(InputError, match=r"stage 'policy'.rewards\[0\].name"):
+        go(pipeline, fake, "policy.rewards=[]")

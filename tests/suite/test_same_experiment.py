@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_core import data, stage_record
 from rlhf_core.directory_lock import lock
 from rlhf_core.errors import InputError
+from rlhf_core.files import unsealed
 
 BASE: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -140,3 +142,64 @@ def test_two_trainers_do_not_share_a_directory(tiny: ModuleType, tmp_path: Path)
     run = Run("sft", tiny, tmp_path)
     with lock(tmp_path), pytest.raises(InputError, match=r"^save_directory: .* is in use by another run"):
         run.train()
+
+
+def stopped_at(run: Run, step: int, directory: Path) -> None:
+    """A directory as it is after a run that was killed once update `step` was saved."""
+    shutil.copytree(run.directory / "checkpoints" / str(step), directory / "checkpoints" / str(step))
+    record = unsealed((run.directory / "stage.json").read_bytes())
+    stage_record.write(directory, {**record, "state": "running"})
+
+
+@pytest.mark.slow
+def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path: Path) -> None:
+    run = Run("sft", tiny, tmp_path / "whole")
+    run.train()
+    rows = run.inputs["train_dataset"]
+    drawn = set(data.drawn(len(rows), 4, seed=0).tolist())
+    assert len(drawn) == 4
+    late, early = min(set(range(len(rows))) - drawn), min(drawn)
+    mended = [{**row, "completion": " q r"} if i == late else row for i, row in enumerate(rows)]
+    stopped_at(run, 1, tmp_path / "mended")
+    with pytest.warns(
+        UserWarning, match=rf"train_data: dataset row {late + 1} changed .* no update has drawn it"
+    ):
+        result = run.train({"save_directory": tmp_path / "mended"}, train_dataset=mended)
+    fresh = run.train({"save_directory": tmp_path / "fresh"}, train_dataset=mended)
+    assert result.metrics["loss"] == pytest.approx(fresh.metrics["loss"], rel=1e-6)
+    assert result.metrics["loss"] != run.train().metrics["loss"]
+
+    stopped_at(run, 1, tmp_path / "drawn")
+    spoilt = [{**row, "completion": " q r"} if i == early else row for i, row in enumerate(rows)]
+    said = rf"train_data: dataset row {early + 1} changed after it was trained on"
+    with pytest.raises(InputError, match=said):
+        run.train({"save_directory": tmp_path / "drawn"}, train_dataset=spoilt)
+    with pytest.raises(InputError, match=r"train_data: it had 6 rows for training and has 5 now"):
+        run.train({"save_directory": tmp_path / "drawn"}, train_dataset=rows[:-1])
+    # What was refused has not changed the record: the run goes on with what it had.
+    again = run.train({"save_directory": tmp_path / "drawn"})
+    assert again.metrics["loss"] == pytest.approx(run.train().metrics["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended_where_its_schedule_allows_it(tiny: ModuleType, tmp_path: Path) -> None:
+    run = Run("sft", tiny, tmp_path / "run")
+    run.train()
+    with pytest.raises(
+        InputError, match=r"max_training_steps: then 3, now 2: the stage has made its 3 updates"
+    ):
+        run.train({"max_training_steps": 2})
+    longer = run.train({"max_training_steps": 5})
+    steps = [json.loads(line)["step"] for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]
+    whole = run.train({"max_training_steps": 5, "save_directory": tmp_path / "whole"})
+    assert longer.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
+    falling = {"scheduler": "linear", "save_directory": tmp_path / "falling"}
+    run.train(falling)
+    with pytest.raises(
+        InputError, match=r'scheduler = "linear" spreads the learning rate over the whole run'
+    ):
+        run.train({**falling, "max_training_steps": 5})
+    (tmp_path / "falling" / "stage.json").unlink()  # the checkpoint tells too
+    with pytest.raises(InputError, match=r"update \d would have had a learning rate of"):
+        run.train({**falling, "max_training_steps": 5})

@@ -1,0 +1,179 @@
+"""Hashes of what a stage reads: every byte counts, large files are hashed once, data and code count by content."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import artifacts, code_identity, identity
+from rlhf_core.components import load_file
+from rlhf_core.identity import SMALL, identify
+
+OLD = 1_600_000_000_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hashes.json"
+
+
+def large(path: Path, *, flip: int | None = None) -> Path:
+    content = bytearray(2 * SMALL)
+    if flip is not None:
+        content[flip] ^= 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, ns=(OLD, OLD))
+    return path
+
+
+@pytest.mark.parametrize("at", [0, SMALL - 1, SMALL + 7, 2 * SMALL - 1])
+def test_every_byte_of_a_directory_counts(tmp_path: Path, at: int) -> None:
+    large(tmp_path / "a" / "model.safetensors")
+    large(tmp_path / "b" / "model.safetensors", flip=at)
+    assert identify(tmp_path / "a") != identify(tmp_path / "b")
+    large(tmp_path / "c" / "model.safetensors")
+    large(tmp_path / "c" / ".git" / "index")  # what a version control writes is no part of a model
+    assert identify(tmp_path / "a") == identify(tmp_path / "c")
+
+
+def test_a_large_file_is_hashed_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[str] = []
+    real = artifacts.hash_file
+
+    def counting(path: Any) -> str:
+        hashed.append(Path(path).name)
+        return real(path)
+
+    monkeypatch.setattr(artifacts, "hash_file", counting)
+    large(tmp_path / "m" / "weights")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    first = identify(tmp_path / "m")
+    assert identify(tmp_path / "m") == first
+    assert hashed.count("weights") == 1
+    assert hashed.count("config.json") == 2
+    damaged = bytearray(cache.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    cache.write_bytes(damaged)
+    assert identify(tmp_path / "m") == first
+    assert hashed.count("weights") == 2
+    large(tmp_path / "m" / "weights", flip=5)
+    os.utime(tmp_path / "m" / "weights", ns=(OLD + 1, OLD + 1))
+    assert identify(tmp_path / "m") != first
+
+
+def test_a_file_that_was_written_just_now_is_not_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(SMALL))
+    stamp = path.stat().st_mtime_ns
+    first = identify(path)
+    path.write_bytes(b"\1" + bytes(SMALL - 1))
+    os.utime(path, ns=(stamp, stamp))
+    assert identify(path) != first
+
+
+def test_rows_in_memory_count_by_content() -> None:
+    import datasets
+    import pandas
+
+    rows = [{"text": "a", "n": 1}, {"text": "b", "n": 2}]
+    others = [{"text": "a", "n": 1}, {"text": "b", "n": 3}]
+    for made in (lambda x: x, datasets.Dataset.from_list, pandas.DataFrame):
+        assert identity.of_rows(made(rows)) == identity.of_rows(made([dict(row) for row in rows]))
+        assert identity.of_rows(made(rows)) != identity.of_rows(made(others))
+        assert identity.of_rows(made(rows)) != identity.of_rows(made(rows[::-1]))
+    assert identity.of_rows([{"x": np.arange(5)}]) != identity.of_rows([{"x": np.arange(1, 6)}])
+
+
+def test_a_model_counts_by_its_parameters_and_configuration(tiny: types.ModuleType) -> None:
+    model = tiny.make_model()
+    assert identity.of_model(model) == identity.of_model(tiny.make_model())
+    assert identity.of_model(model) != identity.of_model(tiny.make_model(seed=2))
+    assert identity.of_model(model) != identity.of_model(tiny.make_model(rope_theta=1234.0))
+
+
+CODE = """
+from dataclasses import dataclass
+import functools
+
+LIMIT = {limit}
+CALLS = []
+
+def helper(text):
+    return len(text) {operator} 1
+
+def reward(completions, scale={scale}):
+    CALLS.append(1)
+    return [float(helper(text) < LIMIT) for text in completions]
+
+def closing(most):
+    return lambda completions: [float(len(text) < most) for text in completions]
+
+@dataclass
+class Judge:
+    threshold: float = 0.5
+    def __post_init__(self):
+        self.calls = 0
+    def __call__(self, completions):
+        self.calls += 1
+        return [helper(text) for text in completions]
+
+partial = functools.partial(reward, scale={scale})
+"""
+
+
+def module(directory: Path, **changes: Any) -> types.ModuleType:
+    values = {"limit": 3, "operator": "+", "scale": 1.0, **changes}
+    path = directory / f"code_{len(list(directory.iterdir()))}.py"
+    path.write_text(textwrap.dedent(CODE.format(**values)))
+    return load_file(path)
+
+
+@pytest.mark.parametrize("change", [{"limit": 4}, {"operator": "-"}, {"scale": 2.0}], ids=str)
+def test_code_given_from_python_counts_with_what_it_uses(tmp_path: Path, change: dict[str, Any]) -> None:
+    one, same, other = module(tmp_path), module(tmp_path), module(tmp_path, **change)
+    of = code_identity.of_callable
+    assert of(one.reward) == of(same.reward) != of(other.reward)
+    assert of(one.partial) == of(same.partial) != of(other.partial)
+    if "operator" in change:
+        assert of(one.Judge()) == of(same.Judge()) != of(other.Judge())
+    assert of(functools.partial(one.reward, scale=3)) != of(one.partial)
+
+
+def test_what_an_object_or_a_closure_was_made_with_counts_and_what_it_counts_does_not(tmp_path: Path) -> None:
+    code = module(tmp_path)
+    of = code_identity.of_callable
+    assert of(code.closing(3)) == of(code.closing(3)) != of(code.closing(4))
+    assert of(code.Judge(0.5)) == of(code.Judge(0.5)) != of(code.Judge(0.6))
+    judge, before, plain = code.Judge(), of(code.Judge()), of(code.reward)
+    judge(["a"])
+    code.reward(["a"])
+    assert of(judge) == before
+    assert of(code.reward) == plain
+
+
+def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = []
+    for number, text in enumerate(("X = 1\n", "X = 2\n")):
+        name = f"package_of_tests_{number}"
+        home = tmp_path / name
+        home.mkdir()
+        (home / "__init__.py").write_text("from .inner import loss\n")
+        (home / "inner.py").write_text("def loss(inputs):\n    return inputs\n")
+        (home / "other.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        hashes.append(code_identity.of_component(__import__(name).loss))
+        for loaded in [key for key in sys.modules if key.startswith(name)]:
+            monkeypatch.delitem(sys.modules, loaded)
+    assert None not in hashes
+    assert hashes[0] != hashes[1]
+    assert code_identity.of_component(identify) is None  # rlhf-core counts by its version
