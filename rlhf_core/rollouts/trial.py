@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.data.conversations import is_chat
+from rlhf_core.data.ragged import Cells
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.rewards.unreadable import UnreadableError
 from rlhf_core.rollouts.calling import call_together, failure
@@ -42,7 +43,7 @@ class _Table:
 
     raw: Sequence[Any]
     chat: bool
-    columns: dict[str, list[Any]]
+    columns: dict[str, Sequence[Any]]
     records: Records
 
     def where(self, i: int) -> str:
@@ -73,16 +74,16 @@ def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stag
 
 
 def _table(records: Records) -> _Table:
-    names = [name for name in records.columns if name != "prompt"]
+    rows = np.arange(len(records))
     return _Table(
-        [row.get("prompt") for row in records],
+        Cells(records, rows, "prompt"),
         any(is_chat(source, "prompt") for source in records.sources if "prompt" in source.columns),
-        {name: [row.get(name) for row in records] for name in names},
+        {name: Cells(records, rows, name) for name in records.columns if name != "prompt"},
         records,
     )
 
 
-def _collisions(reward: Reward, columns: dict[str, list[Any]]) -> list[str]:
+def _collisions(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
     """Which of an option and a column of one name the function gets."""
     needs, takes, _ = reward.wants()
     lines = [
