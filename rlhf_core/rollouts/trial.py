@@ -58,11 +58,16 @@ def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stag
     rewards with `check = false`. Raises InputError, all problems at once, for what would end the run.
     """
     table: Any = prompts if hasattr(prompts, "raw") else _table(prompts)
-    lines = [f"warning: {line}" for line in checked(rewards, table, stage)]
+    lines: list[str] = []
     problems: list[str] = []
+    try:
+        lines += [f"warning: {line}" for line in checked(rewards, table, stage)]
+    except InputError as error:
+        problems += error.problems
     for reward in rewards:
         lines += _collisions(reward, table.columns)
-        if not reward.tried or reward.asynchronous or reward.collective or not len(table.raw):
+        called = reward.tried and not reward.asynchronous and not reward.collective
+        if not called or not len(table.raw) or reward.check_columns(list(table.columns), ""):
             continue
         said, fatal = _tried(reward, table)
         if said:

@@ -40,7 +40,8 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
 
     component: it can be registered.
     columns: it asks for nothing that the rows lack.
-    values: a list of finite numbers, or None where it does not apply, one a completion.
+    check: where it has `check(columns)`, that gives {row: what is wrong} of the rows' columns.
+    values: a list of finite numbers, or None where it does not apply, one per completion.
     order, split: a completion's value does not depend on the other ones, nor on their order.
     odd completions: empty, very long and unusual text is scored too.
     inputs: what it is given stays as it is. repeatable: called again, it gives the same.
@@ -50,6 +51,8 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
     rows = [{"completion_ids": [5 + i % 7, 4, 1], **row} for i, row in enumerate(rows)]
     with found.property("columns"):
         _require_columns(reward, rows[0])
+    with found.property("check"):
+        _require_check(reward, rows)
     found.stop_if_broken()
     with _ready(reward):
         with found.property("values"):
@@ -146,6 +149,23 @@ def _require_columns(reward: Any, row: Mapping[str, Any]) -> None:
             f"it asks for {', '.join(missing)}, which the rows lack.{meant} A reward takes prompts, completions, "
             "completion_ids, a list of each, and columns of the data: give the kit rows that have them"
         )
+
+
+def _require_check(reward: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    check = getattr(getattr(reward, "func", reward), "check", None)
+    if check is None:
+        return
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    wrong = check(columns)
+    if not isinstance(wrong, Mapping):
+        raise Broken(
+            f"check(columns) returned {type(wrong).__name__}; return {{row: what is wrong}}, empty for no row"
+        )
+    for row, text in wrong.items():
+        if not (isinstance(row, int) and 0 <= row < len(rows) and isinstance(text, str) and text):
+            raise Broken(
+                f"check(columns) returned {{{row!r}: {text!r}}}; return {{row: what is wrong}}, rows from 0"
+            )
 
 
 @contextmanager

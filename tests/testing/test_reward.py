@@ -79,9 +79,27 @@ def noisy(completions: Sequence[str]) -> list[float]:
     return [x + 1e-7 * random.random() for x in lengths(completions)]
 
 
+class ChecksByList:
+    def check(self, columns: Mapping[str, Any]) -> Any:
+        return ["the answer is not a number"]
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return lengths(completions)
+
+
+class ChecksRowsFromOne:
+    def check(self, columns: Mapping[str, Any]) -> Any:
+        return {4: "the last one"}
+
+    def __call__(self, completions: Sequence[str]) -> list[float]:
+        return lengths(completions)
+
+
 MUTANTS: list[tuple[str, Callable[..., Any]]] = [
     ("component", NoDataclass),
     ("columns", wants_a_column),
+    ("check", ChecksByList()),
+    ("check", ChecksRowsFromOne()),
     ("values", one_number),
     ("values", one_less),
     ("values", not_a_number),
@@ -94,7 +112,9 @@ MUTANTS: list[tuple[str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "reward"), MUTANTS, ids=[each.__name__ for _, each in MUTANTS])
+@pytest.mark.parametrize(
+    ("name", "reward"), MUTANTS, ids=[getattr(each, "__name__", type(each).__name__) for _, each in MUTANTS]
+)
 def test_the_defect_is_found(name: str, reward: Any, failures: Any) -> None:
     assert set(found := failures(check_reward, reward)) == {name}, found
 

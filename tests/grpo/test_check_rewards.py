@@ -1,0 +1,75 @@
+"""`rlhf check` of a GRPO stage tells what its rewards would do, without a device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rlhf_core import plugins
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline_file import read
+from rlhf_core.plan import plan
+from rlhf_core.preview import previews
+
+MINE = """
+def words(completions):
+    return [len(c.split()) for c in completions]
+
+def last(completions, *, target=3):
+    return [len(c[-1]["content"]) - target for c in completions]
+"""
+PIPELINE = """
+dir = "run"
+[[stage]]
+name = "policy"
+trainer = "grpo"
+model = {{ model_type = "llama", hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, \
+intermediate_size = 32, num_key_value_heads = 1, tokenizer = "tokenizer" }}
+train_data = "prompts.jsonl"
+rewards = [{rewards}]
+chat_template = "plain"
+num_generations = 2
+total_batch_size = 4
+"""
+
+
+@pytest.fixture
+def check(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    tiny.make_tokenizer().save_pretrained("tokenizer")
+    Path("mine.py").write_text(MINE)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"w{i}"}], "answer": "four" if i == 3 else "4", "target": 3}
+        for i in range(6)
+    ]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def check(rewards: str) -> list[str]:
+        Path("p.toml").write_text(PIPELINE.format(rewards=rewards))
+        host = plugins.load()
+        return previews(plan(read(Path("p.toml")), host), host)["policy"]
+
+    return check
+
+
+def test_all_that_is_wrong_with_rewards_is_told_at_once(check: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        check(
+            '{ name = "mine.py:words" }, { name = "mine.py:last", target = 4 }, { name = "numeric_answer" }'
+        )
+    rows, call = caught.value.problems
+    assert "prompts.jsonl row 4: reward 'numeric_answer': the answer 'four' is not a number" in rows
+    assert "reward 'mine.py:words' raised AttributeError: 'list' object has no attribute 'split'" in call
+    assert call.endswith("completions are lists of messages here: c[-1]['content'] is the text")
+
+
+def test_what_is_worth_knowing_is_a_line(check: Any) -> None:
+    lines = check('{ name = "mine.py:last", target = 4 }, { name = "numeric_answer", on_error = "skip" }')
+    told = "\n".join(lines)
+    assert "reward 'mine.py:last': its option target = 4 is used, and the column 'target' is not" in lines
+    assert "warning: " in told
+    assert "row 4: reward 'numeric_answer': the answer 'four' is not a number" in told
