@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core import distributions
 from rlhf_core.agreement import texts_of_all
 from rlhf_core.contracts import Artifact
 from rlhf_core.disk_errors import attempt, disk_reason
@@ -124,8 +125,7 @@ def identity(path: Path) -> str:
 
 def versions() -> dict[str, str]:
     """{distribution: version} of rlhf-core and of every installed distribution that extends it."""
-    names = {point.dist.name for point in entry_points(group="rlhf") if point.dist is not None}
-    return {name: version(name) for name in sorted({*names, "rlhf-core"})}
+    return dict(sorted({**distributions.versions(), "rlhf-core": version("rlhf-core")}.items()))
 
 
 def describe(directory: Path) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,7 @@ from rlhf_core.artifacts import damage, describe
 from rlhf_core.disk_errors import GOES_ON, attempt, disk_reason
 from rlhf_core.errors import RunError
 from rlhf_core.files import make_directory, replace_directory, sealed, unsealed, write_atomic
+from rlhf_core.peers import writing
 
 FORMAT = 1
 _CONTEXT = v1.Context()
@@ -105,6 +106,7 @@ class Checkpoints:
             with _CONTEXT:
                 return v1.save_async(beside / "state", leaves)
 
+        @writing()
         def finish(response: v1.AsyncResponse[None]) -> None:
             response.result()
             if jax.process_index() == 0:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import re
 import sys
-import warnings
-from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rlhf_core import __version__
+from rlhf_core import __version__, exits
 from rlhf_core.command_options import (
     CompletionLength,
     ComponentKind,
@@ -36,10 +33,11 @@ from rlhf_core.command_options import (
     TemplateKwargs,
     TrainerName,
 )
-from rlhf_core.disk_errors import DISK, disk_message
-from rlhf_core.errors import InputError, RunError, Stopped
-
-DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+from rlhf_core.exits import BAD_INPUT as BAD_INPUT
+from rlhf_core.exits import DONE as DONE
+from rlhf_core.exits import FAILED as FAILED
+from rlhf_core.exits import STOPPED as STOPPED
+from rlhf_core.signals import stop_signals
 
 app = typer.Typer(
     name="rlhf",
@@ -53,21 +51,13 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved."""
-    warned: list[str] = []
-    warnings.showwarning = functools.partial(_show_warning, warned)
-    try:
-        app()
-    except InputError as error:
-        _fail(_without(warned, str(error)), BAD_INPUT)
-    except Stopped as stopped:
-        _fail(str(stopped), STOPPED)
-    except RunError as error:
-        _fail(str(error), FAILED)
-    except OSError as error:
-        if error.errno not in DISK:
-            raise
-        _fail(f"{disk_message(error)} and give the same command again", FAILED)
+    """Exit codes: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved.
+
+    130 after a second Ctrl-C. In a job of several processes all end with one code, and one of them says why.
+    """
+    # Before anything heavy is imported: a signal is kept until the run can stop without a loss.
+    with stop_signals() if sys.argv[1:2] in (["run"], ["train"]) else nullcontext():
+        exits.run(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -289,30 +279,6 @@ def _tell_page(path: Path) -> None:
     from rlhf_core.terminal import echo
 
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")
-
-
-def _fail(message: str, code: int) -> None:
-    _print_message(message)
-    sys.exit(code)
-
-
-def _print_message(message: str) -> None:
-    from rlhf_core.options.secrets import scrub
-    from rlhf_core.terminal import echo
-
-    echo(scrub(message), err=True)
-
-
-def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
-    warned.append(str(message))
-    _print_message(f"warning: {message}")
-
-
-def _without(warned: Sequence[str], message: str) -> str:
-    """A message that quotes a warning, such as why a plugin failed, points at it: it was shown just before."""
-    for said in warned:
-        message = message.replace(f" {said}", "\0")
-    return re.sub("\0+", " See the warning above.", message)
 
 
 if __name__ == "__main__":

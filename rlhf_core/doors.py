@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, experiment, plugins, runtime
+from rlhf_core import data, experiment, peers, plugins, runtime
 from rlhf_core.agreement import text_of_first
 from rlhf_core.callbacks import listen
 from rlhf_core.contracts import TRAINER, Artifact
@@ -23,6 +23,7 @@ from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.options.seed import OTHER_NAMES, TRL_NAMES
 from rlhf_core.recorded import Asked, held, run_recorded
+from rlhf_core.signals import stop_if_asked, stop_signals
 from rlhf_core.stage import Stage
 from rlhf_core.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, settled
@@ -51,6 +52,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
 
     head: "lm" or "score". An object's parameters are copied, since training donates them.
     """
+    stop_if_asked(f"before the model of stage '{stage.name}' was loaded")
     given = _given_model(config, stage)
     mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
     if isinstance(given, Model):
@@ -201,6 +203,7 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
             "dataset_num_proc",
             "one process tokenises, with a thread on every core; more would not be faster",
         )
+    stop_if_asked(f"before the data of stage '{stage.name}' were read")
     with told_of(stage, field):
         return data.load(spec, registry=stage.registry, columns=config.columns)
 
@@ -238,7 +241,13 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     events.jsonl. Continues a run that was interrupted there; of one that is done, returns what it has left. Raises
     InputError where the directory is in use, or holds a run of another model, data, rewards or settings.
     """
-    runtime.prepare()
+    with stop_signals(redeliver=True):
+        runtime.prepare()
+        with peers.running():
+            return _run_alone(trainer, config, inputs)
+
+
+def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> Result:
     host = plugins.load()
     component = host.registry.get(TRAINER, trainer)
     is_main = jax.process_index() == 0
@@ -264,7 +273,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
         now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
         return [Asked(trainer, directory, now, fix=fix)]
 
-    with held(directory, is_main, ask, field="save_directory") as records:
+    with held(directory, ask, field="save_directory") as records:
         record, now = records[trainer]
         done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
         ended = run_recorded(

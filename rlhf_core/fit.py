@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.advice import advise
-from rlhf_core.agreement import any_of
+from rlhf_core.agreement import any_of, stop_together
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.diagnosis import not_finite, not_finite_error
 from rlhf_core.doors import run_alone as run_alone
@@ -75,7 +75,7 @@ def fit(
 
     Raises RunError where a loss or gradient is not finite, naming the examples, with the last good state on disk; and
     where `stop_when` gives a reason, with the state saved.
-    Raises Stopped after SIGTERM or SIGINT, with the state saved.
+    Raises Stopped after SIGTERM, SIGINT or SIGHUP, with the state saved.
     """
     for line in advise(config, feed.total) if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
@@ -124,6 +124,7 @@ class _Run:
         if self.stage.is_main:
             plan = {"updates": feed.total, "start": start, "updates_per_epoch": feed.updates_per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
+        stop_together(here := f"at stage '{self.stage.name}', after update {start} of {feed.total}")
         steps = Programs(self.objective, state, from_zero=several(feed, state))
         if start < feed.total:
             steps.compile(state, calls(feed, start, 1, state))
@@ -132,6 +133,7 @@ class _Run:
             metrics, _ = self.report(0, state, logs=False, evaluates=True)
             if self.best.watches:
                 self.best.name(metrics)
+        stop_together(here)
         self.progress.saved_at = self.progress.interval.started = time.perf_counter()
         began = self.progress.interval.started - self.progress.elapsed
         count, ends = start, self.best.exhausted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import differences, experiment
+from rlhf_core import differences, experiment, peers
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.contracts import Artifact
 from rlhf_core.options.secrets import public_table
@@ -16,6 +16,7 @@ from rlhf_core.plan import Plan, StagePlan, plan
 from rlhf_core.preview import previews
 from rlhf_core.recorded import Asked, held, run_recorded
 from rlhf_core.resolved import to_toml
+from rlhf_core.signals import stop_if_asked, stop_signals
 from rlhf_core.stage_record import StageRecord
 from rlhf_core.terminal import echo, listed
 from rlhf_core.text_settings import day_begun
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.plugins import Host
+
+BEFORE = "before anything was trained"
 
 
 @dataclass(frozen=True)
@@ -59,27 +62,44 @@ def run_pipeline(
     settings; RunError where a stage fails for a reason that can be told; Stopped after a signal, with the
     state saved.
     """
-    file = read(path, sets=sets, dir=dir)
-    host = plugin_loading.load(files=[Path(each) for each in plugins])
-    return run(plan(file, host), host)
+    with stop_signals(redeliver=True):
+        start()  # before plugins, which may compute something when they are imported
+        with peers.running():
+            file = read(path, sets=sets, dir=dir)
+            host = plugin_loading.load(files=[Path(each) for each in plugins])
+            return run(plan(file, host), host)
+
+
+def start() -> None:
+    """Prepare the process and join the job's others, before anything of the pipeline or of a plugin is read."""
+    from rlhf_core import runtime
+
+    stop_if_asked(BEFORE)
+    runtime.prepare()
+    stop_if_asked(BEFORE)
 
 
 def run(plan: Plan, host: Host, *, say: Callable[[str], None] = echo) -> Results:
     """Run a plan. `say` is told, on the main process, what each stage will do, and which are skipped or continued."""
+    with stop_signals(), peers.running():
+        start()
+        return _run(plan, host, say)
+
+
+def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
     import jax
 
-    from rlhf_core import runtime
     from rlhf_core.mesh import make_mesh
     from rlhf_core.usage import free_memory
 
-    runtime.prepare()
     mesh = make_mesh(plan.mesh.get("data", -1), plan.mesh.get("fsdp", 1), plan.mesh.get("tensor", 1))
     is_main = jax.process_index() == 0
     say = say if is_main else _silent
-    with held(plan.dir, is_main, lambda: asked(plan, host), mesh=dict(plan.mesh)) as records:
+    with held(plan.dir, lambda: asked(plan, host), mesh=dict(plan.mesh)) as records:
         # What is wrong with the last stage's data is told now, not after the first ones are trained.
         done = {name for name, (record, now) in records.items() if record.settle(now) == "done"}
         said = previews(plan, host, without=done)
+        stop_if_asked(BEFORE)
         if is_main:
             _write_resolved(plan, host)
         for name, lines in said.items():

@@ -18,14 +18,14 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlhf_core import __version__, hookspecs
+from rlhf_core import __version__, distributions, hookspecs
 from rlhf_core.components import HERE, load_file
 from rlhf_core.errors import InputError, near, raised
 from rlhf_core.hookspecs import hookimpl as hookimpl
 from rlhf_core.registry import CollisionError, Registry
 from rlhf_core.registry import PluginInfo as PluginInfo
 
-GROUP = "rlhf"
+GROUP = distributions.GROUP
 DISABLE = "RLHF_DISABLE_PLUGINS"
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("rlhf_"))
 
@@ -66,6 +66,14 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     host = bare()
     points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, _owner(p)))
     disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
+    for point in points:
+        if (path := distributions.remains(point)) is not None:
+            warnings.warn(
+                f"plugin '{point.name}' is left out: {path} was only half uninstalled; delete that directory",
+                PluginWarning,
+                stacklevel=2,
+            )
+    points = [point for point in points if distributions.remains(point) is None]
     known = {name for point in points for name in _called(point)}
     for name in sorted(disabled - known):
         warnings.warn(
@@ -182,16 +190,18 @@ def _check_pin(point: EntryPoint) -> None:
 
 
 def _owner(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+    dist = distributions.installed(point)
+    return f"{dist.name} {dist.version}" if dist else point.value
 
 
 def _called(point: EntryPoint) -> set[str]:
     """The names under which a plugin can be disabled."""
-    return {_canonical(point.name)} | ({_canonical(point.dist.name)} if point.dist else set())
+    dist = distributions.installed(point)
+    return {_canonical(point.name)} | ({_canonical(dist.name)} if dist else set())
 
 
 def _info(point: EntryPoint, state: Any, **rest: Any) -> PluginInfo:
-    dist = point.dist
+    dist = distributions.installed(point)
     return PluginInfo(point.name, dist.name if dist else None, dist.version if dist else None, state, **rest)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core import differences, events, hook_errors
-from rlhf_core.agreement import texts_of_all
+from rlhf_core.agreement import entered_by_first, require_shared, stop_together, texts_of_all
 from rlhf_core.contracts import Artifact, Trainer
 from rlhf_core.directory_lock import lock
-from rlhf_core.errors import InputError, RunError
+from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.execution import execute, read_outputs
 from rlhf_core.memory import human
 from rlhf_core.stage_record import StageRecord, State
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 @contextmanager
 def held(
-    directory: Path, is_main: bool, ask: Callable[[], Sequence[Asked]], *, field: str = "dir", **facts: Any
+    directory: Path, ask: Callable[[], Sequence[Asked]], *, field: str = "dir", **facts: Any
 ) -> Iterator[dict[str, tuple[StageRecord, differences.Record]]]:
     """Lock a run directory on the main process, and open and compare the records of its stages, on every process.
 
@@ -55,13 +55,12 @@ def held(
     ask: gives the stages, in order. facts: what else processes must agree on. Raises InputError, on every process,
     where the directory is in use, a stage was begun as another experiment, or processes differ.
     """
-    with ExitStack() as stack:
+    with entered_by_first(lambda: lock(directory, field)):
+        require_shared(directory, field)
         records: dict[str, StageRecord] = {}
         problems: list[str] = []
         stages: Sequence[Asked] = ()
         try:
-            if is_main:
-                stack.enter_context(lock(directory, field))
             stages = ask()
             for each in stages:
                 records[each.name] = StageRecord(each.dir, each.name, fix=each.fix)
@@ -179,6 +178,7 @@ def run_recorded(
         record.require_outputs(outputs)
         say(f"stage '{stage.name}': done on {record.then['finished']}, {done}")
         return Ended(outputs, True, record.metrics)
+    stop_together(f"before stage '{stage.name}' was {'begun' if state == 'new' else 'continued'}")
     if state == "running":
         how = "is trained further" if record.state == "done" else "continues"
         say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
@@ -198,7 +198,7 @@ def run_recorded(
                 host,
                 finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
             )
-    except (InputError, RunError) as error:
+    except (InputError, RunError, Stopped) as error:
         if stage.is_main and record.state != "done":
             if not record.has_checkpoints and not record.has_artifacts:
                 record.put_back({})

@@ -10,6 +10,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from rlhf_core import launch
+
 MIN_COMPILE_SECONDS = 0.05
 OPTIMIZATION = "--xla_backend_optimization_level"
 _MALLOPT = {  # numbers from glibc's malloc.h
@@ -29,31 +31,7 @@ def prepare() -> None:
         keep_freed_memory()
         compile_quickly()
     use_compilation_cache()
-    join_processes()
-
-
-def join_processes() -> bool:
-    """Become one of the processes of a multi-process job; False where a launcher started this one alone.
-
-    Nothing here schedules work: SLURM (`srun`), Open MPI, Kubernetes indexed jobs and TPU pods are detected by jax.
-    Anything else sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in every process.
-    """
-    import jax
-
-    if jax.distributed.is_initialized():
-        return True
-    env = os.environ
-    if "JAX_COORDINATOR_ADDRESS" in env and "JAX_PROCESS_ID" in env:
-        jax.distributed.initialize(
-            env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
-        )
-        return True
-    many = any(int(env.get(name) or 1) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
-    indexed = "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env
-    if many or indexed or "," in env.get("TPU_WORKER_HOSTNAMES", ""):
-        jax.distributed.initialize()
-        return True
-    return False
+    launch.join()
 
 
 def keep_freed_memory() -> bool:

@@ -1,30 +1,102 @@
-"""Asking a loop to stop by a signal."""
+"""Asking a run to stop by a signal: one request per process, held from before anything loads until the run's end."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlhf_core.errors import Stopped
+
+SAME_PRESS_SECONDS = 0.3
+"""`timeout`, `srun` and their like pass on a Ctrl-C that the terminal has sent to the whole group already."""
+
+
+class _Request:
+    """A stop that was asked for, by a signal or by another process of the job."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.number: int | None = None
+        self._interrupted_at: float | None = None
+
+    def handle(self, number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            now, before = time.monotonic(), self._interrupted_at
+            if before is not None and now - before < SAME_PRESS_SECONDS:
+                return
+            self._interrupted_at = now
+            if self.event.is_set():
+                raise KeyboardInterrupt
+        self.number = self.number or number
+        self.event.set()
+
+
+_current: _Request | None = None
+
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """SIGTERM and SIGINT ask the loop to stop after the update it is in; a second SIGINT does not wait."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
+def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
+    """Hold SIGTERM, SIGINT and SIGHUP: they set the event, and a SIGINT after that raises KeyboardInterrupt.
+
+    There is one event per process: inside another `stop_signals`, this one returns the outer event and changes
+    nothing. The handlers from before are put back at the end. redeliver: a signal that nothing acted on is sent
+    again then, so that a run which ended well does not swallow it. SIGHUP stays ignored under `nohup`. In a thread
+    other than the main one no handler can be set, and the event is set by other processes of the job only.
+    """
+    global _current
+    if _current is not None:
+        yield _current.event
         return
-
-    def ask(number: int, _: Any) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    request = _current = _Request()
+    before: dict[int, Any] = {}
     try:
-        yield stop
+        if threading.current_thread() is threading.main_thread():
+            numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            for number in numbers:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                before[number] = signal.signal(number, request.handle)
+        yield request.event
     finally:
+        _current = None
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: a handler that was not set from Python, which Python cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if redeliver and request.number is not None:
+        signal.raise_signal(request.number)
+
+
+def ask() -> None:
+    """Ask this process's run to stop, as a signal does."""
+    if _current is not None:
+        _current.event.set()
+
+
+def asked() -> bool:
+    """Whether the run was asked to stop."""
+    return _current is not None and _current.event.is_set()
+
+
+def received() -> bool:
+    """Whether it was a signal to this process that asked."""
+    return _current is not None and _current.number is not None
+
+
+def stop_if_asked(where: str) -> None:
+    """Raise Stopped where the run was asked to stop and nothing is lost by it: between two steps of loading.
+
+    where: what was about to happen, such as "before stage 'base' was trained".
+    """
+    if asked():
+        raise stopped(where)
+
+
+def stopped(where: str) -> Stopped:
+    """The exception for a stop at a place where there is nothing new to save."""
+    number = _current.number if _current is not None else None
+    name = f"by {signal.Signals(number).name} " if number is not None else ""
+    return Stopped(f"stopped {name}{where}; nothing is lost, the same command goes on")

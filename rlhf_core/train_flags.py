@@ -14,7 +14,7 @@ from rlhf_core import options, plugins
 from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.options import TrainerConfig
-from rlhf_core.pipeline import run
+from rlhf_core.pipeline import run, start
 from rlhf_core.pipeline_file import PipelineFile, assemble
 from rlhf_core.plan import plan
 from rlhf_core.resolved import to_value
@@ -30,6 +30,8 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
     Raises InputError for what is no flag, a flag without a value, and everything a pipeline's plan finds.
     """
     flags = list(_flags(arguments))
+    if not any(key in ("help", "h") for key, _ in flags):
+        start()
     host = plugins.load(files=[Path(value) for key, value in flags if key == "plugin" and value is not None])
     config = host.registry.get(TRAINER, trainer).config
     if any(key in ("help", "h") for key, _ in flags):

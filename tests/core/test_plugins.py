@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_core import plugins
+from rlhf_core.artifacts import versions
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, hookimpl
@@ -333,3 +334,21 @@ def test_the_hooks_are_these(world: World) -> None:
         "rlhf_stage_end": ("stage", "error"),
     }
     assert not any(getattr(host.hook, name).spec.opts["firstresult"] for name in plugins.HOOKS)
+
+
+@pytest.mark.parametrize("left", ["no METADATA", "renamed"])
+def test_a_half_uninstalled_distribution_is_a_warning(world: World, left: str) -> None:
+    world.install("gone", REGISTER.format(name="gone"))
+    world.install("mine", REGISTER.format(name="mine"))
+    info = world.site / "rlhf_gone-1.0.dist-info"
+    if left == "renamed":
+        info = info.rename(world.site / "~lhf_gone-1.0.dist-info")
+    else:
+        (info / "METADATA").unlink()
+    _, infos, said = world.load()
+    assert "gone" not in infos
+    assert infos["mine"].state == "loaded"
+    assert said == [f"plugin 'gone' is left out: {info} was only half uninstalled; delete that directory"]
+    assert "rlhf-gone" not in versions()
+    assert versions()["rlhf-mine"] == "1.0"
+    assert not world.load()[0].registry.failures

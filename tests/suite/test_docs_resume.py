@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -101,5 +102,5 @@ def test_the_table_of_what_is_compared_is_complete() -> None:
 def test_codes_and_defaults_are_the_commands() -> None:
     text = PAGE.read_text(encoding="utf-8")
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
-    assert codes == [DONE, FAILED, BAD_INPUT, STOPPED]
+    assert codes == [DONE, FAILED, BAD_INPUT, STOPPED, 128 + signal.SIGINT, 128 + signal.SIGKILL]
     assert f"| `save_interval_minutes` | {DEFAULT_SAVE_MINUTES:g}, " in text
