@@ -90,8 +90,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: Callable[[
     """Let evaluations after some updates raise."""
     plain = rlhf_sft.train.evaluator
 
-    def evaluator(*arguments: Any) -> Any:
-        evaluate = plain(*arguments)
+    def evaluator(*arguments: Any, **options: Any) -> Any:
+        evaluate = plain(*arguments, **options)
 
         def checked(state: Any) -> dict[str, float]:
             if not at(int(state.step)):
@@ -144,7 +144,7 @@ def test_the_state_is_saved_before_the_last_evaluation(
     plain = rlhf_sft.train.evaluator
     there: list[list[int]] = []
 
-    def evaluator(*arguments: Any) -> Any:
+    def evaluator(*_: Any, **__: Any) -> Any:
         def evaluate(_: Any) -> dict[str, float]:
             there.append(saved(tmp_path))
             raise KeyboardInterrupt
