@@ -18,6 +18,7 @@ from rlhf_core.data import parsing, prompts, texts
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, near
+from rlhf_core.text_options import TextOptions
 
 LIMITS = {"pairs": 1024, "texts": 1024, "prompts": 512}
 """What the trainers filter by where nothing else is set: `max_sequence_length`, `max_prompt_length` of prompts."""
@@ -63,7 +64,11 @@ def profile(
     if unit == "characters":
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # to install PyTorch
         tokenizer, chat_template = Characters(), chat_template or "plain"
-    report, places, lengths, facts = _MEASURES[kind](records, tokenizer, chat_template, unit)
+    # Counted and told here, where trainers refuse files whose completions repeat their prompts.
+    options = TextOptions(chat_template, prompt_repeated=False)
+    report, places, lengths, facts = _MEASURES[kind](records, tokenizer, options, unit)
+    if unit == "characters":
+        report.untemplated.clear()  # nobody has said which model they are for
     limit = LIMITS[kind] if max_length is None else max_length
     longest = list(lengths.values())[-1]
     over = [places[i] for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
@@ -76,7 +81,7 @@ def profile(
 Measured = tuple[Report, Sequence[str], dict[str, NDArray[np.int64]], dict[str, str]]
 
 
-def _pairs(records: Records, tokenizer: Any, template: str | None, unit: str) -> Measured:
+def _pairs(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
     found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
     trees = found.trees()
     start = trees.prefixes
@@ -102,7 +107,7 @@ def _pairs(records: Records, tokenizer: Any, template: str | None, unit: str) ->
     return found.report, found.places, lengths, facts
 
 
-def _texts(records: Records, tokenizer: Any, template: str | None, unit: str) -> Measured:
+def _texts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
     found = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
     whole = found.tokens.lengths
     learned = np.array([np.count_nonzero(each) for each in found.learned])
@@ -112,7 +117,7 @@ def _texts(records: Records, tokenizer: Any, template: str | None, unit: str) ->
     return found.report, found.places, {"learned": learned, "whole": whole}, facts
 
 
-def _prompts(records: Records, tokenizer: Any, template: str | None, unit: str) -> Measured:
+def _prompts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
     found = data.encode_prompts(records, tokenizer, max_prompt_length=None, chat_template=template)
     names = ", ".join(found.columns)
     return (

@@ -130,29 +130,6 @@ def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
     assert str(feed.stage.dir / "samples") in message
 
 
-def test_empty_completions_of_the_first_rollouts_are_told_once(make, recwarn):
-    """A chat model that is asked by plain texts ends at once; one that learns to say nothing later is no such case."""
-
-    def ends_at_once(params, prompts, key, ids):
-        n = len(prompts) * G
-        tokens = np.zeros((n, C), np.int32)
-        tokens[:, 0] = 1  # </s>
-        return Rollouts(tokens, np.ones(n, np.int32), np.zeros((n, C), np.float32), np.ones(n, bool))
-
-    for first, told in ((0, 1), (3, 0)):
-        recwarn.clear()
-        feed = make()
-        feed.sampler = ends_at_once
-        for number in range(first, first + 3):
-            feed.roll_out(number * feed.config.updates_per_rollout, state(0))
-        messages = [str(each.message) for each in recwarn if "completions are empty" in str(each.message)]
-        assert len(messages) == told
-    feed = make()
-    recwarn.clear()
-    feed.roll_out(0, state(0))
-    assert not [each for each in recwarn if "are empty" in str(each.message)]
-
-
 def test_counts(make):
     feed = make(num_train_epochs=2, steps_per_generation=2, num_iterations=3)
     # A rollout has 12 completions of 4 prompts and serves 6 updates; 2 epochs of 8 prompts are 4 rollouts.

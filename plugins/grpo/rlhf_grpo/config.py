@@ -87,7 +87,8 @@ class GRPOConfig(TrainerConfig):
     }
 
     UNUSED: ClassVar[Mapping[str, str]] = {
-        "max_sequence_length": "max_prompt_length limits prompts, max_completion_length completions"
+        "max_sequence_length": "max_prompt_length limits prompts, max_completion_length completions",
+        "prompt_repeated": "completions are sampled, and follow their prompts",
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")
