@@ -27,13 +27,23 @@ def require_writable(output: Path | None) -> None:
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n" for row in rows)
+    text = "".join(map(row_text, rows))
     if output is None:
-        sys.stdout.write(for_reader(text))
+        write_text(text)
         return
     from rlhf_core.artifacts import write_atomic
 
     write_atomic(output, text)
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """A row as a line of JSON."""
+    return json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n"
+
+
+def write_text(text: str) -> None:
+    """Write rows to standard output."""
+    sys.stdout.write(for_reader(text))
 
 
 def for_reader(text: str) -> str:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.command_output import number, write_rows
 from rlhf_core.command_output import require_writable as require_writable
 from rlhf_core.errors import InputError
 from rlhf_core.generate_command import generate as generate
 from rlhf_core.pipeline_file import read
 from rlhf_core.plan import plan
 from rlhf_core.preview import components, inputs_line, previews, short_path
+from rlhf_core.score_command import score as score
 from rlhf_core.terminal import echo, show
 
 if TYPE_CHECKING:
@@ -101,42 +101,6 @@ def new(kind: str, name: str, directory: Path | None) -> None:
         f"{written.directory}: the {scaffold.KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
         f"next: pip install -e '{written.directory}[test]'; python -m pytest {written.directory}; rlhf plugins"
     )
-
-
-def score(
-    model: str,
-    file: Path,
-    output: Path | None,
-    *,
-    normalize: bool = False,
-    prompt_repeated: bool | None = None,
-    plugins: Sequence[Path] = (),
-) -> None:
-    """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
-
-    normalize: in standard deviations from the mean that the model's artifact has stored. prompt_repeated: whether
-    completions begin with their prompt; None: as in the data that the model was trained on.
-    """
-    import numpy as np
-
-    from rlhf_core import data, runtime
-    from rlhf_core.scoring import Scorer
-
-    require_writable(output)
-    runtime.prepare()
-    registry = plugin_loading.load(files=plugins).registry
-    records = data.load(str(file), registry=registry)
-    scorer = Scorer.load(model, registry=registry, normalize=normalize)
-    scores = scorer.score_rows(records, prompt_repeated=prompt_repeated)
-    rows = ({**records[i], **{name: number(s[i]) for name, s in scores.items()}} for i in range(len(records)))
-    write_rows(rows, output)
-    if "chosen_score" in scores:
-        chosen, rejected = scores["chosen_score"], scores["rejected_score"]
-        right, ties = int((chosen > rejected).sum()), int((chosen == rejected).sum())
-        scored = int(np.isfinite(chosen).sum())
-        counts = f"{right:,} of {scored:,} pairs scored higher; {ties:,} tied"
-        line = f"accuracy {right / max(scored, 1):.4f}: {counts}"
-        echo(line, err=output is None)
 
 
 def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] = ()) -> None:

@@ -6,17 +6,18 @@ import dataclasses
 import functools
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlhf_core import artifacts, data
 from rlhf_core.data.conversations import kwargs_of, tools_of
+from rlhf_core.data.source import CHUNK
 from rlhf_core.encoding import Encoder, special_ids
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
@@ -36,6 +37,21 @@ if TYPE_CHECKING:
 MICRO_BATCH_TOKENS = 16384
 """Slots of a micro-batch at most, but for one row of the longest sequence on every device."""
 SEQUENCES_AT_ONCE = 4096
+
+
+class ScoredPart(NamedTuple):
+    """Scores of some rows in a row."""
+
+    scores: dict[str, np.ndarray]
+    """float32 [rows], as `Scorer.score_rows` gives them."""
+    unread: list[str]
+    """The rows without a score, such as "answers.jsonl row 17"."""
+
+
+def warn_unread(places: Sequence[str]) -> None:
+    """Warn of rows that have no score."""
+    if places:
+        warnings.warn(f"no score for rows without a completion: {', '.join(places[:5])}", stacklevel=3)
 
 
 class Scorer:
@@ -140,22 +156,34 @@ class Scorer:
         prompt_repeated: whether completions begin with their prompt; None: as the contract says. NaN, with a warning,
         for rows in which nothing can be read. Raises InputError naming rows that are malformed.
         """
+        parts = list(self.score_parts(records, prompt_repeated=prompt_repeated))
+        warn_unread([place for part in parts for place in part.unread])
+        return {name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores}
+
+    def score_parts(
+        self, records: Records, *, prompt_repeated: bool | None = None, skip: int = 0
+    ) -> Iterator[ScoredPart]:
+        """As `score_rows`, a part of the rows at a time; all rows are checked before the first is scored.
+
+        skip: parts that were scored before. With the `layout` of that time the others get the same scores to the bit.
+        """
         encoder = self.encoder
         if prompt_repeated is not None:
             encoder = Encoder(
                 encoder.tokenizer, dataclasses.replace(encoder.options, prompt_repeated=prompt_repeated)
             )
-        whole = data.encode_whole(records, encoder)
-        sides = len(whole.sides)
-        # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
-        there = [i for i, row in enumerate(whole.sequences) if row is not None]
-        sequences = [ids for row in whole.sequences if row is not None for ids in row]
-        every = np.full((len(records), sides), np.nan, np.float32)
-        every[there] = self.score_ids(sequences, group=sides).reshape(-1, sides)
-        unread = [whole.places[i] for i in np.flatnonzero(np.isnan(every).any(1))]
-        if unread:
-            warnings.warn(f"no score for rows without a completion: {', '.join(unread[:5])}", stacklevel=2)
-        return {name: every[:, i] for i, name in enumerate(whole.sides)}
+        if skip == 0 and len(records) > CHUNK:
+            for _ in data.whole_parts(records, encoder):
+                pass
+        for whole in data.whole_parts(records, encoder, skip=skip):
+            sides = len(whole.sides)
+            # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
+            there = [i for i, row in enumerate(whole.sequences) if row is not None]
+            sequences = [ids for row in whole.sequences if row is not None for ids in row]
+            every = np.full((len(whole.sequences), sides), np.nan, np.float32)
+            every[there] = self.score_ids(sequences, group=sides).reshape(-1, sides)
+            unread = [whole.places[i] for i in np.flatnonzero(np.isnan(every).any(1))]
+            yield ScoredPart({name: every[:, i] for i, name in enumerate(whole.sides)}, unread)
 
     def score_completions(
         self,

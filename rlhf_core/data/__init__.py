@@ -8,7 +8,7 @@ from rlhf_core.data.report import Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.texts import Text, Texts, encode_texts
 from rlhf_core.data.tokens import require_vocabulary
-from rlhf_core.data.whole import Whole, encode_whole
+from rlhf_core.data.whole import Whole, encode_whole, whole_parts
 
 __all__ = [
     "Pair",
@@ -29,4 +29,5 @@ __all__ = [
     "require_vocabulary",
     "schedule",
     "updates",
+    "whole_parts",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.parsing import FAMILIES, begins_with, parse, require_said, without_prompts
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.source import CHUNK, Records, Source
 from rlhf_core.data.texts import read_columns
 from rlhf_core.data.tokens import pretokenised
 from rlhf_core.encoding import Encoder, Ints, Turns
@@ -38,20 +38,31 @@ def encode_whole(records: Records, encoder: Encoder) -> Whole:
     An empty completion is read like any other; one that is missing (null, or nobody answers) is not. Raises InputError
     naming file and row of the first few problems.
     """
+    parts = list(whole_parts(records, encoder))
+    sequences = [row for part in parts for row in part.sequences]
+    return Whole(parts[0].sides, sequences, [place for part in parts for place in part.places])
+
+
+def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterator[Whole]:
+    """As `encode_whole`, a part of the rows at a time. skip: parts that are passed over, and taken to be right."""
     columns = set(records.columns)
     paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))
-    sequences: list[list[Ints] | None] = []
-    places: list[str] = []
+    sides = ("chosen_score", "rejected_score") if paired else ("score",)
+    number = 0
     for source in records.sources:
         doubled: list[int] = []
-        for part in source.parts():
+        whole = True
+        for start in range(0, len(source.rows), CHUNK):
+            number += 1
+            if number <= skip:
+                whole = False
+                continue
+            part = source.part(start, start + CHUNK)
             read, repeats = (_pairs if paired else _texts)(part, encoder)
-            doubled += [len(places) + i for i in repeats]
-            sequences += read
-            places += [part.where(i) for i in range(len(part.rows))]
-        start = len(places) - len(source.rows)
-        require_said(source, [i - start for i in doubled], encoder.options.prompt_repeated)
-    return Whole(("chosen_score", "rejected_score") if paired else ("score",), sequences, places)
+            doubled += [start + i for i in repeats]
+            yield Whole(sides, read, [part.where(i) for i in range(len(part.rows))])
+        if whole:
+            require_said(source, doubled, encoder.options.prompt_repeated)
 
 
 Read = tuple[list[list[Ints] | None], list[int]]

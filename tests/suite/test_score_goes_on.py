@@ -1,0 +1,94 @@
+"""`rlhf score` in parts: interrupted and continued, it writes what it writes at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhf_core import commands, scoring
+from rlhf_core.data import whole
+from rlhf_core.errors import InputError
+from rlhf_core.scoring import Scorer
+
+
+@pytest.fixture(scope="module")
+def model(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("rm")
+    tiny.make_model("score", scale=4.0).save(path)
+    return path
+
+
+@pytest.fixture
+def rows(tiny, tmp_path, monkeypatch):
+    for module in (whole, scoring):
+        monkeypatch.setattr(module, "CHUNK", 3)
+    return tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(11))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of `score_ids`, of which the one numbered `calls.stop` is interrupted."""
+
+    class Calls(list):
+        stop = None
+
+    calls, real = Calls(), Scorer.score_ids
+
+    def score_ids(self, sequences, **options):
+        if len(calls) == calls.stop:
+            raise KeyboardInterrupt
+        calls.append(len(sequences))
+        return real(self, sequences, **options)
+
+    monkeypatch.setattr(Scorer, "score_ids", score_ids)
+    return calls
+
+
+def left(directory):
+    return sorted(path.name for path in directory.iterdir() if path.name != "pairs.jsonl")
+
+
+def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, capsys):
+    commands.score(str(model), rows, tmp_path / "whole.jsonl")
+    assert calls == [6, 6, 6, 4]
+    assert left(tmp_path) == ["whole.jsonl"]
+    said = capsys.readouterr().out
+    for stop in (0, 1, 3):
+        calls.clear()
+        calls.stop = stop
+        with pytest.raises(KeyboardInterrupt):
+            commands.score(str(model), rows, tmp_path / "parts.jsonl")
+        assert not (tmp_path / "parts.jsonl").exists()
+        (tmp_path / ".parts.jsonl.unfinished").open("ab").write(b'{"half a li')
+        calls.clear()
+        calls.stop = None
+        commands.score(str(model), rows, tmp_path / "parts.jsonl")
+        assert len(calls) == 4 - stop
+        told = capsys.readouterr()
+        assert (f"going on after {3 * stop} rows" in told.err) == (stop > 0)
+        assert told.out == said
+        assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        (tmp_path / "parts.jsonl").unlink()
+        assert left(tmp_path) == ["whole.jsonl"]
+    assert len((tmp_path / "whole.jsonl").read_text().splitlines()) == 11
+
+
+def test_other_rows_or_settings_begin_anew(model, rows, calls, tiny, tmp_path):
+    calls.stop = 2
+    with pytest.raises(KeyboardInterrupt):
+        commands.score(str(model), rows, tmp_path / "out.jsonl")
+    tiny.write_rows(rows, tiny.pairs(11, seed=3))
+    calls.clear()
+    calls.stop = None
+    commands.score(str(model), rows, tmp_path / "out.jsonl")
+    assert len(calls) == 4
+    found = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found == [row["prompt"] for row in tiny.pairs(11, seed=3)]
+
+
+def test_all_rows_are_checked_before_the_first_is_scored(model, rows, calls, tiny, tmp_path):
+    tiny.write_rows(rows, [*tiny.pairs(10), {"prompt": "a", "chosen": 3, "rejected": "b"}])
+    with pytest.raises(InputError, match="row 11: 'chosen' is a number"):
+        commands.score(str(model), rows, tmp_path / "out.jsonl")
+    assert calls == []
