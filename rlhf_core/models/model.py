@@ -186,7 +186,7 @@ class Model:
         modules = linear_modules(self.definition.abstract_params())
         lora = Lora(rank, float(alpha), dropout, use_rslora, resolve(targets, modules))
         definition = self.definition.with_lora(lora)
-        named = base or (None if self.source is None else str(self.source.resolve()))
+        named = base or (None if self.source is None else peft.fixed_name(self.source))
         return dataclasses.replace(
             self,
             definition=definition,

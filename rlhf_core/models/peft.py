@@ -148,9 +148,15 @@ def base_of(directory: Path) -> Base:
 
 
 def fixed_name(named: str | Path) -> str:
-    """What an adapter calls a base model, wherever the adapter is copied: an absolute directory, or a hub name."""
+    """What an adapter calls a base model, wherever the adapter is copied: an absolute directory, or a hub name.
+
+    A directory of the hub's cache is called by its hub name: other machines have no such directory.
+    """
     directory = Path(named).expanduser()
-    return str(directory.resolve()) if directory.is_dir() else str(named)
+    if not directory.is_dir():
+        return str(named)
+    found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", directory.resolve().as_posix())
+    return "/".join(found.groups()) if found else str(directory.resolve())
 
 
 def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:

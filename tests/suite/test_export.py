@@ -187,3 +187,13 @@ def test_the_revision_of_a_base_model_is_fetched_and_kept(
     assert fetched == [("some-owner/base", "v2")]
     saved = json.loads((tmp_path / "copy" / "adapter_config.json").read_text())
     assert {name: saved[name] for name in named} == named
+
+
+def test_an_adapter_on_a_model_of_the_hubs_cache_names_it_as_the_hub_does(
+    tiny: ModuleType, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--some-owner--base-1b" / "snapshots" / "0123abc"
+    tiny.make_model().save(snapshot)
+    adapted = load_model(snapshot).with_lora(rank=2, targets="q_proj").adapter
+    assert adapted is not None
+    assert adapted["base_model_name_or_path"] == "some-owner/base-1b"
