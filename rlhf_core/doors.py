@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,16 @@ from rlhf_core import data, experiment, peers, plugins, runtime
 from rlhf_core.agreement import text_of_first
 from rlhf_core.callbacks import listen
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
-from rlhf_core.options.seed import OTHER_NAMES, TRL_NAMES
 from rlhf_core.recorded import Asked, held, run_recorded
 from rlhf_core.signals import stop_if_asked, stop_signals
 from rlhf_core.stage import Stage
 from rlhf_core.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, settled
+from rlhf_core.trainer_arguments import door_inputs as door_inputs
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
@@ -34,17 +34,8 @@ if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig
     from rlhf_core.options.adapters import LoraOptions
 
-C = TypeVar("C", bound="TrainerConfig")
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
 """How the dropout rates of a config.json end: attention_dropout, hidden_dropout_prob, resid_pdrop."""
-SPELLINGS = {
-    "arguments": "config",
-    "args": "config",
-    "processing_class": "tokenizer",
-    "reward_funcs": "rewards",
-}
-INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks")
-"""What a trainer class is handed beside its config."""
 
 
 def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
@@ -67,6 +58,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
         )
     else:
+        stage.say(f"loading {given}")
         with warnings.catch_warnings():
             # It is trained to get one.
             warnings.filterwarnings("ignore", message=".*its reward head is new")
@@ -280,45 +272,3 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
             component, config, stage, host, record, now, notes=directory, say=stage.say, done=done
         )
     return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)
-
-
-def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
-    """A trainer class's arguments, with the other spellings that users of other libraries type.
-
-    Raises InputError for a name nobody knows or given twice, TypeError for a config of another class.
-    """
-    inputs = dict(inputs)
-    for spelling, name in SPELLINGS.items():
-        if spelling not in inputs:
-            continue
-        value = inputs.pop(spelling)
-        if name == "config":
-            if config is not None and value is not None:
-                raise InputError(f"{spelling}: the config is given twice")
-            config = value if config is None else config
-        elif inputs.get(name) is not None:
-            raise InputError(f"{spelling}: {name} is given twice")
-        else:
-            inputs[name] = value
-    config = cls() if config is None else config
-    if not isinstance(config, cls):
-        raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
-    if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
-        inputs["rewards"] = [inputs["rewards"]]
-    if unknown := sorted(set(inputs) - set(INPUTS)):
-        raise InputError(
-            *(
-                f"{name}: unknown argument of the trainer of {cls.__name__}{_meant(name, cls)}"
-                for name in unknown
-            )
-        )
-    return config, inputs
-
-
-def _meant(name: str, cls: type[TrainerConfig]) -> str:
-    ours = {**OTHER_NAMES, **TRL_NAMES}.get(name, name).partition(".")[0]
-    if ours in INPUTS:
-        return f"; write {ours}"
-    if ours in cls.names():
-        return f"; it is a field of the config: {cls.__name__}({ours}=…)"
-    return f".{near(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"

@@ -11,7 +11,7 @@ import jax
 
 from rlhf_core.agreement import any_of
 from rlhf_core.errors import InputError, RunError, Stopped, raised
-from rlhf_core.mesh import put_rows
+from rlhf_core.in_turn import in_turn
 from rlhf_core.metrics import Metric, merge, read
 from rlhf_core.rows import Packed
 
@@ -30,18 +30,19 @@ def evaluator(
     batches: Sequence[Packed],
     *,
     stored: Callable[[Any], Any] = lambda params: params,
+    say: Callable[[str], None] | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
     """A function of the state: the objective's loss and metrics over `batches`, every example once, no gradient.
 
     stored: makes of the state's parameters what is read, such as `model.as_stored`, so that what is evaluated is saved.
+    say: told how far an evaluation is that takes longer than a few seconds, such as `stage.say`.
     """
     forward = jax.jit(objective)
 
     def evaluate(state: TrainState) -> dict[str, float]:
         total: dict[str, Metric] = {}
         params = stored(state.params)
-        for batch in batches:
-            loss, metrics = forward(params, put_rows(mesh, batch))
+        for _, (loss, metrics) in in_turn(lambda batch: forward(params, batch), mesh, batches, say):
             total = merge(total, {**metrics, "loss": loss})
         return read(total)
 

@@ -23,6 +23,7 @@ from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.evaluation import evaluated
 from rlhf_core.evaluation import evaluator as evaluator
 from rlhf_core.feeds import KNOWN_UPDATES, Feed, Update, calls, several
+from rlhf_core.in_turn import said_if_slow
 from rlhf_core.interval import Interval
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
@@ -127,6 +128,7 @@ class _Run:
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {feed.total}")
         steps = Programs(self.objective, state, from_zero=several(feed, state))
         if start < feed.total:
+            self.stage.say(f"compiling, for update {start + 1} of {feed.total}")
             steps.compile(state, calls(feed, start, 1, state))
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
         if fresh and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
@@ -266,7 +268,8 @@ class _Run:
             self.progress.interval = Interval()
         if evaluates and self.evaluate is not None:
             began = time.perf_counter()
-            found = evaluated(self.evaluate, state, count, self.stage.name)
+            with said_if_slow(self.stage.say, f"evaluating after update {count}"):
+                found = evaluated(self.evaluate, state, count, self.stage.name)
             metrics |= found or {}
             self.progress.interval.started += time.perf_counter() - began
         self.progress.metrics.update(metrics)

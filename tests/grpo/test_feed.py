@@ -51,7 +51,9 @@ def read(params, batch):
 @pytest.fixture
 def make(tiny, tmp_path):
     prompts = data.encode_prompts(data.load(tiny.prompts(8)), tiny.make_tokenizer(), max_prompt_length=16)
-    stage = SimpleNamespace(devices=tiny.one_device, seed=5, is_main=True, dir=tmp_path, name="policy")
+    stage = SimpleNamespace(
+        devices=tiny.one_device, seed=5, is_main=True, dir=tmp_path, name="policy", say=lambda line: None
+    )
 
     def length(completion_ids):
         return [float(len(ids)) for ids in completion_ids]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rlhf_core.step import Objective
     from rlhf_dpo.contracts import DPOLoss
 
+SAME = "same"
+"""A sequence's value: 1 where chosen and rejected completion are the same tokens."""
 Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
 """(pairs, bool [pairs]: which of them are there) → the loss and the metrics: `pair_loss`, all else given."""
 
@@ -68,6 +70,10 @@ def objective(model: Definition, measure: Measure, *, beta: float) -> Objective:
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
         values = batch.sequence_values
         logps = sequence_logps(model, params, batch)
+        if SAME in values:
+            # Where in its row a sequence lies changes the last bits: completions that are the same must tie.
+            chosen = jnp.repeat(logps[:, 0::2], 2, axis=1)
+            logps = jnp.where(values[SAME] > 0, chosen, logps)
         pairs = inputs_of(logps, values["reference"], values["tokens"], beta)
         return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlhf_core import data
 from rlhf_core.mesh import put_rows, replicated
 from rlhf_core.rows import Layout, pack
-from rlhf_dpo.objective import sequence_logps
+from rlhf_dpo.objective import SAME, sequence_logps
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -42,6 +42,8 @@ class PairSet:
     """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where it has not been read."""
     tokens: NDArray[np.float32]
     """float32 [pairs, 2]: of each completion."""
+    same: NDArray[np.bool_]
+    """bool [pairs]: both completions are the same tokens."""
 
     @classmethod
     def of(cls, pairs: Pairs) -> PairSet:
@@ -55,9 +57,13 @@ class PairSet:
 
         def with_values(i: int, tree: Tree) -> Tree:
             # Views: what is read later is there when rows are packed.
-            return tree._replace(sequence_values={"reference": reference[i], "tokens": tokens[i]})
+            mark = np.full(2, same[i], np.float32)
+            values = {"reference": reference[i], "tokens": tokens[i], SAME: mark}
+            return tree._replace(sequence_values=values)
 
-        return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens)
+        same = (pairs.digests[:, 0] == pairs.digests[:, 1]) & (lengths[:, 0] == lengths[:, 1])
+        same &= pairs.starts[:, 0] == pairs.starts[:, 1]
+        return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens, same)
 
 
 class Reader:
@@ -91,6 +97,9 @@ class Reader:
                     _place(found, *reading.pop(0))
         for each in reading:
             _place(found, *each)
+        # Where in its row a sequence lies changes the last bits: completions that are the same must tie.
+        same = self.pairs.same[which]
+        found[same, 1] = found[same, 0]
         return found
 
 

@@ -31,7 +31,7 @@ from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.feed import PairFeed
-from rlhf_dpo.objective import objective, pair_loss
+from rlhf_dpo.objective import SAME, objective, pair_loss
 from rlhf_dpo.reference import PairSet, Reader, Reference, reached
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
         layout,
         seed=stage.seed,
         data=train,
-        sequence_names=("reference", "tokens"),
+        sequence_names=("reference", "tokens", SAME),
         group=2,
     )
     readers = {"train_data": Reader(definition, mesh, pairs, layout, reached(trees), config.total_batch_size)}

@@ -63,7 +63,9 @@ class FixedPrompts:
     def preview(self, step: int, state: TrainState) -> None:
         """Keep what is to be read of `state`, after `step` updates, unless an evaluation has done so."""
         if self.shown and step not in self.kept:
-            self._keep(step, self._answer(state, self._spread(), needed=False))
+            chosen = self._spread()
+            self.stage.say(f"answering {len(chosen)} prompts for samples/evaluation-{step:06d}.jsonl")
+            self._keep(step, self._answer(state, chosen, needed=False))
 
     def _spread(self) -> NDArray[np.int64]:
         return np.linspace(0, self.count - 1, min(self.shown, self.count)).astype(np.int64)

@@ -129,6 +129,9 @@ class RolloutFeed:
     def roll_out(self, step: int, state: TrainState) -> None:
         """Draw, score and prepare rollout number step div updates_per_rollout."""
         config, number = self.config, step // self.config.updates_per_rollout
+        if self.rollout is None:  # the first of this process: the sampler compiles
+            count = config.prompts_per_rollout * config.num_generations
+            self.stage.say(f"drawing the first rollout, {count:,} completions")
         drawn, self.metrics, rounds = draw(
             self.sample_with(state, number),
             self.prompts,

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from rlhf_core import PairInputs
 from rlhf_core.feeds import evaluation_batches
-from rlhf_core.mesh import put_rows, replicated
+from rlhf_core.in_turn import in_turn
+from rlhf_core.mesh import replicated
 from rlhf_core.metrics import read
 from rlhf_core.objectives import sequence_scores
 from rlhf_reward.measures import measures
@@ -45,8 +46,9 @@ class Evaluation:
         measure: Measure,
         subsets: Sequence[str | None] = (),
         stored: Callable[[Any], Any] = lambda params: params,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """stored: makes of the state's parameters what is read, such as `Model.as_stored`.
+        """stored: makes of the state's parameters what is read, such as `Model.as_stored`. say: see `in_turn`.
 
         subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
         trees = pairs.trees().changed(
@@ -63,7 +65,7 @@ class Evaluation:
         self.lengths = lengths - trees.prefixes[:count, None]
         self.subsets = subsets[:count]
         self.mesh = mesh
-        self.stored = stored
+        self.stored, self.say = stored, say
         self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated(mesh))
         self._measure = jax.jit(measure)
         self._found: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
@@ -83,9 +85,9 @@ class Evaluation:
         return self._found[1:]
 
     def _gather(self, params: Any) -> NDArray[np.float32]:
-        computed = [self._score(params, put_rows(self.mesh, batch)) for batch in self.batches]
         scores = np.full((len(self.margins), 2), np.nan, np.float32)
-        for batch, found in zip(self.batches, jax.device_get(computed), strict=True):
+        compute = partial(self._score, params)
+        for batch, found in in_turn(compute, self.mesh, self.batches, self.say):
             there = batch.example[:, 0::2] >= 0
             at = batch.sequence_values["pair"][:, 0::2][there].astype(np.intp)
             scores[at] = np.stack([found[:, side::2][there] for side in (0, 1)], 1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_core import PairInputs
 from rlhf_core.metrics import Max, Mean, Metric, Min
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.rows import Packed
     from rlhf_core.step import Objective
+    from rlhf_core.trees import Tree, Trees
 
+SAME = "same"
+"""A sequence's value: 1 where chosen and rejected reply are the same tokens."""
 Measure: TypeAlias = Callable[[PairInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
 """(pairs, bool [pairs]: which of them are there) → the loss and the metrics: `pair_loss`, all else given."""
 
@@ -51,14 +55,29 @@ def pair_loss(
     }
 
 
+def marked(trees: Trees) -> Trees:
+    """Mark the pairs whose replies are the same, by the sequence value `SAME`."""
+
+    def mark(i: int, tree: Tree) -> Tree:
+        chosen, rejected = tree.branches
+        same = np.full(2, np.array_equal(chosen, rejected), np.float32)
+        return tree._replace(sequence_values={**tree.sequence_values, SAME: same})
+
+    return trees.changed(mark)
+
+
 def objective(model: Definition, measure: Measure) -> Objective:
     """Over rows whose sequences 2i and 2i + 1 are the chosen and the rejected reply of one pair."""
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
         scores = sequence_scores(model, params, batch)
+        chosen, rejected = scores[:, 0::2], scores[:, 1::2]
+        if SAME in batch.sequence_values:
+            # Where in its row a sequence lies changes the last bits: replies that are the same must tie.
+            rejected = jnp.where(batch.sequence_values[SAME][:, 1::2] > 0, chosen, rejected)
         pairs = PairInputs(
-            chosen=scores[:, 0::2].reshape(-1),
-            rejected=scores[:, 1::2].reshape(-1),
+            chosen=chosen.reshape(-1),
+            rejected=rejected.reshape(-1),
             margin=jnp.asarray(batch.sequence_values["margin"])[:, 0::2].reshape(-1),
         )
         return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))

@@ -30,7 +30,7 @@ from rlhf_core.suited import with_attention
 from rlhf_core.text_settings import read_at_of, text_options
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, finite, subsets_of
-from rlhf_reward.objective import objective, pair_loss
+from rlhf_reward.objective import SAME, marked, objective, pair_loss
 from rlhf_reward.preview import Preview
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     model = open_model(config, stage, head="score")
     train = _pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
-    trees = train.trees()
+    trees = marked(train.trees())
     data.require_vocabulary(trees, train.where, model.definition.vocab_size)
     mesh, width = stage.devices(), model.definition.hidden_size
     layout = layout_for(trees, config, mesh, width, reads_tokens=False)
@@ -57,7 +57,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
         layout,
         seed=stage.seed,
         data=train,
-        sequence_names=("margin",),
+        sequence_names=("margin", SAME),
         group=2,
     )
     measure = _measure(config, stage)
@@ -120,6 +120,7 @@ def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measu
         measure,
         subsets=subsets_of(records, pairs),
         stored=model.as_stored,
+        say=stage.say,
     )
 
 

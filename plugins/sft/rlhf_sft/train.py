@@ -39,7 +39,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
         batches = evaluation_batches(
             trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True
         )
-        evaluate = evaluator(loss, stage.devices(), batches, stored=model.as_stored)
+        evaluate = evaluator(loss, stage.devices(), batches, stored=model.as_stored, say=stage.say)
     fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
