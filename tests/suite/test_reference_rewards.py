@@ -69,7 +69,7 @@ def test_its_functions_run_and_its_lists_are_made(
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")
     Path("my_rewards.py").write_text("\n".join(blocks(page, "python")))
-    stage = SimpleNamespace(name="policy", devices=tiny.one_device)
+    stage = SimpleNamespace(name="policy", devices=tiny.one_device, registry=registry)
     inputs = RewardInputs(
         prompts=["a b", "a b"],
         completions=["<think>3</think> #### 4", "5"],
