@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.source import json_text
-from rlhf_core.errors import RunError
+from rlhf_core.errors import RunError, exists
 from rlhf_core.files import sealed, unsealed, write_atomic
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
@@ -96,11 +96,25 @@ class _Hashes:
 
 
 def of_rows(data: Any) -> str:
-    """Hash the rows of data in memory: a list of mappings, a `datasets.Dataset`, a data frame, anything with rows."""
+    """Hash the rows of data in memory: a list of mappings, a `datasets.Dataset`, a data frame, anything with rows.
+
+    A list may also hold several of these, and names and tables of files, whose contents then count.
+    """
+    if isinstance(data, list | tuple) and not all(isinstance(item, Mapping) for item in data):
+        return digest("several", *map(_of_item, data))
     content = hashlib.sha256()
     for row in _rows(data):
         content.update(json_text(row).encode() + b"\n")
     return content.hexdigest()
+
+
+def _of_item(item: Any) -> str:
+    if not isinstance(item, str | Path | Mapping):
+        return of_rows(item)
+    table = item if isinstance(item, Mapping) else {"path": str(item)}
+    path = Path(str(table.get("path", ""))).expanduser()
+    content = identify(path) if table.get("path") and exists(path) else ""
+    return digest(json_text({key: table[key] for key in table if not content or key != "path"}), content)
 
 
 def _rows(data: Any) -> Iterable[Any]:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rlhf_core.data import schedule, updates
+from rlhf_core.data import drawn, schedule, updates
 
 
 def take(n, *args, **kwargs):
@@ -50,3 +50,14 @@ def test_updates():
 def test_nothing_to_order():
     with pytest.raises(ValueError, match="at least one example"):
         next(schedule(0, 2, seed=0))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("size", "batch"), [(11, 4), (7, 7), (5, 8)])
+def test_drawn_examples_are_those_of_the_updates_before(size, batch, shuffle):
+    order = schedule(size, batch, seed=3, shuffle=shuffle)
+    seen: set[int] = set()
+    for update in range(4):
+        found = drawn(size, update * batch, seed=3, shuffle=shuffle)
+        assert found.tolist() == sorted(seen)
+        seen |= set(next(order).tolist())

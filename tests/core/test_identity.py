@@ -91,7 +91,20 @@ def test_rows_in_memory_count_by_content() -> None:
         assert identity.of_rows(made(rows)) == identity.of_rows(made([dict(row) for row in rows]))
         assert identity.of_rows(made(rows)) != identity.of_rows(made(others))
         assert identity.of_rows(made(rows)) != identity.of_rows(made(rows[::-1]))
+    datasets_of = [datasets.Dataset.from_list(each) for each in (rows, others)]
+    assert identity.of_rows(datasets_of) == identity.of_rows([datasets_of[0], others])
+    assert identity.of_rows(datasets_of) != identity.of_rows(datasets_of[::-1])
     assert identity.of_rows([{"x": np.arange(5)}]) != identity.of_rows([{"x": np.arange(1, 6)}])
+
+
+def test_files_named_beside_rows_in_memory_count_by_content(tmp_path: Path) -> None:
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    a, b, c = (
+        identity.of_rows([[{"text": "x"}], {"path": str(tmp_path / f"{name}.jsonl"), "weight": 2}])
+        for name in "abc"
+    )
+    assert a == b != c
 
 
 def test_a_model_counts_by_its_parameters_and_configuration(tiny: types.ModuleType) -> None:

@@ -28,6 +28,7 @@ class Config(TrainerConfig):
 @dataclass
 class Weights:
     x: np.ndarray
+    tokenizer: None = None
 
     def save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
