@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.agreement import text_of_first
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, raised
 from rlhf_core.rollouts.rewards import Reward
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
     from rlhf_core.stage import Stage
 
+HERE = str(Path(__file__).parent.parent)
 SHOWN = 5
 """So many rows are named, and the others counted."""
 
@@ -57,9 +59,14 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
         if check is None:
             continue
         try:
-            found: Mapping[int, str] = check(prompts.columns) or {}
+            found = check(prompts.columns)
+            if not isinstance(found, Mapping):
+                raise TypeError(f"it returned {type(found).__name__}, not {{row: what is wrong}}")
         except InputError as error:
             problems += [f"reward '{reward.label}': {each}" for each in error.problems]
+            continue
+        except Exception as error:  # on one process of several: the others learn it
+            problems.append(f"reward '{reward.label}': its check(columns) {raised(error, HERE)}")
             continue
         lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in sorted(found.items())]
         lines = list(dict.fromkeys(lines))

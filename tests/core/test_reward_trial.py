@@ -208,6 +208,31 @@ def test_a_reward_of_ones_own_checks_its_rows_too() -> None:
         set_up([Reward("keyed", 1.0, Keyed())], prompts(key=["a", "c"]), STAGE)
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (
+            lambda columns: {}["key"],
+            r"its check\(columns\) raised KeyError: 'key' \(.*test_reward_trial\.py line \d+\)",
+        ),
+        (
+            lambda columns: ["wrong"],
+            r"its check\(columns\) raised TypeError: it returned list, not \{row: what is",
+        ),
+    ],
+)
+def test_a_check_that_fails_is_told(returned: Any, said: str) -> None:
+    class Checks:
+        def check(self, columns: Any) -> Any:
+            return returned(columns)
+
+        def __call__(self, completions: Any) -> list[float]:
+            return [0.0] * len(completions)
+
+    with pytest.raises(InputError, match=rf"^reward 'checks': {said}"):
+        set_up([Reward("checks", 1.0, Checks())], prompts(), STAGE)
+
+
 def test_an_option_of_the_pipeline_wins_over_a_column_of_its_name(registry: Registry) -> None:
     inputs = RewardInputs(["a"], ["x"], [[1] * 20], {"target": [[1, 2]]})
     table = prompts(target=[[1, 2]])
