@@ -108,8 +108,25 @@ def test_scripts(file: str, host: str, place: Path) -> None:
     text = (
         FILES[file].replace("8476", str(free_port())).replace(f"({host}1 {host}2)", "(127.0.0.1 127.0.0.1)")
     )
+    text = text.replace("/path/to/venv/bin/", f"{place}/bin/")
     (place / file).write_text(text)
     found_each_other(start(["bash", file], place))
+
+
+@pytest.mark.parametrize("file", ["hosts.sh", "tpu.sh"])
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [((0, 0), 0), ((75, 0), 75), ((75, 75), 75), ((75, 1), 1), ((255, 75), 1), ((1, 2), 2), ((2, 75), 2)],
+)
+def test_scripts_end_with_the_most_telling_code(
+    file: str, codes: tuple[int, int], told: int, place: Path
+) -> None:
+    command = place / "bin" / "rlhf"
+    command.write_text(f"#!/bin/bash\ncodes={codes}\nexit ${{codes[JAX_PROCESS_ID]}}\n".replace(",", ""))
+    (place / file).write_text(FILES[file].replace("/path/to/venv/bin/", f"{place}/bin/"))
+    job = start(["bash", file], place)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == told, said
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,9 +61,41 @@ def local(completion_ids):
 """
 
 
-def start(directory: Path, name: str, **environment: str) -> subprocess.Popen[str]:
+SHORT = (
+    STAGE.format(name="sft").replace("max_training_steps = 2", "max_training_steps = 500")
+    + 'train_data = "texts.jsonl"\nlog_steps = 1\nsave_steps = 1000\n'
+    + MODEL
+)
+SIGNALS = """
+import os, signal, threading
+import jax
+from rlhf_core import hookimpl
+
+jax.numpy.ones(2).sum()  # computes when it is imported
+
+def at(event):
+    what, _, where = os.environ.get("AT", "").partition(" ")
+    if where == event:
+        if what == "raise":
+            raise OSError("the disk is gone")
+        number = getattr(signal, what)
+        if what == "SIGKILL":
+            os.kill(os.getpid(), number)
+        signal.pthread_kill(threading.main_thread().ident, number)
+
+@hookimpl
+def rlhf_stage_start(stage):
+    at("load")
+
+@hookimpl
+def rlhf_step_end(stage, step, metrics):
+    at(f"step {step}")
+"""
+
+
+def start(directory: Path, name: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    command = [sys.executable, "-m", "rlhf_core.cli", "run", "pipeline.toml", "--dir", name]
+    command = [sys.executable, "-m", "rlhf_core.cli", "run", "pipeline.toml", "--dir", name, *arguments]
     return subprocess.Popen(
         command,
         cwd=directory,
@@ -88,3 +123,83 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
         )
         for key, value in theirs.items():
             np.testing.assert_allclose(ours[key], value, atol=1e-6, err_msg=f"{stage} {key}")
+
+
+def job(
+    directory: Path, names: tuple[str, str], at: tuple[str, str] = ("", ""), *arguments: str
+) -> list[tuple[int, str]]:
+    """Two processes of one job, each with its run directory and its event; exit code and output of each."""
+    together = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
+    runs = [
+        start(
+            directory, name, *arguments, "--plugin", "signals.py", **together, JAX_PROCESS_ID=str(i), AT=at[i]
+        )
+        for i, name in enumerate(names)
+    ]
+    ended = []
+    began: float | None = None
+    try:
+        for each in runs:
+            said, _ = each.communicate(timeout=300)
+            began = began or time.monotonic()
+            assert time.monotonic() - began < 30
+            ended.append((each.returncode, said))
+    finally:
+        for each in runs:
+            each.kill()
+    return ended
+
+
+@pytest.fixture
+def place(tiny: ModuleType, tmp_path: Path) -> Path:
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(11))
+    (tmp_path / "pipeline.toml").write_text(SHORT)
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    return tmp_path
+
+
+def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) -> None:
+    ended = job(place, ("run", "run"), ("", "SIGTERM load"))
+    assert [code for code, _ in ended] == [75, 75], ended
+    assert "stopped by SIGTERM before the model of stage 'sft' was loaded; nothing is lost" in ended[1][1]
+    assert not list((place / "run/sft").glob("checkpoints/[0-9]*"))
+    ended = job(place, ("run", "run"), ("", "SIGTERM step 3"))
+    assert [code for code, _ in ended] == [75, 75], ended
+    assert (place / "run/sft/checkpoints/3").is_dir()
+    told = "stopped after update 3 of 500, state saved; the same command goes on from here"
+    assert sum(said.count(told) for _, said in ended) == 1
+    (done, said), _ = job(place, ("run", "run"), ("", ""), "--set", "sft.max_training_steps=4")
+    assert done == 0, said
+    assert "begun on" in said
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("event", ["SIGKILL step 3", "raise step 3"])
+def test_one_fails_in_training(place: Path, process: int, event: str) -> None:
+    events = (event, "") if process == 0 else ("", event)
+    ended = job(place, ("run", "run"), events)
+    killed = event.startswith("SIGKILL")
+    assert ended[process][0] == (-signal.SIGKILL if killed else 1), ended
+    code, said = ended[1 - process]
+    how = "is gone without a word" if killed else "failed, and says why"
+    assert code == 1, said
+    assert f"process {1 - process} of 2 ends: process {process} {how}" in said
+    assert "Traceback" not in said
+    if not killed:
+        assert "plugin 'signals.py' raised OSError: the disk is gone" in ended[process][1]
+
+
+def test_a_directory_that_is_in_use_or_not_shared(place: Path) -> None:
+    (place / "run").mkdir()
+    with open(place / "run/.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ended = job(place, ("run", "run"))
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert "".join(said for _, said in ended).count("is in use by another run") == 1
+    ended = job(place, ("run", "other"))
+    assert [code for code, _ in ended] == [2, 2], ended
+    told = "".join(said for _, said in ended)
+    assert told.count(f"process 1 does not find in {place / 'other'} on ") == 1
+    assert "Traceback" not in told
+    assert not (place / "other").exists()

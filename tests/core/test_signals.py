@@ -1,0 +1,110 @@
+"""Signals that ask a run to stop: one request per process, and the handlers of before afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rlhf_core import signals
+from rlhf_core.errors import Stopped
+from rlhf_core.signals import stop_signals
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_each_asks_and_the_handlers_come_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in NUMBERS]
+    with stop_signals() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGTERM)  # a second one changes nothing
+        with pytest.raises(Stopped, match=f"stopped by {number.name} before it began; nothing is lost"):
+            signals.stop_if_asked("before it began")
+    assert [signal.getsignal(each) for each in NUMBERS] == before
+    assert not signals.asked()
+    signals.stop_if_asked("afterwards")
+
+
+def test_one_inside_another_is_the_same_request() -> None:
+    with stop_signals() as outer:
+        handler = signal.getsignal(signal.SIGTERM)
+        with stop_signals(redeliver=True) as inner:
+            assert inner is outer
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert outer.is_set()
+
+
+def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stop_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # passed on by a launcher: the same press
+        assert stop.is_set()
+        monkeypatch.setattr(signals, "SAME_PRESS_SECONDS", 0.0)
+        time.sleep(0.01)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_nohup_stays() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_signals() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.is_set()
+
+
+def test_a_signal_that_nothing_acted_on_is_sent_again() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    with stop_signals(redeliver=True):
+        signal.raise_signal(signal.SIGTERM)
+        assert not came
+    assert came == [signal.SIGTERM]
+
+
+def test_a_signal_that_stopped_the_run_is_not_sent_again() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+
+    @stop_signals(redeliver=True)
+    def run() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signals.stop_if_asked("here")
+
+    with pytest.raises(Stopped):
+        run()
+    assert not came
+
+
+def test_the_command_holds_them_before_it_imports_anything() -> None:
+    code = (
+        "import signal, sys; sys.argv = ['rlhf', 'run', 'no-such-file.toml']\n"
+        "from rlhf_core import cli\n"
+        "class First:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'jax': signal.raise_signal(signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, First())\n"
+        "assert 'jax' not in sys.modules\n"
+        "cli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stderr.endswith(
+        "stopped by SIGTERM before anything was trained; nothing is lost, the same command goes on\n"
+    )
