@@ -1,0 +1,49 @@
+"""The reference that moves: compiled without being moved, and kept to the bit."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from rlhf_grpo import GRPOConfig
+from rlhf_grpo.reference import Reference
+from rlhf_grpo.train import _reference_sync
+
+
+def arrays(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def test_compiling_its_move_does_not_move_it(tiny: ModuleType) -> None:
+    """0.9 · r + (1 − 0.9) · r is not r in float32, so mixing it with itself in order to compile would."""
+    params = {
+        "w": np.random.default_rng(0).normal(size=1000).astype(np.float32),
+        "base": np.ones(3, np.float32),
+    }
+    params = jax.device_put(params)
+    reference = Reference(params, frozenset({("base",)}), tiny.one_device())
+    before = arrays(reference.params)
+    compiled: list[str] = []
+
+    def note(event: str, _: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(about.get("fun_name")))
+
+    move = _reference_sync(GRPOConfig(sync_ref_model=True, ref_model_mixup_alpha=0.9), reference)
+    assert arrays(reference.params) == before
+    reference._ahead.wait("mix")
+    jax.monitoring.register_event_duration_secs_listener(note)
+
+    class State:
+        params = jax.device_put({"w": np.zeros(1000, np.float32), "base": np.ones(3, np.float32)})
+
+    move(64, State())  # type: ignore[arg-type]
+    assert compiled == []
+    np.testing.assert_allclose(reference.params["w"], 0.1 * params["w"], rtol=1e-5)
+    kept = reference.snapshot()
+    moved = arrays(reference.params)
+    move(128, State())  # type: ignore[arg-type]
+    reference.restore(kept)
+    assert arrays(reference.params) == moved
