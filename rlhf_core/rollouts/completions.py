@@ -94,11 +94,13 @@ def rollout_metrics(
     if group > 1:
         out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
         out["frac_reward_zero_std"] = _mean([np.ptp(values) == 0 for values in compared])
-    for name, own in (("length", lengths), ("terminated_length", lengths[finished])):
-        if len(own):
-            out[f"completions/mean_{name}"] = float(own.mean())
-            out[f"completions/min_{name}"] = float(own.min())
-            out[f"completions/max_{name}"] = float(own.max())
+    out["completions/mean_length"] = float(lengths.mean())
+    out["completions/min_length"] = float(lengths.min())
+    out["completions/max_length"] = float(lengths.max())
+    if len(ended := lengths[finished]):
+        out["completions/mean_terminated_length"] = float(ended.mean())
+        out["completions/min_terminated_length"] = float(ended.min())
+        out["completions/max_terminated_length"] = float(ended.max())
     out["completions/clipped_ratio"] = float(np.mean(~finished))
     for f, reward in enumerate(rewards):
         own = each[:, f][~np.isnan(each[:, f])]

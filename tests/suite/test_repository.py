@@ -156,12 +156,3 @@ def test_the_readme_names_demo_and_test(repository: Path) -> None:
     text = (repository / "README.md").read_text(encoding="utf-8")
     assert "make demo" in text
     assert "make test" in text
-
-
-def test_source_files_are_short(repository: Path) -> None:
-    long = {
-        name: lines
-        for name, text in texts(repository).items()
-        if name.endswith(".py") and not name.startswith("tests/") and (lines := text.count("\n")) >= 300
-    }
-    assert not long
