@@ -104,8 +104,8 @@ class Report:
             ("that reverse an earlier row", self.reversed, False),
             ("with words that the tokenizer does not know", self.unknown, False),
             (
-                "as plain texts, to which the tokenizer's chat template is not applied: for a chat model write "
-                'messages, [{"role": "user", "content": …}]',
+                "plain texts that skip the chat template: for a chat model write messages, "
+                '[{"role": "user", "content": …}]',
                 self.untemplated,
                 False,
             ),

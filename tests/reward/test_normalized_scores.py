@@ -1,6 +1,7 @@
 """Normalized scores, by the stored mean and deviation: from Python, `rlhf score` and the reward `model`."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,11 +75,9 @@ def test_the_command(artifact, held_out, plain, tiny, tmp_path):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_reward_model(tiny, artifact, held_out, plain, normalize):
-    class Stage:
-        devices = staticmethod(tiny.one_device)
-
-    reward = plugins.load().registry.get(REWARD, "model", model=str(artifact.path), normalize=normalize)
-    reward.setup(Stage())
+    registry = plugins.load().registry
+    reward = registry.get(REWARD, "model", model=str(artifact.path), normalize=normalize)
+    reward.setup(SimpleNamespace(devices=tiny.one_device, registry=registry))
     found = reward([row["prompt"] for row in held_out], [row["rejected"] for row in held_out])
     expected = normalized(plain, artifact) if normalize else plain
     np.testing.assert_allclose(found, expected[:, 1], atol=1e-5)

@@ -1,6 +1,7 @@
 """One text, one score: every door reads a text to the token ids it was trained on, and none gives it another score."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,7 @@ def grpo(trained, tiny, tmp_path, *, finished=True):
     )
     inputs = reward_inputs(prompts, range(len(rows)), samples, policy)
     judge = host.registry.get(REWARD, "model", model=str(trained.path))
-    judge.setup(type("Stage", (), {"devices": staticmethod(tiny.one_device)}))
+    judge.setup(SimpleNamespace(devices=tiny.one_device, registry=host.registry))
     return score([Reward("model", 1.0, judge)], inputs)[:, 0]
 
 

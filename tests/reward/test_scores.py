@@ -96,7 +96,7 @@ def test_the_scorer_and_the_reward_function_read_the_same(tiny, model, tmp_path)
         reward(prompts, completions)
 
     class Stage:
-        devices = staticmethod(tiny.one_device)
+        devices, registry = staticmethod(tiny.one_device), None
 
     reward.setup(Stage())
     assert_same(reward(prompts, completions, number=[1, 2, 3, 4]), expected)
@@ -110,7 +110,7 @@ def test_a_run_that_goes_on_scores_in_the_shapes_it_had(tiny, model, tmp_path):
     meshes = [tiny.one_device(), tiny.one_device(), make_mesh(devices=jax.devices()[:4])]
     first, again, elsewhere = (ModelReward(str(tmp_path)) for _ in meshes)
     for reward, mesh in zip((first, again, elsewhere), meshes, strict=True):
-        reward.setup(SimpleNamespace(devices=lambda mesh=mesh: mesh))
+        reward.setup(SimpleNamespace(devices=lambda mesh=mesh: mesh, registry=None))
     assert first.snapshot() == {}
     again.restore({})
     first(few, [" x"])

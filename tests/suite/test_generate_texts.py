@@ -98,9 +98,7 @@ def test_texts_for_a_chat_model_and_empty_completions_are_warned_of(
     tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "c"}])
-    with pytest.warns(
-        UserWarning, match=r"plain texts, to which the tokenizer's chat template is not applied"
-    ):
+    with pytest.warns(UserWarning, match=r"plain texts that skip the chat template"):
         run(model, rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -138,7 +136,7 @@ def test_every_stage_is_told_of_texts_for_a_chat_model(chat: bool, tiny: Any) ->
 
     tokenizer.chat_template = TEMPLATE
     for report in reports():
-        assert ("1 as plain texts, to which the tokenizer's chat template" in str(report)) is not chat
+        assert ("1 plain texts that skip the chat template" in str(report)) is not chat
         assert len(report.untemplated) == 1 - chat
     texts = data.encode_texts(data.load([{"text": "a b"}]), tokenizer, max_length=None).report
     assert texts.all_as_given  # a text by itself is no turn of a conversation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,8 +139,9 @@ def rollout_scores(chain, tiny):
         finished=np.full(len(sampled), True),
     )
     inputs = reward_inputs(prompts, range(len(asked)), samples, policy)
-    judge = plugins.load().registry.get(REWARD, "model", model=str(chain["reward"][0].path))
-    judge.setup(type("Stage", (), {"devices": staticmethod(tiny.one_device)}))
+    registry = plugins.load().registry
+    judge = registry.get(REWARD, "model", model=str(chain["reward"][0].path))
+    judge.setup(SimpleNamespace(devices=tiny.one_device, registry=registry))
     return score([Reward("model", 1.0, judge)], inputs)
 
 
