@@ -49,7 +49,7 @@ def test_each_row_is_a_layout(title, encode, limit, page, tiny):
 
 
 def test_datasets_are_mixed(page, tiny, tmp_path):
-    (block,) = blocks(page, "toml")
+    (block,) = blocks(section(page, "Several datasets"), "toml")
     for name in ("pairs.jsonl", "more.jsonl", "rest.txt"):
         tiny.write_rows(tmp_path / name, [{"text": f"{name} {i}"} for i in range(4)])
     records = data.load(tomllib.loads(block)["train_data"], base=tmp_path)

@@ -1,0 +1,158 @@
+"""Encoded data is arrays, which say of all rows what each row says; rows are no objects before they are asked for."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.data import cache, source, stored
+from rlhf_core.errors import InputError
+from rlhf_core.trees import trained_per_branch
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return tiny.make_tokenizer()
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Everything as with large files: read in parts, from the disk."""
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(cache, "SMALL", 1)
+    monkeypatch.setattr(source.Source.parts, "__defaults__", (7,))
+    return tmp_path
+
+
+WAYS = [
+    {"max_length": None},
+    {"max_length": 8},
+    {"max_length": 6, "overlong": "truncate"},
+    {"max_length": 6, "overlong": "truncate", "truncation_mode": "keep_start"},
+]
+
+
+def same(trees):
+    for name, of in (
+        ("sizes", lambda tree: tree.size),
+        ("trained", lambda tree: sum(trained_per_branch(tree))),
+        ("lengths", lambda tree: len(tree.prefix) + max(map(len, tree.branches))),
+        ("prefixes", lambda tree: len(tree.prefix)),
+    ):
+        assert getattr(trees, name).tolist() == [of(tree) for tree in trees], name
+        assert getattr(trees[2:9:3], name).tolist() == [of(tree) for tree in trees][2:9:3], name
+    assert {len(tree.branches) for tree in trees} == {trees.branches}
+    assert max(int(ids.max(initial=0)) for t in trees for ids in (t.prefix, *t.branches)) <= trees.largest()
+    changed = trees.changed(lambda i, tree: tree._replace(sequence_values={"i": np.array([i])}))
+    assert [int(tree.sequence_values["i"][0]) for tree in changed] == list(range(len(trees)))
+    assert changed.sizes is trees.sizes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("completions", [False, True])
+def test_arrays_of_pairs_say_what_their_trees_are(tiny, tokenizer, way, completions):
+    rows = [*tiny.pairs(60), {"chosen": "a b c", "rejected": "a b c"}, {"chosen": "a", "rejected": "a b"}]
+    same(data.encode_pairs(data.load(rows[:60]), tokenizer, completions=completions, **way).trees())
+    same(data.encode_pairs(data.load(rows[60:] * 5), tokenizer, **way).trees())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arrays_of_texts_say_what_their_trees_are(tiny, tokenizer, way):
+    same(data.encode_texts(data.load(tiny.texts(60)), tokenizer, **way).trees())
+
+
+def plain(encoded):
+    """All that an encoded data set says, as Python objects."""
+    rows = getattr(encoded, "pairs", None) or getattr(encoded, "texts", None) or encoded.ids
+    said = [
+        [np.asarray(x).tolist() for x in row if x is not None] if isinstance(row, tuple) else row.tolist()
+        for row in rows
+    ]
+    return said, encoded.report, list(encoded.places), encoded.fingerprint, encoded.row_digests().tolist()
+
+
+@pytest.mark.parametrize("kind", ["pairs", "texts", "prompts"])
+def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer, disk, monkeypatch):
+    encode, limit = {
+        "pairs": (data.encode_pairs, "max_length"),
+        "texts": (data.encode_texts, "max_length"),
+        "prompts": (data.encode_prompts, "max_prompt_length"),
+    }[kind]
+    rows = getattr(tiny, kind)(40)
+    rows += [
+        rows[3],
+        {
+            **rows[5],
+            **({"chosen": rows[5]["rejected"], "rejected": rows[5]["chosen"]} if kind == "pairs" else {}),
+        },
+    ]
+    path = tiny.write_rows(disk / "rows.jsonl", rows)
+    spec = [str(path), {"path": str(path), "weight": 0.5}]
+    for way in ({limit: None}, {limit: 5, "overlong": "truncate"}):
+        first = plain(encode(data.load(spec), tokenizer, **way))
+        again = plain(encode(data.load(spec), tokenizer, **way))
+        with monkeypatch.context() as patch:
+            patch.setattr(stored, "IN_MEMORY", 1 << 30)
+            patch.setattr(cache, "SMALL", 1 << 30)
+            patch.setattr(source.Source.parts, "__defaults__", (1000,))
+            whole = plain(encode(data.load(spec), tokenizer, **way))
+        assert first == again == whole
+        assert whole[1].duplicates
+        assert bool(whole[1].reversed) == (kind == "pairs")
+
+
+def test_raw_columns_are_read_when_they_are_asked_for(tiny, tokenizer, disk):
+    rows = tiny.prompts(20)
+    prompts = data.encode_prompts(
+        data.load(tiny.write_rows(disk / "p.jsonl", rows)), tokenizer, max_prompt_length=6
+    )
+    kept = prompts.rows.tolist()
+    assert list(prompts.raw) == [rows[i]["prompt"] for i in kept]
+    assert prompts.columns["answer"] == [rows[i]["answer"] for i in kept]
+    assert prompts.columns["number"][-1] == rows[kept[-1]]["number"]
+    assert prompts.columns["number"][1:3] == [rows[i]["number"] for i in kept[1:3]]
+
+
+def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
+    rows = [{**row, "chosen": None if i % 5 == 0 else row["chosen"]} for i, row in enumerate(tiny.pairs(40))]
+    path = tiny.write_rows(disk / "rows.jsonl", rows)
+    with pytest.raises(InputError) as error:
+        data.encode_pairs(data.load(path), tokenizer, max_length=None)
+    assert [line.partition(" row ")[2] for line in error.value.problems[:5]] == [
+        f"{n}: 'chosen' is null" for n in (1, 6, 11, 16, 21)
+    ]
+    assert list(error.value.problems[5:]) == ["… and 3 more rows like these"]
+
+
+def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
+    """Less than 300 bytes a row are held, where the text of a row alone is longer."""
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    count, path = 6000, tmp_path / "pairs.jsonl"
+    words = " a b c d e" * 60
+    with path.open("w") as file:
+        for i in range(count):
+            file.write(
+                json.dumps({"prompt": f"g{words}", "chosen": f"{words} {'f ' * (i % 9)}", "rejected": words})
+                + "\n"
+            )
+
+    def start():
+        pairs = data.encode_pairs(data.load(path), tokenizer, max_length=None)
+        trees = pairs.trees()
+        data.require_vocabulary(trees, pairs.where, 48)
+        return pairs, trees, [trees[i] for i in range(8)]
+
+    start()
+    tracemalloc.start()
+    held = start()
+    now, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(held[0]) == count
+    assert now / count < 300
+    assert peak / count < 2000
