@@ -97,12 +97,12 @@ def place(error: BaseException, *callers: str) -> str:
 def reading(file: str | Path, fix: str = "") -> Iterator[None]:
     """Turn whatever a library raises while it reads a user's file into one InputError that names the file.
 
-    fix: what to do about it, appended after "; ". An InputError passes unchanged, as do KeyboardInterrupt and
-    SystemExit. Libraries written in Rust panic with an exception outside of Exception, which is caught by its name.
+    fix: what to do about it, appended after "; ". InputError, Stopped, KeyboardInterrupt and SystemExit pass
+    unchanged. Libraries written in Rust panic with an exception outside of Exception, which is caught by its name.
     """
     try:
         yield
-    except InputError:
+    except (InputError, Stopped):
         raise
     except FileNotFoundError as error:
         raise InputError(f"{file}: no such file{f'; {fix}' if fix else ''}") from error

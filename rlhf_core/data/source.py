@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.kinds import Kind, Kinds, kinds_of
 from rlhf_core.data.views import Chosen
+from rlhf_core.signals import stop_if_asked
 
 CHUNK = 2048
 """Rows that are objects at one time while a source is encoded."""
@@ -92,8 +93,9 @@ class Source:
 
     @staticmethod
     def chunks(rows: Sequence[Any], size: int = CHUNK) -> Iterator[tuple[int, Sequence[Any]]]:
-        """(start, rows) of so many rows at a time."""
+        """(start, rows) of so many rows at a time. Raises Stopped between them, where the run was asked to stop."""
         for start in range(0, len(rows), size):
+            stop_if_asked("while data was read")
             yield start, rows[start : start + size]
 
 

@@ -19,6 +19,7 @@ from rlhf_core.errors import InputError, near
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
+from rlhf_core.signals import stop_if_asked
 
 SHARD_BYTES = 5 * 10**9
 THREADS = 8
@@ -134,6 +135,7 @@ def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, An
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
         for path, sharding in jax.tree.leaves_with_path(shardings):
             keys = tuple(str(entry.key) for entry in path)
+            stop_if_asked(f"while {directory} was read")
             if keys in flat:
                 inner = params
                 for key in keys[:-1]:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from rlhf_core import signals
-from rlhf_core.errors import Stopped
+from rlhf_core import data, signals
+from rlhf_core.errors import Stopped, reading
+from rlhf_core.models import load_model
 from rlhf_core.signals import stop_signals
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -108,3 +111,17 @@ def test_the_command_holds_them_before_it_imports_anything() -> None:
     assert ended.stderr.endswith(
         "stopped by SIGTERM before anything was trained; nothing is lost, the same command goes on\n"
     )
+
+
+def test_loading_a_model_or_data_stops(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_model().save(tmp_path / "model")
+    tiny.write_rows(tmp_path / "texts.jsonl", tiny.texts(3))
+    with stop_signals():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped, match=r"stopped by SIGTERM while .*model was read"):
+            load_model(str(tmp_path / "model"), "lm")
+        with pytest.raises(Stopped, match="stopped by SIGTERM while data was read"):
+            data.load([{"text": "a"}])
+        with pytest.raises(Stopped), reading("file"):
+            signals.stop_if_asked("while a file was read")
+    assert load_model(str(tmp_path / "model"), "lm").params
