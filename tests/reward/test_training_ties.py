@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from rlhf_dpo import DPOConfig
 from rlhf_dpo.losses import Sigmoid
@@ -15,11 +16,11 @@ from rlhf_dpo.objective import SAME as DPO_SAME
 from rlhf_dpo.objective import objective as dpo_objective
 from rlhf_dpo.objective import pair_loss as dpo_pair_loss
 from rlhf_dpo.reference import PairSet
-from rlhf_reward import RewardConfig
+from rlhf_reward import RewardConfig, evaluation_step
 from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.objective import SAME, marked, objective, pair_loss
 
-from rlhf_core import data
+from rlhf_core import create_state, data
 from rlhf_core.feeds import layout_for
 from rlhf_core.metrics import Metric, merge, read
 from rlhf_core.rows import pack
@@ -77,3 +78,25 @@ def test_dpo(tiny: ModuleType, pairs: Any) -> None:
     assert int((chosen == rejected)[present].sum()) == len(known.trees) - differ(pairs)
     assert read(metrics)["rewards/accuracies"] <= differ(pairs) / len(known.trees)
     assert known.same.sum() == len(known.trees) - differ(pairs)
+
+
+@pytest.mark.parametrize("on_the_left", [False, True])
+def test_padded_batches(tiny: ModuleType, on_the_left: bool) -> None:
+    """The rejected side is three tokens wider, of padding."""
+    model = tiny.make_model("score", scale=4.0)
+    draw = np.random.default_rng(0)
+    ids, lengths = draw.integers(3, 40, (8, 12)), draw.integers(2, 13, 8)
+    mask = (np.arange(12) < lengths[:, None]).astype(int)
+    if on_the_left:
+        ids, mask = ids[:, ::-1], mask[:, ::-1]
+    wider = ((0, 0), (3, 0) if on_the_left else (0, 3))
+    batch = {
+        "input_ids_chosen": ids,
+        "attention_mask_chosen": mask,
+        "input_ids_rejected": np.pad(np.where(mask, ids, 7), wider, constant_values=5),
+        "attention_mask_rejected": np.pad(mask, wider),
+    }
+    batch["input_ids_rejected"][0, 3 if on_the_left else 0] = 41
+    batch["attention_mask_rejected"][0, 3 if on_the_left else 0] = 1
+    found = evaluation_step(create_state(model, optax.sgd(0.1)), batch)
+    assert float(found["ties"]) == 7 / 8

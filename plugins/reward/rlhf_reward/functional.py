@@ -117,11 +117,33 @@ def _objective(state: TrainState, coefficient: float | None, loss: tuple[str, Pa
             padded_scores(state.model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
             for side in ("chosen", "rejected")
         )
+        rejected = jnp.where(_same(batch), chosen, rejected)  # to the last bit, however they are padded
         margin = batch["margin"] if "margin" in batch else jnp.zeros_like(chosen)
         present = jnp.ones(chosen.shape, bool)
         return pair_loss(component, PairInputs(chosen, rejected, margin), present, coefficient, name=name)
 
     return compute
+
+
+def _same(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Find the pairs whose replies are the same tokens, padded on the same side, bool [pairs]."""
+    masks = [batch[f"attention_mask_{side}"] for side in ("chosen", "rejected")]
+    ids = [
+        batch[f"input_ids_{side}"] * mask for side, mask in zip(("chosen", "rejected"), masks, strict=True)
+    ]
+    width = max(mask.shape[1] for mask in masks)
+    found = jnp.zeros(masks[0].shape[0], bool)
+    for on_the_left in (False, True):
+        equal = jnp.ones_like(found)
+        for pair in (ids, masks):
+            lacks = [width - x.shape[1] for x in pair]
+            a, b = (
+                jnp.pad(x, ((0, 0), (n, 0) if on_the_left else (0, n)))
+                for x, n in zip(pair, lacks, strict=True)
+            )
+            equal &= (a == b).all(1)
+        found |= equal
+    return found
 
 
 @partial(jax.jit, static_argnames=("coefficient", "splits", "loss"))
