@@ -41,7 +41,8 @@ def save_model(
     Every process calls this, as weights may be spread over them; one of them writes. Raises RunError, with
     what was there before untouched, where the disk is full or not writable.
     """
-    dated = model.tokenizer is not None and writes_date(model.tokenizer)
+    tokenizer = getattr(model, "tokenizer", None)  # a trainer may save something that has none
+    dated = tokenizer is not None and writes_date(tokenizer)
     day = {"template_date": stage.template_date} if dated else {}
     final = stage.dir / "artifacts" / output
     beside = final.with_name(f".{output}.tmp")

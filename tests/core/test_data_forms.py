@@ -215,7 +215,7 @@ def test_conversations_that_would_be_trained_on_as_text_are_refused(tmp_path, ce
         ),
         ("a.csv", b"a,b\n" + b"1,2\n" * 400 + b"1,\0\n", r"row 402 (has a NUL byte|is not CSV)"),
         ("a.txt", b"line\n" * 400 + b"a\0b\n", r"row 401 has a NUL byte"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], r"a\.jsonl\.gz: cannot be read: "),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99, mtime=0)[:-9], r"a\.jsonl\.gz: cannot be read: "),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz: cannot be read: Not a gzipped file"),
         ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst: cannot be read: "),
         ("a.jsonl.bz2", bz2.compress(b"{}"), r"'\.bz2' is no format that is read"),
