@@ -10,8 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import typer
-
 from rlhf_core import peers
 from rlhf_core.disk_errors import DISK, disk_message
 from rlhf_core.errors import InputError, RunError, Stopped
@@ -25,9 +23,10 @@ def run(command: Callable[[], Any]) -> None:
     warnings.showwarning = functools.partial(_show_warning, warned)
     code, message = _attempt(command, warned)
     if code:
+        message = _for_reader(message)
         peers.end(code, message)
         if message:
-            typer.echo(message, err=True)
+            print(message, file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -52,9 +51,17 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
     return DONE, ""
 
 
+def _for_reader(message: str) -> str:
+    """A message without this process's secrets, and with control characters shown."""
+    from rlhf_core.options.secrets import scrub  # pydantic is not imported before a command needs it
+    from rlhf_core.terminal import visible
+
+    return visible(scrub(message))
+
+
 def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
     warned.append(str(message))
-    typer.echo(f"warning: {message}", err=True)
+    print(_for_reader(f"warning: {message}"), file=sys.stderr, flush=True)
 
 
 def _without(warned: Sequence[str], message: str) -> str:
