@@ -142,7 +142,7 @@ def test_a_language_model_gets_a_reward_head_aloud(tmp_path: Path) -> None:
 
 
 def test_padding_that_ends_sequences_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="token 2 is both padding and the end of a sequence"):
+    with pytest.warns(UserWarning, match=r"pad token \(2\) also ends sequences"):
         fresh_model(TABLE | IDS | {"pad_token_id": 2}, "score")
     no_padding = fresh_model({k: v for k, v in (TABLE | IDS).items() if k != "pad_token_id"}, "score")
     assert no_padding.hf_config["pad_token_id"] == 1  # the first token, which never is the last
