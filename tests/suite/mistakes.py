@@ -52,8 +52,11 @@ def cut_short(place: Place) -> None:
 
 def without_a_tensor(place: Place) -> None:
     path, header, data = tensors(place)
-    del header["model.norm.weight"]
-    rewrite(path, header, data)
+    start, end = header.pop("model.norm.weight")["data_offsets"]
+    for entry in header.values():  # without a gap, which would be a mistake of its own
+        if "data_offsets" in entry:
+            entry["data_offsets"] = [at - (end - start) if at >= end else at for at in entry["data_offsets"]]
+    rewrite(path, header, data[:start] + data[end:])
 
 
 def with_another_shape(place: Place) -> None:
@@ -197,20 +200,17 @@ POLICY = [
     Mistake(
         "wrong length",
         rewards("return [1.0]"),
-        ("reward 'rewards.py:brevity' returned 1 values for 4 completions",),
-        1,
+        ("reward 'rewards.py:brevity' returned 1 values for 3 completions", "made-up completions"),
     ),
     Mistake(
         "text",
         rewards("return ['good' for _ in completions]"),
         ("reward 'rewards.py:brevity' returned 'good' for completion 0; a number or None",),
-        1,
     ),
     Mistake(
         "number",
         rewards("return 1.0"),
         ("reward 'rewards.py:brevity' returned float; it must return a list",),
-        1,
     ),
     Mistake(
         "raises",
@@ -222,7 +222,6 @@ POLICY = [
         "infinite",
         rewards("return [float('inf') for _ in completions]"),
         ("returned inf for completion 0",),
-        1,
     ),
     Mistake(
         "all NaN",

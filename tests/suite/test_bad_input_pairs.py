@@ -52,22 +52,26 @@ def alternating(place: Any) -> None:
 
 CASES = {
     "roles": [
-        talk([*ASKED, {"role": "assistant", "content": "\ude00"}], "message 2's content is no valid Unicode"),
+        talk(
+            [*ASKED, {"role": "assistant", "content": "\ude00"}],
+            "'chosen' is no valid Unicode",
+            "half of a pair",
+        ),
         talk(
             [{"role": "usr", "content": "who"}, TALK["chosen"][1]],
             "message 1 has the role 'usr'",
             "Did you mean 'user'?",
         ),
         talk(
-            [ASKED[0], {"role": "gpt", "content": "a"}],
+            [ASKED[0], {"role": "tool", "content": "a"}],
             "'chosen' has no assistant turn",
-            "(its roles: user, gpt)",
+            "(its roles: user, tool)",
         ),
         talk(ASKED * 2, "'chosen' has no assistant turn, the reply to be judged (its roles: user)"),
         talk([], "'chosen' is an empty conversation"),
         talk(
             [{"from": "human", "value": "a"}],
-            "message 1 has no role (its keys: from, value); rename from to role",
+            "'chosen' has no assistant turn, the reply to be judged (its roles: user)",
         ),
         talk([{"role": "user"}], "message 1 has no content"),
         talk(

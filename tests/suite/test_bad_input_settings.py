@@ -115,7 +115,7 @@ CASES = {
             "squared",
             expected=("stage 'reward'.loss_type: the same as loss.name",),
         ),
-        flags("--repo_id", "model", expected=("stage 'reward'.repo_id: another name of model", "remove one")),
+        flags("--repo_id", "small", expected=("stage 'reward'.repo_id: another name of model", "remove one")),
     ],
     "unknown": [
         setting("lerning_rate = 1", ".lerning_rate: unknown field. Did you mean 'learning_rate'?"),
@@ -177,7 +177,7 @@ CASES = {
     "directories": [
         Case(a_file("run"), ("dir: ", "run is not a directory; give another --dir")),
         Case(a_file("run"), ("dir: ", "run is not a directory; give another --dir"), ("run", "rm.toml")),
-        Case(a_file("run/rm"), ("run/rm is not a directory; move it away, or use another --dir",)),
+        Case(a_file("run/rm"), ("run/rm is not a directory; move it away, or give another directory",)),
         given(
             "--dir",
             "pairs.jsonl/run",

@@ -60,6 +60,11 @@ def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) 
     assert parts["optimizer"] == pytest.approx(2 * held, rel=0.01)  # AdamW's moments
     where, whole = memory(rlhf, f"{pipeline}.toml")
     assert where == "in all"
+    for part in (
+        "copies while saving",
+        "process",
+    ):  # which this machine's process has beside a device's arrays
+        assert whole.pop(part) > 0
     assert memory(rlhf, f"{pipeline}.toml", "--devices", "1")[1] == whole
     assert set(parts) == set(whole)
     if pipeline == "policy":

@@ -58,7 +58,8 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     _, watch = short.train(trainer, inputs=inputs, **changes)
     assert watch.steps() == [1, 2, 3, 4, 5, 6]
     # The first update has what it needs; what others need is compiled beside the second and waited for in the third.
-    later = watch.compiled[2:]
+    # The last row comes after the state was saved, for which orbax copies arrays by small programs of its own.
+    later = watch.compiled[2:-1]
     assert watch.compiled[0] > 0
     assert later == [later[0]] * len(later)
     assert calls["apply"] == 6
