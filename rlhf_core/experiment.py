@@ -51,6 +51,8 @@ def of_objects(
     functions: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         field = name.replace("_dataset", "_data")
+        if value is None:
+            continue
         if name == "rewards":
             first = len(table.get("rewards") or ())
             for index, reward in enumerate(value, first):

@@ -38,6 +38,7 @@ exec bash -c "${command#--command=}"
 """,
     "scontrol": "#!/bin/bash\nexit 0\n",
     "srun": """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done  # its own options
 for i in 0 1; do
     SLURM_JOB_ID=$JOB SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$i \\
         SLURM_LOCALID=$i SLURM_STEP_NUM_NODES=1 "$@" &
