@@ -239,10 +239,12 @@ def end(code: int, message: str) -> None:
         cause = _watch.cause
     if cause is not None and (cause.killed or code not in (2, 75)):
         _watch.leave(cause.code, cause.line(_watch.process, _watch.count))
-    if not _watch.may_say(message):
+    if cause is not None and code == 75 and not signals.received():
+        message = cause.line(
+            _watch.process, _watch.count
+        )  # the process that was sent the signal says the rest
+    elif not _watch.may_say(message):
         message = ""
-    elif cause is not None and code == 75 and not signals.received():
-        message = cause.line(_watch.process, _watch.count)
     _watch.leave(code, message)
 
 
