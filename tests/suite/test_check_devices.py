@@ -65,6 +65,8 @@ def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) 
         "process",
     ):  # which this machine's process has beside a device's arrays
         assert whole.pop(part) > 0
+    if pipeline == "policy":
+        assert whole.pop("sampler") == whole["parameters"]
     assert memory(rlhf, f"{pipeline}.toml", "--devices", "1")[1] == whole
     assert set(parts) == set(whole)
     if pipeline == "policy":
