@@ -147,7 +147,8 @@ def test_a_reward_that_fails_at_the_end_does_not_cost_the_model(train):
     message = "completions after training were not kept: reward 'tired' raised ConnectionError"
     with pytest.warns(UserWarning, match=message):
         directory, _ = train("tired", [tired])
-    assert calls == [8, 32, 8, 8, 32]
+    assert calls[:5] == [8, 32, 8, 8, 32]
+    assert set(calls[5:]) == {1}  # to name the row of the failure, completions are tried alone
     assert list(evaluations(directory)) == [BEFORE]
     assert (directory / "artifacts" / "model").is_dir()
 
