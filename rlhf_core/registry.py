@@ -186,7 +186,7 @@ class Registry:
         installed = self.names(kind)
         # Short names of methods are alike by chance: what a trainer is asked for must not be guessed.
         alike = kind != TRAINER or get_close_matches(name, installed, n=1, cutoff=0.7)
-        hint = near(name, installed) if alike else f" None of the trainers here is '{name}'."
+        hint = near(name, installed) if alike else ""
         message = f"no {kind.name} named '{name}'.{hint}"
         message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
         elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
