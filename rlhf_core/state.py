@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_core.errors import InputError, near
 from rlhf_core.mesh import AnyMesh, replicated
-from rlhf_core.models.lora import untrained
+from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.partition import Path, join, matching, named, paths, split
 
 if TYPE_CHECKING:
@@ -138,7 +138,9 @@ def fixed_parameters(
 
     model: what `params` are of; needed where they hold more than the model's, see `untrained`.
     """
-    known = None if model is None else frozenset(path for path, _ in paths(model.abstract_params()))
+    known = None
+    if model is not None and has_adapters(params):
+        known = frozenset(path for path, _ in paths(model.abstract_params()))
     return untrained(params, known) | (matching(params, frozen) if frozen else frozenset())
 
 

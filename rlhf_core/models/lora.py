@@ -102,6 +102,11 @@ def product(adapter: Mapping[str, Any]) -> jax.Array:
     return jnp.matmul(adapter["lora_a"], adapter["lora_b"], precision="highest")
 
 
+def has_adapters(params: Mapping[str, Any]) -> bool:
+    """Tell whether there are adapters among the parameters of one model, or of several at any depth."""
+    return any(GROUP in path for path, _ in paths(params))
+
+
 def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -> frozenset[Path]:
     """Find what is not trained where adapters are: the rest of their model, but for its reward head.
 

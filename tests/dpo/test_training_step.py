@@ -141,13 +141,15 @@ def test_padding_changes_nothing(tiny, model, sequences, options):
     state = make_state(model)
     results = [training_step(state, make_batch(sequences, **o), loss_type="ipo") for o in ({}, options)]
     assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
-    assert_close(tiny, *(s.params for s, _ in results))
+    assert_close(tiny, state.params, *(s.params for s, _ in results))
 
 
-def assert_close(tiny, params, others):
-    ours, theirs = tiny.leaves(params), tiny.leaves(others)
+def assert_close(tiny, before, params, others):
+    """One step of SGD moves entries by up to 23: float32 rounds them relative to the largest of their array."""
+    start, ours, theirs = tiny.leaves(before), tiny.leaves(params), tiny.leaves(others)
     for name, leaf in ours.items():
-        np.testing.assert_allclose(leaf, theirs[name], rtol=5e-6, atol=1e-5, err_msg=name)
+        largest = np.abs(leaf - start[name]).max()
+        np.testing.assert_allclose(leaf, theirs[name], rtol=5e-6, atol=5e-6 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])
@@ -157,7 +159,7 @@ def test_splits_and_order_change_nothing(tiny, model, sequences, splits):
     turned = {name: np.asarray(x)[::-1] for name, x in batch.items()}
     parted, others = training_step(state, turned, gradient_accumulation_steps=splits)
     assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
-    assert_close(tiny, whole.params, parted.params)
+    assert_close(tiny, state.params, whole.params, parted.params)
     assert int(parted.step) == 1
 
 

@@ -43,7 +43,7 @@ def model(tiny):
 
 @pytest.fixture
 def train(tiny, model, tmp_path):
-    def train(rewards=(early,), rows=None, **changes):
+    def train(rewards=(early,), rows=None, at="run", **changes):
         seen = []
 
         class Keep:
@@ -56,14 +56,14 @@ def train(tiny, model, tmp_path):
         artifact = tiny.run(
             "grpo",
             config,
-            tmp_path / "run",
+            tmp_path / at,
             listeners=[Keep()],
             model=model,
             rewards=list(rewards),
             train_dataset=data,
         )
         after = load_model(artifact.path, mesh=tiny.one_device())
-        return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=tmp_path / "run")
+        return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=tmp_path / at)
 
     return train
 
@@ -202,7 +202,7 @@ def test_the_first_loss_is_minus_the_mean_advantage_of_a_token(train):
 def test_the_sampler_and_the_trainer_agree(train):
     """Decoding with a cache, one token at a time, against one packed pass over whole groups."""
     for changes in ({}, {"num_iterations": 2, "temperature": 0.7, "top_p": 0.9}):
-        run = train(**changes, max_training_steps=2)
+        run = train(at=f"run-{len(changes)}", **changes, max_training_steps=2)
         assert 0 <= run.rows[0]["sampling/logp_difference_max"] < 1e-4
         assert run.rows[0]["entropy"] > 0.1
 
