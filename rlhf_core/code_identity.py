@@ -182,11 +182,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    return cell != types.CellType()  # an empty one, to which only an empty one is equal
 
 
 __all__ = ["of_callable", "of_component"]

@@ -128,12 +128,16 @@ def _read_value(model: type[Options], value: Any) -> Any:
 
     Raises InputError for a variable that is not set, pydantic's ValidationError for what does not fit.
     """
+
+    def validated(given: Any) -> Any:
+        return model.model_validate({"value": given}).value  # type: ignore[attr-defined]  # its fields are made at run time
+
     if reads_environment(value):
         with suppress(ValidationError):
             if model.model_fields["value"].annotation is not Any:
-                return model.model_validate({"value": value}).value  # type: ignore[attr-defined]
+                return validated(value)
         value = from_environment(value)
-    read = model.model_validate({"value": value}).value  # type: ignore[attr-defined]
+    read = validated(value)
     if isinstance(read, SecretStr):
         remember(read.get_secret_value())
     return read

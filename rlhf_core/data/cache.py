@@ -182,7 +182,7 @@ class _Growing:
     """A file of one array that gets longer; its head, which says how long it is, is written anew at the end."""
 
     def __init__(self, path: Path, like: NDArray[Any]) -> None:
-        self._file: BinaryIO | None = open(path, "w+b")  # noqa: SIM115
+        self._file: BinaryIO | None = open(path, "w+b")  # noqa: SIM115  (it stays open until `close`)
         self._dtype, self._shape, self._length = like.dtype, like.shape[1:], 0
         self._start = self._head()
 
