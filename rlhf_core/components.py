@@ -24,7 +24,7 @@ from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Train
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, near_file, raised
 from rlhf_core.options import Options, TrainerConfig
 from rlhf_core.options.problems import Problem, explain, lines, unknown
-from rlhf_core.options.secrets import from_environment, reads_environment, remember
+from rlhf_core.options.secrets import from_environment, is_hidden, reads_environment, remember
 from rlhf_core.workers.named import file_module_name
 
 HERE = str(Path(__file__).parent)
@@ -126,12 +126,15 @@ class Entry:
 def _read_value(model: type[Options], value: Any) -> Any:
     """The value of an option, with what `{ env = "NAME" }` names in its place where the option takes no such table.
 
-    Raises InputError for a variable that is not set, pydantic's ValidationError for what does not fit.
+    Raises InputError for a variable that is not set and for what `public_table` wrote in place of a secret, pydantic's
+    ValidationError for what does not fit.
     """
 
     def validated(given: Any) -> Any:
         return model.model_validate({"value": given}).value  # type: ignore[attr-defined]  # its fields are made at run time
 
+    if is_hidden(value):
+        raise InputError('was hidden when this was written; give it again, best as { env = "NAME" }')
     if reads_environment(value):
         with suppress(ValidationError):
             if model.model_fields["value"].annotation is not Any:

@@ -27,9 +27,11 @@ def note(directory: Path, stage: str, event: str, **about: Any) -> None:
 
     A diary must not end what it describes: where it cannot be written, nothing is.
     """
+    # Before JSON escapes it: a secret may hold a quotation mark.
+    about = {name: scrub(value) if isinstance(value, str) else value for name, value in about.items()}
     row = {"time": round(time.time(), 3), "stage": stage, "event": event, **about}
     with suppress(RunError):
-        append_line(directory / FILE, scrub(json.dumps(row, ensure_ascii=False)), durable=True)
+        append_line(directory / FILE, json.dumps(row, ensure_ascii=False), durable=True)
 
 
 @contextmanager

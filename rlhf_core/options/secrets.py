@@ -42,6 +42,17 @@ def reads_environment(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(reads_environment(each) for each in value)
 
 
+def is_hidden(value: Any) -> bool:
+    """Whether a value is what `public_table` writes in place of a secret, or a table or list that holds it."""
+    if isinstance(value, Mapping):
+        return any(map(is_hidden, value.values()))
+    return (
+        value == HIDDEN
+        if isinstance(value, str)
+        else isinstance(value, list | tuple) and any(map(is_hidden, value))
+    )
+
+
 def from_environment(value: Any) -> Any:
     """Replace every `{ env = "NAME" }` by the text of that environment variable.
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 from pydantic import SecretStr
 
-from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, plugins
+from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, events, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.options import Component, build
-from rlhf_core.options.secrets import HIDDEN, public_table, scrub
+from rlhf_core.options.secrets import HIDDEN, public_table, remember, scrub
 
 CANARY = "canary-3f9a77"
 
@@ -103,3 +105,17 @@ def test_loggers_read_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert registry.get(LOGGER, "sink", token={"env": "SINK_TOKEN"}).token == CANARY
+
+
+def test_a_secret_with_a_quotation_mark_is_hidden_in_events(tmp_path: Path) -> None:
+    secret = remember('canary"quoted\\7e')
+    events.note(tmp_path, "policy", "failed", message=f"refused key {secret}")
+    assert json.loads((tmp_path / events.FILE).read_text())["message"] == f"refused key {HIDDEN}"
+
+
+def test_what_was_hidden_is_not_taken_for_the_secret(registry: Registry) -> None:
+    """A pipeline.resolved.toml that is run again holds asterisks where the secret was."""
+    for options in ({"pin": HIDDEN}, {"api_key": HIDDEN}, {"headers": {"authorization": HIDDEN}}):
+        table = {"rewards": [{"name": "judge", **options}]}
+        with pytest.raises(InputError, match=r"policy\.rewards\[0\]\.\w+: was hidden when this was written"):
+            build(Config, table, where="policy", registry=registry)
