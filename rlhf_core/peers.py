@@ -58,6 +58,7 @@ class _Watch:
         with suppress(OSError), link.makefile("rb") as lines:
             for line in lines:
                 self._hear(number, parsed(line) or {})
+        self.answers.put(True)  # who is gone prints nothing more
         if number not in self.left:
             self.left.add(number)
             self._tell({"ended": 1, "process": number, "killed": True}, but=number)
@@ -138,11 +139,11 @@ class _Watch:
             if message in self.said:
                 return False
             self.said.add(message)
-        if self.process == 0 or 0 in self.left:
+        if self.process == 0 or 0 not in self.links:
             return True
-        send(self.links[0], {"ask": message})
+        send(self.links[0], {"ask": message})  # also where it has failed: it may be about to print the same
         try:
-            return self.answers.get(timeout=2)
+            return self.answers.get(timeout=LEAVE_SECONDS / 2)
         except queue.Empty:
             return True
 

@@ -129,6 +129,20 @@ def test_what_all_raise_is_said_once(job: Job) -> None:
     assert "".join(said for _, said in ended).count("dir: in use") == 1
 
 
+def test_it_is_said_once_by_a_process_that_hears_first_that_another_failed(job: Job) -> None:
+    slow = """
+def slow(message, write=peers._print):
+    time.sleep(1.5)
+    write(message)
+peers._print = slow
+raise InputError('dir: in use')
+"""
+    job.start(slow, "time.sleep(0.5); raise InputError('dir: in use')")
+    ended = job.ended()
+    assert [code for code, _ in ended] == [2, 2]
+    assert "".join(said for _, said in ended).count("dir: in use") == 1
+
+
 def test_an_error_that_is_caught_ends_nobody(job: Job) -> None:
     """A script goes on where every process has left the run for the same reason."""
     code = """
