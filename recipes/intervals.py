@@ -1,0 +1,104 @@
+"""Tolerance intervals of a recipe's metrics, from the values of several seeds.
+
+An interval is the prediction interval of one new seed under a normal distribution,
+
+    mean ± t(1 − α/2; n − 1) · s · sqrt(1 + 1/n),
+
+on the scale that suits the metric, where n seeds gave the mean and the n − 1 standard deviation s. α is `LEVEL`: so
+small that all intervals of all recipes together hold for 99 of 100 new seeds. That also covers another machine: once
+a rounding has changed a sample, a run is as far from the stored ones as a new seed's. No interval is narrower than its
+scale's floor, since equal values of a few seeds do not promise equal values for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+LEVEL = 0.01 / 400
+FEWEST_SEEDS = 10
+
+
+class Scale(NamedTuple):
+    """How a metric is spread, and the least half width of its interval on that scale."""
+
+    logarithmic: bool
+    one_sided: bool
+    relative: float
+    absolute: float
+
+
+SCALES = {
+    "value": Scale(False, False, 0.02, 1e-6),
+    "share": Scale(False, False, 0.0, 0.03),
+    "positive": Scale(True, False, 0.0, math.log(1.05)),
+    "tiny": Scale(True, True, 0.0, math.log(10)),  # only its being large is a fault
+}
+SMALLEST = 1e-7
+"""Added to values on a logarithmic scale: below it lie rounding and zeros."""
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, float | int) and self.low <= value <= self.high
+
+
+def interval(values: Sequence[float], scale: Scale) -> Interval:
+    """The tolerance interval of one metric from its values at FEWEST_SEEDS seeds or more."""
+    if len(values) < FEWEST_SEEDS:
+        raise ValueError(f"{len(values)} seeds are too few for an interval; {FEWEST_SEEDS} at least")
+    x = np.log(np.asarray(values) + SMALLEST) if scale.logarithmic else np.asarray(values, float)
+    n, mean = len(x), float(x.mean())
+    spread = student(1 - LEVEL / 2, n - 1) * float(x.std(ddof=1)) * math.sqrt(1 + 1 / n)
+    half = max(spread, scale.relative * abs(mean), scale.absolute)
+    low, high = mean - half, mean + half
+    if scale.logarithmic:
+        low, high = math.exp(low) - SMALLEST, math.exp(high) - SMALLEST
+    return Interval(-math.inf if scale.one_sided else low, high)
+
+
+def student(probability: float, freedom: int) -> float:
+    """Quantile of Student's t distribution."""
+    from scipy.stats import t
+
+    return float(t.ppf(probability, freedom))
+
+
+def outside(values: Mapping[str, float], stored: Mapping[str, Interval]) -> dict[str, str]:
+    """{metric: what is wrong with it}: outside its interval, missing, or without one."""
+    problems = dict.fromkeys(values.keys() - stored.keys(), "has no interval")
+    problems |= dict.fromkeys(stored.keys() - values.keys(), "is missing")
+    for name in values.keys() & stored.keys():
+        if values[name] not in stored[name]:
+            low, high = stored[name]
+            problems[name] = f"is {values[name]:.6g}, outside {low:.6g} to {high:.6g}"
+    return dict(sorted(problems.items()))
+
+
+def read(file: Path) -> dict[str, Interval]:
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["intervals"]
+    return {name: Interval(-math.inf if low is None else low, high) for name, (low, high) in stored.items()}
+
+
+def write(file: Path, found: Mapping[str, Interval], **about: Any) -> None:
+    """Keep intervals as JSON with what they were made from."""
+    rounded = {
+        name: [None if math.isinf(low) else _rounded(low), _rounded(high)]
+        for name, (low, high) in sorted(found.items())
+    }
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(pair)}" for name, pair in rounded.items())
+    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in about.items())
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f'{{\n{head}  "intervals": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.7g}")
