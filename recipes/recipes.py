@@ -82,9 +82,9 @@ RECIPES = {
             (QUICKSTART / "quickstart.toml",),
             stages=("base", "rm", "policy"),
             sets=(
-                "base.max_training_steps=80",
-                "rm.max_training_steps=200",
-                "policy.max_training_steps=16",
+                "base.max_training_steps=128",
+                "rm.max_training_steps=128",
+                "policy.max_training_steps=24",
                 *(f"{stage}.log_steps=1" for stage in ("base", "rm", "policy")),
             ),
             generate=quickstart_data,
