@@ -103,10 +103,15 @@ FOUND = {
     "lead": "value",
     "norms": "value",
     "matrices": "value",
-    "grades": "tiny",
+    "lengths": "tiny",
+    "rewards": "tiny",
+    "advantages": "tiny",
     "difference": "tiny",
 }
-"""The scales of what is found in files; `grades` compares the rewards in samples with those of their texts."""
+"""The scales of what is found in saved models and samples."""
+NAME = "rewards.py:right"
+SCORED = 64
+"""Samples that the oracle scores as a reward model, one by one."""
 
 
 def scale_of(name: str) -> str:
@@ -143,20 +148,37 @@ def of_model(stage: Path, data: Path) -> Iterator[tuple[str, float]]:
         yield from oracle.of_pairs(read_rows(data / "pairs.heldout.jsonl")).items()
         return
     yield from oracle.of_replies(read_rows(data / "right.heldout.jsonl")).items()
-    asked = {
-        row["prompt"]: row
-        for file in ("prompts", "prompts.heldout")
-        for row in read_rows(data / f"{file}.jsonl")
-    }
-    samples = [row for file in sorted((stage / "samples").glob("*.jsonl")) for row in read_rows(file)]
-    errors = [
-        abs(reward - grade(row["completion"], asked[row["prompt"]]["word"], asked[row["prompt"]]["count"]))
-        for row in samples
-        for name, reward in row.get("rewards", {}).items()
-        if name.endswith(":right")
-    ]
-    if errors:
-        yield "grades", float(np.mean(errors))
+    if samples := [
+        row for file in sorted((stage / "samples").glob("update-*.jsonl")) for row in read_rows(file)
+    ]:
+        yield from of_samples(samples, stage, data)
+
+
+def of_samples(samples: Rows, stage: Path, data: Path) -> Iterator[tuple[str, float]]:
+    """Mean errors of what a rollout's samples say: rewards, advantages and lengths, computed again from their texts."""
+    config = json.loads((stage / "stage.json").read_text())["config"]
+    yield (
+        "lengths",
+        float(np.mean([abs(s["length"] - len(s["completion"].split()) - s["finished"]) for s in samples])),
+    )
+    for reward in config["rewards"]:
+        if reward["name"] == "model":
+            oracle = Oracle(stage.parent / reward["model"].replace(".", "/artifacts/"))
+            ended = [row for row in samples if row["finished"]][:SCORED]
+            scores = [oracle.score(row["prompt"] + row["completion"]) for row in ended]
+            yield "rewards", float(np.mean(np.abs([s["rewards"]["model"] for s in ended] - np.array(scores))))
+        else:
+            asked = {row["prompt"]: row for row in read_rows(data / "prompts.jsonl")}
+            grades = [
+                grade(s["completion"], *(asked[s["prompt"]][key] for key in ("word", "count")))
+                for s in samples
+            ]
+            yield "rewards", float(np.mean(np.abs([s["rewards"][NAME] for s in samples] - np.array(grades))))
+    if config["advantage"]["name"] == "group" and config["kl"]["place"] == "loss":
+        grouped = np.array([row["reward"] for row in samples]).reshape(-1, config["num_generations"])
+        deviations = grouped - grouped.mean(-1, keepdims=True)
+        expected = deviations / (grouped.std(-1, ddof=1, keepdims=True) + 1e-4)
+        yield "advantages", float(np.mean(np.abs([row["advantage"] for row in samples] - expected.ravel())))
 
 
 def differences(one: Path, other: Path, stages: Sequence[str]) -> dict[str, float]:
