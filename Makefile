@@ -15,12 +15,13 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test reproduce bench bench-peers
+.PHONY: help env demo lint test torture reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
 	@echo "make test                               every check and every test"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
+	@echo "make torture                            what tries very many cases of one property, longer than make test"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
@@ -47,6 +48,10 @@ lint: env
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Installs nothing more than `make env`.
+torture: env
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive
 
 reproduce: env
 	@$(BIN)/python recipes/reproduce.py $(RECIPE) --seed $(SEED)
