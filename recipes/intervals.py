@@ -8,6 +8,10 @@ on the scale that suits the metric, where n seeds gave the mean and the n − 1 
 small that all intervals of all recipes together hold for 99 of 100 new seeds. That also covers another machine: once
 a rounding has changed a sample, a run is as far from the stored ones as a new seed's. No interval is narrower than its
 scale's floor, since equal values of a few seeds do not promise equal values for ever.
+
+A seed that was recorded is also compared with itself. What is computed before any sample was drawn from a moved policy
+differs by rounding alone, and must be within `NEAR` of its value or of the seeds' standard deviation. So a fault is seen
+that is smaller than the difference between seeds.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ SCALES = {
     "positive": Scale(True, False, 0.0, math.log(1.05)),
     "tiny": Scale(True, True, 0.0, math.log(10)),  # only its being large is a fault
 }
+NEAR, NEAR_SPREAD = 0.03, 0.1
+"""How far a recorded seed's metric may be from its value, relative to it and to the seeds' standard deviation."""
 SMALLEST = 1e-7
 """Added to values on a logarithmic scale: below it lie rounding and zeros."""
 
@@ -72,32 +78,60 @@ def student(probability: float, freedom: int) -> float:
     return float(t.ppf(probability, freedom))
 
 
-def outside(values: Mapping[str, float], stored: Mapping[str, Interval]) -> dict[str, str]:
-    """{metric: what is wrong with it}: outside its interval, missing, or without one."""
-    problems = dict.fromkeys(values.keys() - stored.keys(), "has no interval")
-    problems |= dict.fromkeys(stored.keys() - values.keys(), "is missing")
-    for name in values.keys() & stored.keys():
-        if values[name] not in stored[name]:
-            low, high = stored[name]
-            problems[name] = f"is {values[name]:.6g}, outside {low:.6g} to {high:.6g}"
+class Record(NamedTuple):
+    """What is stored of a recipe: the interval of each metric, and the values that must come again with their seed."""
+
+    intervals: Mapping[str, Interval]
+    values: Mapping[str, Sequence[float]]
+    """Of seeds 0, 1, …"""
+
+    def near(self, name: str, seed: int) -> Interval | None:
+        """Where a metric of a recorded seed must be; None where it needs to be inside its interval alone."""
+        if name not in self.values or seed >= len(self.values[name]):
+            return None
+        value, spread = self.values[name][seed], float(np.std(self.values[name], ddof=1))
+        half = max(NEAR * abs(value), NEAR_SPREAD * spread, SMALLEST)
+        return Interval(value - half, value + half)
+
+
+def outside(values: Mapping[str, float], stored: Record, seed: int) -> dict[str, str]:
+    """{metric: what is wrong with it}: outside its interval, not what its seed gave, missing, or new."""
+    problems = dict.fromkeys(values.keys() - stored.intervals.keys(), "has no interval")
+    problems |= dict.fromkeys(stored.intervals.keys() - values.keys(), "is missing")
+    for name in values.keys() & stored.intervals.keys():
+        value, (low, high) = values[name], stored.intervals[name]
+        near = stored.near(name, seed)
+        if not low <= value <= high:
+            problems[name] = f"is {value:.6g}, outside {low:.6g} to {high:.6g}"
+        elif near is not None and value not in near:
+            problems[name] = (
+                f"is {value:.6g}, outside {near.low:.6g} to {near.high:.6g}, which this seed gives"
+            )
     return dict(sorted(problems.items()))
 
 
-def read(file: Path) -> dict[str, Interval]:
-    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["intervals"]
-    return {name: Interval(-math.inf if low is None else low, high) for name, (low, high) in stored.items()}
-
-
-def write(file: Path, found: Mapping[str, Interval], **about: Any) -> None:
-    """Keep intervals as JSON with what they were made from."""
-    rounded = {
-        name: [None if math.isinf(low) else _rounded(low), _rounded(high)]
-        for name, (low, high) in sorted(found.items())
+def read(file: Path) -> Record:
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    made = {
+        name: Interval(-math.inf if low is None else low, high)
+        for name, (low, high) in stored["intervals"].items()
     }
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(pair)}" for name, pair in rounded.items())
-    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in about.items())
+    return Record(made, stored["values"])
+
+
+def write(file: Path, record: Record, **about: Any) -> None:
+    """Keep a record as JSON, a metric per line, with what it was made from."""
+    made = {
+        name: [None if math.isinf(low) else _rounded(low), _rounded(high)]
+        for name, (low, high) in sorted(record.intervals.items())
+    }
+    values = {name: list(map(_rounded, each)) for name, each in sorted(record.values.items())}
+    parts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]
+    for title, table in (("intervals", made), ("values", values)):
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in table.items())
+        parts.append(f'  "{title}": {{\n{lines}\n  }}')
     file.parent.mkdir(exist_ok=True)
-    file.write_text(f'{{\n{head}  "intervals": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def _rounded(value: float) -> float:

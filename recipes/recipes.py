@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,12 @@ class Recipe:
     again: Again | None = None
     compared: tuple[str, ...] = ("base", "policy")
     generate: Callable[[Path, int], None] = data.generate
+
+    @property
+    def trainers(self) -> dict[str, str]:
+        """{stage: its trainer}."""
+        pipeline = tomllib.loads("\n".join(file.read_text(encoding="utf-8") for file in self.files))
+        return {stage["name"]: stage["trainer"] for stage in pipeline["stage"]}
 
     def write(self, directory: Path, seed: int) -> Path:
         """Write data, rewards and pipeline into a run's directory; the pipeline file."""

@@ -133,7 +133,7 @@ def check(name: str, seed: int, keep: Path | None) -> bool:
             flush=True,
         )
         return False
-    problems = intervals.outside(found[seed], intervals.read(stored))
+    problems = intervals.outside(found[seed], intervals.read(stored), seed)
     state = "left its intervals" if problems else "passed"
     lines = [f"{name:<12} {state}   {seconds:4.0f} s   {len(found[seed])} metrics"]
     lines += [f"    {metric} {problem}" for metric, problem in problems.items()]
@@ -147,16 +147,27 @@ def record(name: str, seeds: list[int], keep: Path | None) -> bool:
     if error:
         print(f"{name:<12} failed   {seconds:4.0f} s\n{error}", flush=True)
         return False
-    names = sorted(set().union(*found.values()))
     made = {
         metric: intervals.interval(
             [values[metric] for values in found.values() if metric in values],
             intervals.SCALES[measures.scale_of(metric)],
         )
-        for metric in names
+        for metric in sorted(set().union(*found.values()))
+    }
+    again = {
+        metric: [values[metric] for values in found.values()]
+        for metric in made
+        if measures.repeats(metric, RECIPES[name].trainers)
+        and all(metric in values for values in found.values())
     }
     versions = {package: version(package) for package in ("jax", "optax", "numpy", "transformers")}
-    intervals.write(STORED / f"{name}.json", made, seeds=len(seeds), level=intervals.LEVEL, versions=versions)
+    intervals.write(
+        STORED / f"{name}.json",
+        intervals.Record(made, again),
+        seeds=len(seeds),
+        level=intervals.LEVEL,
+        versions=versions,
+    )
     print(f"{name:<12} recorded {seconds:4.0f} s   {len(made)} metrics of {len(seeds)} seeds", flush=True)
     return True
 

@@ -65,10 +65,29 @@ def test_equal_values_leave_room_and_small_ones_have_no_lower_end(code: Any) -> 
 
 
 def test_a_metric_that_appears_or_is_missing_is_a_problem(code: Any) -> None:
-    stored = {"a": code.intervals.Interval(0, 1), "b": code.intervals.Interval(0, 1)}
-    assert code.intervals.outside({"a": 0.5, "b": 1}, stored) == {}
-    problems = code.intervals.outside({"a": 2, "c": 0.5}, stored)
+    interval = code.intervals.Interval
+    stored = code.intervals.Record({"a": interval(0, 1), "b": interval(0, 1)}, {})
+    assert code.intervals.outside({"a": 0.5, "b": 1}, stored, 0) == {}
+    problems = code.intervals.outside({"a": 2, "c": 0.5}, stored, 0)
     assert problems == {"a": "is 2, outside 0 to 1", "b": "is missing", "c": "has no interval"}
+
+
+def test_a_recorded_seed_gives_its_own_values_again(code: Any, tmp_path: Path) -> None:
+    interval = code.intervals.Interval
+    record = code.intervals.Record(
+        {"a": interval(0, 10), "b": interval(-math.inf, 1)}, {"a": [4.0, 5.0, 6.0]}
+    )
+    code.intervals.write(tmp_path / "x.json", record, seeds=3)
+    stored = code.intervals.read(tmp_path / "x.json")
+    assert stored == record
+    assert code.intervals.outside({"a": 5.14, "b": 0}, stored, 1) == {}
+    assert "which this seed gives" in code.intervals.outside({"a": 5.16, "b": 0}, stored, 1)["a"]
+    assert code.intervals.outside({"a": 5.16, "b": 0}, stored, 3) == {}
+    repeats = code.measures.repeats
+    assert repeats("rm/eval_loss.last", {"rm": "reward"})
+    assert repeats("policy/loss.early", {"policy": "grpo"})
+    assert not repeats("policy/reward.end", {"policy": "grpo"})
+    assert not repeats("policy/kl.start", {"policy": "grpo"})
 
 
 def test_every_recipe_has_intervals_and_a_pipeline_that_the_suite_accepts(code: Any, tmp_path: Path) -> None:
@@ -84,9 +103,9 @@ def test_every_recipe_has_intervals_and_a_pipeline_that_the_suite_accepts(code: 
         tomllib.loads(file.read_text())
         plan(read(file, sets=list(recipe.sets)), host)
         stored = code.intervals.read(code.reproduce.STORED / f"{name}.json")
-        stages = {metric.partition("/")[0] for metric in stored}
+        stages = {metric.partition("/")[0] for metric in stored.intervals}
         assert stages == set(recipe.stages) | (set(recipe.compared) if recipe.again else set())
-        assert all(low < high for low, high in stored.values())
+        assert all(low < high for low, high in stored.intervals.values())
     policy_losses = {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "sapo"}
     assert policy_losses <= code.recipes.RECIPES.keys()
 
@@ -113,6 +132,7 @@ def test_a_run_is_measured_by_windows(code: Any) -> None:
     windows = code.measures.WINDOWS
     assert {name: window(values) for name, window in windows.items()} == {
         "start": 0.0,
+        "early": 2.0,
         "middle": 4.0,
         "end": 7.0,
         "last": 8.0,
