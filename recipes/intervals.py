@@ -10,8 +10,8 @@ a rounding has changed a sample, a run is as far from the stored ones as a new s
 scale's floor, since equal values of a few seeds do not promise equal values for ever.
 
 A seed that was recorded is also compared with itself. What is computed before any sample was drawn from a moved policy
-differs by rounding alone, and must be within `NEAR` of its value or of the seeds' standard deviation. So a fault is seen
-that is smaller than the difference between seeds.
+differs by rounding alone, and must be within `NEAR` of its value or of the seeds' standard deviation. That shows faults
+which are smaller than the difference between seeds.
 """
 
 from __future__ import annotations
