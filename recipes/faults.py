@@ -129,7 +129,7 @@ FAULTS = (
         GRPO + "objective.py",
         "sequences=(batch.last >= 0).sum(),",
         "sequences=batch.last.size,",
-        ("grpo", "updates"),
+        ("updates", "devices"),
         ("tests/grpo/test_invariance.py", "tests/grpo/test_trainer.py"),
     ),
     Fault(
