@@ -43,7 +43,7 @@ SCALES = {
     "positive": Scale(True, False, 0.0, math.log(1.05)),
     "tiny": Scale(True, True, 0.0, math.log(10)),  # only its being large is a fault
 }
-NEAR, NEAR_SPREAD = 0.03, 0.1
+NEAR, NEAR_SPREAD = 0.02, 0.1
 """How far a recorded seed's metric may be from its value, relative to it and to the seeds' standard deviation."""
 SMALLEST = 1e-7
 """Added to values on a logarithmic scale: below it lie rounding and zeros."""
