@@ -440,3 +440,16 @@ def test_nothing_to_train_on_has_no_quantile(make):
     assert not batches[0].token_values["kept"].any()
     scale = with_entropy_scale(batches, "token_mean", C)[0].sequence_values["entropy_scale"]
     assert np.isfinite(scale).all()
+
+
+def test_no_two_rollouts_share_a_key(make):
+    feed, keys = make(), []
+
+    def listening(params, prompts, key, ids, draw=feed.sampler):
+        keys.append(tuple(jax.random.key_data(key).tolist()))
+        return draw(params, prompts, key, ids)
+
+    feed.sampler = listening
+    for step in range(4):
+        feed.update(step, state(0))
+    assert len(keys) == len(set(keys)) == 4
