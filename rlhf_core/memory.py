@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_core.errors import read_json_object
+from rlhf_core.feeds import MICRO_BATCH_TOKENS
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.loading import complete_table, describe
@@ -32,6 +33,8 @@ PROCESS = 1_200_000_000
 """Bytes of a process on the host beside its arrays: Python, libraries, compilers and what they compiled."""
 HOLES = 1.15
 """What a host's allocator holds for each byte in use: freed blocks that fit nothing stay."""
+SCORING_WIDTHS = 12
+"""Widths of the hidden states that one layer's forward pass holds for each token."""
 
 
 class MemoryLine(str):
@@ -134,6 +137,19 @@ def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
         return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
 
     return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
+
+
+def scoring_bytes(model: str, tokenizer: Any | None, registry: Registry | None) -> int | None:
+    """Bytes of a reward model in float32 and of the forward pass of a full micro-batch; None where it is not there yet.
+
+    model: a directory or hub name.
+    """
+    found = definition_of(model, "score", tokenizer, registry)
+    if found is None:
+        return None
+    definition, _ = found
+    forward = MICRO_BATCH_TOKENS * definition.hidden_size * SCORING_WIDTHS * 4
+    return _bytes(definition.abstract_params()) + forward
 
 
 def memory_lines(

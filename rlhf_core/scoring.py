@@ -20,6 +20,7 @@ from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.source import CHUNK
 from rlhf_core.encoding import Encoder, special_ids
 from rlhf_core.errors import InputError
+from rlhf_core.feeds import MICRO_BATCH_TOKENS
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.objectives import sequence_scores
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from rlhf_core.data import Records
     from rlhf_core.registry import Registry
 
-MICRO_BATCH_TOKENS = 16384
-"""Slots of a micro-batch at most, but for one row of the longest sequence on every device."""
 SEQUENCES_AT_ONCE = 4096
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core import memory, optimizers, usage
 from rlhf_core.errors import InputError
-from rlhf_core.memory import cache_bytes, definition_of, memory_line, training_bytes
+from rlhf_core.memory import cache_bytes, definition_of, memory_line, scoring_bytes, training_bytes
 from rlhf_core.mesh import planned_mesh
 
 
@@ -52,6 +52,14 @@ def test_what_describes_a_model(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(InputError, match="Did you mean 'llama'"):
         definition_of(str(tmp_path), "lm", None)
+
+
+def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
+    model = tiny.make_model("score")
+    model.save(tmp_path)
+    widths = 16_384 * 16 * 12 * 4  # slots of a micro-batch × hidden size × arrays of a layer × bytes
+    assert scoring_bytes(str(tmp_path), None, None) == size(model.params) + widths
+    assert scoring_bytes("rm.model", None, None) is None
 
 
 def test_the_line():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from rlhf_core import POLICY_LOSS, PolicyInputs, data
 from rlhf_core.advice import advise as advise_shared
 from rlhf_core.doors import open_records, require_model, try_loss
 from rlhf_core.forecast import training_memory
-from rlhf_core.memory import cache_bytes, definition_of, memory_lines
+from rlhf_core.memory import cache_bytes, memory_lines, scoring_bytes
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.rollouts import forecast_rewards, open_prompts, open_rewards
 from rlhf_core.sampling import slots_a_device
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from rlhf_core import Stage
     from rlhf_core.rollouts import Reward
     from rlhf_grpo.config import GRPOConfig
-
-SCORED_TOKENS, SCORING_WIDTHS = 16_384, 12
-"""Tokens that a reward model scores at once, and hidden states' widths that a layer's forward pass holds of each."""
 
 
 def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
@@ -83,19 +79,13 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
 
 def _reward_models(config: GRPOConfig, stage: Stage, policy: int) -> int:
     """Bytes of the models that rewards read with `model = …`; one that is still to be made counts like the policy."""
-    total = 0
-    for reward in config.rewards:
-        model = reward.options.get("model")
-        if not isinstance(model, str):
-            continue
-        found = definition_of(model, "score", stage.inputs.get("tokenizer"), stage.registry)
-        if found is None:
-            total += policy
-            continue
-        shapes = jax.tree.leaves(found[0].abstract_params())
-        total += sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
-        total += SCORED_TOKENS * found[0].hidden_size * SCORING_WIDTHS * 4
-    return total
+    models = [reward.options.get("model") for reward in config.rewards]
+    sizes = [
+        scoring_bytes(model, stage.inputs.get("tokenizer"), stage.registry)
+        for model in models
+        if isinstance(model, str)
+    ]
+    return sum(policy if size is None else size for size in sizes)
 
 
 def _try_loss(config: GRPOConfig, stage: Stage) -> None:
