@@ -47,8 +47,15 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, None), (1.3, 2.5)])
+@pytest.mark.parametrize(
+    ("cut", "temperature", "softcap"),
+    [
+        *((cut, 1.3, 2.5) for cut in CUTS),
+        *((cut, 1.0, None) for cut in ({"chunk": 3}, {"block": 10})),
+        ({}, 0.7, None),
+    ],
+    ids=str,
+)
 def test_values_and_gradients_equal_float64(
     cut: dict[str, int], temperature: float, softcap: float | None
 ) -> None:

@@ -42,9 +42,9 @@ def definition(name: str) -> Definition:
     return made.with_lora(Lora(2, 4.0, 0.1, False, ADAPTED)) if "adapters" in name else made
 
 
-def programs_of(traced: Any) -> list[str]:
+def programs_of(traced: Any, platforms: tuple[str, ...] = PLATFORMS) -> list[str]:
     """The StableHLO for each platform, which no compiler has seen yet."""
-    return [str(traced.lower(lowering_platforms=(platform,)).as_text()) for platform in PLATFORMS]
+    return [str(traced.lower(lowering_platforms=(platform,)).as_text()) for platform in platforms]
 
 
 def assert_precisions(program: str) -> None:
@@ -75,8 +75,10 @@ def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
     return TrainState(number, params, moments, key, number, made, tx, fixed)
 
 
-@pytest.mark.parametrize("devices", list(MESHES))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [*((name, "one device") for name in NAMES), *((name, "eight devices") for name in NAMES[2:])],
+)
 def test_the_train_step(name: str, devices: str) -> None:
     sizes = MESHES[devices]
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
@@ -95,9 +97,10 @@ def test_the_train_step(name: str, devices: str) -> None:
     first = programs._accumulate.trace(state.params, rows, None, key)
     done = first.out_info
     second = programs._accumulate.trace(state.params, rows, done, key)
-    for program in programs_of(first) + programs_of(second):
+    # What goes by the platform, attention, is in the first; the second adds to its sums.
+    for program in programs_of(first) + programs_of(second, ("tpu",)):
         assert_precisions(program)
-    for program in programs_of(programs._apply.trace(state.trained(), done)):
+    for program in programs_of(programs._apply.trace(state.trained(), done), ("cuda", "tpu")):
         assert "bf16" not in program  # weights, gradients and moments are float32
 
 
