@@ -105,10 +105,14 @@ def test_one_is_killed(job: Job, killed: int) -> None:
             )
 
 
-@pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [("RunError('no disk')", 1), ("InputError('no file')", 2), ("Stopped('no time')", 75), ("OSError(5)", 1)],
+    ("failing", "error", "code"),
+    [
+        (0, "RunError('no disk')", 1),
+        (2, "InputError('no file')", 2),
+        (0, "Stopped('no time')", 75),
+        (2, "OSError(5)", 1),
+    ],
 )
 def test_one_fails(job: Job, failing: int, error: str, code: int) -> None:
     codes = [WAITS] * 3
