@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -43,10 +46,26 @@ def one_device() -> Any:
     return make_mesh(devices=jax.devices()[:1])
 
 
+@functools.cache
+def _made(head: str, seed: int, scale: float, sizes: str) -> tuple[Model, Any]:
+    """The model without parameters, and its parameters on the host: drawing them again costs a compilation."""
+    table = {**SIZES, **json.loads(sizes)}
+    model = fresh_model(table, head, tokenizer=make_tokenizer(), mesh=one_device(), seed=seed)
+    params = jax.tree.map(lambda x: np.asarray(x * scale if x.ndim > 1 else x), model.params)
+    return model.with_params({}), params
+
+
 def make_model(head: str = "lm", *, seed: int = 1, scale: float = 1.0, **sizes: Any) -> Model:
-    """A fresh model on one device, its weight matrices times `scale`: a fresh model's outputs hardly differ."""
-    model = fresh_model({**SIZES, **sizes}, head, tokenizer=make_tokenizer(), mesh=one_device(), seed=seed)
-    return model.with_params(jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, model.params))
+    """A fresh model on one device, its weight matrices times `scale`: a fresh model's outputs hardly differ.
+
+    Nothing of it is another model's: parameters are overwritten by updates, tokenizers get tokens added.
+    """
+    model, params = _made(head, seed, scale, json.dumps(sizes, sort_keys=True))
+    shardings = model.definition.shardings(model.mesh)
+    placed = jax.tree.map(lambda x, s: jax.device_put(x.copy(), s), params, shardings)
+    return dataclasses.replace(
+        model, params=placed, tokenizer=make_tokenizer(), hf_config=copy.deepcopy(model.hf_config)
+    )
 
 
 def _words(draw: np.random.Generator, low: int, high: int) -> str:
