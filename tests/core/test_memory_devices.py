@@ -19,7 +19,6 @@ from rlhf_core.models import fresh_model
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 
-SHAPES = ((8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 1, 8))
 UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
 """Sizes that 8 does not divide, some not even 4: they stay whole on an axis of that size."""
 
@@ -37,8 +36,14 @@ def model_on(tiny: ModuleType, mesh: Any, head: Any = "lm", **sizes: Any) -> Any
     return fresh_model({"vocab_size": 48, **tiny.SIZES, **sizes}, head, mesh=mesh)
 
 
-@pytest.mark.parametrize("sizes", [{}, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        *((shape, {}) for shape in ((8, 1, 1), (1, 8, 1), (2, 2, 2))),
+        *((shape, UNEVEN) for shape in ((1, 8, 1), (1, 4, 2), (1, 1, 8))),
+    ],
+    ids=str,
+)
 def test_parameters_and_optimizer_are_exact(
     shape: tuple[int, int, int], sizes: dict[str, int], tiny: ModuleType
 ) -> None:

@@ -163,7 +163,7 @@ def test_long_rows_have_few_blocks() -> None:
     assert [query_block(t) for t in (1, 2048, 2049, 32768)] == [128, 128, 256, 2048]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral, yarn", "gemma3", "smollm3", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma3", "smollm3", "mixtral"])
 def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
     """Value and gradient: prompt once with two branches against two rows that repeat it.
 
@@ -214,7 +214,7 @@ def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
 
 def test_recomputation_changes_no_gradient() -> None:
     gradients = []
-    for remat in ("none", "dots", "full", "auto"):
+    for remat in ("none", "full", "auto"):
         config, params = make("qwen2 with windows", remat=remat)
         tokens = np.arange(12, dtype=np.int32)[None]
         until = np.full((1, 12), 12, np.int32)

@@ -97,7 +97,10 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
     ids=str,
 )
 def test_log_probs_are_the_unfiltered_ones_of_a_full_forward(options: dict[str, Any]) -> None:
-    prompts = make_prompts(1, 5, 33, 7, 40)
+    lengths = (
+        (1, 5, 20, 7, 31) if options else (1, 5, 33, 7, 40)
+    )  # two buckets are tried once: each is compiled
+    prompts = make_prompts(*lengths)
     sampler = make_sampler(stop_ids=(3, 9), num_generations=3, **options)
     out = sampler(model()[1], prompts, jax.random.key(0))
     assert out.tokens.shape == out.logps.shape == (15, NEW)
@@ -148,7 +151,7 @@ def test_results_depend_neither_on_the_calls_nor_on_the_neighbours() -> None:
     prompts = make_prompts(3, 39, 8, 20, 33)
     key = jax.random.key(5)
     whole = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
-    for at_once in (1, 2, 3, 8):
+    for at_once in (1, 3):
         sampler = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=at_once)
         assert_same(sampler(model()[1], prompts, key), whole)
     ids = np.arange(10)
@@ -250,8 +253,10 @@ def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.M
 def test_a_mesh_of_eight_devices_gives_the_same() -> None:
     definition, params = model()
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    prompts = make_prompts(3, 39, 8, 20, 33)
-    expected = make_sampler(stop_ids=(3,), num_generations=2)(params, prompts, jax.random.key(0))
+    prompts = make_prompts(3, 30, 8, 20, 31)
+    expected = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(
+        params, prompts, jax.random.key(0)
+    )
     sampler = make_sampler(stop_ids=(3,), num_generations=2, mesh=mesh, prompts_per_call=3)
     assert sampler.prompts_per_call == 4
     placed = jax.device_put(params, definition.shardings(mesh))
