@@ -98,12 +98,13 @@ def assert_is(got: tuple[Any, dict[str, Any], Any], case: Any, options: Any, cor
 
 
 @pytest.mark.parametrize("case", range(len(COMBINATIONS)), indirect=True)
-def test_an_update_is_its_definition_however_it_is_laid_out(case, monkeypatch):
+def test_an_update_is_its_definition_however_it_is_laid_out(case, request, monkeypatch):
+    """Padded, and in one of the layouts, which take turns."""
     assert_is(padded(case), case, case.options, None)
     monkeypatch.setattr("rlhf_grpo.objective.trained_logps", cases.looked_up)
     options = {**case.options, "num_items": None}  # the trainer counts the tokens itself
-    for layout in LAYOUTS.values():
-        assert_is(packed(case, layout), case, options, case.correction)
+    layout = list(LAYOUTS.values())[request.node.callspec.params["case"] % len(LAYOUTS)]
+    assert_is(packed(case, layout), case, options, case.correction)
 
 
 FOUR: list[dict[str, Any]] = [
@@ -145,7 +146,6 @@ LAID_OUT: dict[str, dict[str, Any]] = {
         "layout": Layout((13,), (6,), (1,), (8,)),
         "shared": False,
     },
-    "1 device, four micro-batches": {"devices": 1, "layout": Layout((21,), (1,), (2,), (13,)), "spare": True},
     "8 devices, two micro-batches": {
         "devices": 8,
         "layout": Layout((21,), (4,), (2,), (13,)),
@@ -247,14 +247,14 @@ def test_the_loss_of_a_model_is_its_definition(four, updated):
         assert metrics["loss"] == pytest.approx(float(expected), rel=2e-5)
 
 
-@pytest.mark.parametrize("layout", list(LAID_OUT)[1:])
-def test_an_update_of_a_model_is_the_same_however_it_is_laid_out(four, updated, layout):
-    for got, expected in zip(four.updates(**LAID_OUT[layout]), updated, strict=True):
+def test_an_update_of_a_model_is_the_same_however_it_is_laid_out(four, updated):
+    for got, expected in zip(four.updates(**LAID_OUT["8 devices, two micro-batches"]), updated, strict=True):
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize(("number", "devices", "splits"), [(0, 8, 3), (1, 1, 2)])
-def test_grpo_step_is_the_trainers_update(four, updated, number, devices, splits):
+def test_grpo_step_is_the_trainers_update(four, updated):
+    """Of the combination whose entropy quantile is taken over all three splits."""
+    number, devices, splits = 1, 8, 3
     case = four.cases[number]
     options = {name: x for name, x in case.options.items() if name not in ("kl", "entropy_coef")}
     batch = {

@@ -1,4 +1,7 @@
-"""A run that was stopped in the middle of a rollout goes on with another number of devices."""
+"""A run that was stopped in the middle of a rollout goes on with another number of devices.
+
+With the same number, to the same bits: `check_trainer`, and the updates' data in `test_feed.py`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory
     return trained(tiny, model, tmp_path_factory.mktemp("whole"), 1)
 
 
-@pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8), (1, 1)])
+@pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8)])
 def test_it_goes_on_in_the_middle_of_a_rollout(
     first: int, then: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path
 ) -> None:
@@ -89,7 +92,4 @@ def test_it_goes_on_in_the_middle_of_a_rollout(
         for step, row in rows.items():
             assert row[name] == pytest.approx(logged[step][name], abs=2e-5), (name, step)
     for name, leaf in params.items():
-        if first == then:
-            np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
-        else:
-            np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=2e-4, err_msg=name)
