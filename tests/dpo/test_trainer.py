@@ -135,13 +135,14 @@ def test_it_learns(tiny, tmp_path):
     for _ in range(64):
         low, high = sorted(draw.choice(26, 2, replace=False))
         rows.append({"prompt": "A B", "chosen": f" {letters[low]}", "rejected": f" {letters[high]}"})
-    config = DPOConfig(
-        learning_rate=1e-2, total_batch_size=32, max_training_steps=30, save_directory=tmp_path
-    )
-    result = DPOTrainer(config, model=tiny.make_model(), train_dataset=rows, eval_dataset=rows).train()
-    assert result.metrics["eval_rewards/accuracies"] > 0.9
-    assert result.metrics["eval_rewards/margins"] > 0
-    assert result.metrics["eval_loss"] < np.log(2)
+    config, watch = DPOConfig(learning_rate=1e-2, total_batch_size=32, max_training_steps=30), Watch()
+    data = {"train_dataset": rows, "eval_dataset": rows}
+    tiny.run("dpo", config, tmp_path, listeners=[watch], model=tiny.make_model(), **data)
+    last = watch.rows[-1]
+    assert last["step"] == 30
+    assert last["eval_rewards/accuracies"] > 0.9
+    assert last["eval_rewards/margins"] > 0
+    assert last["eval_loss"] < np.log(2)
 
 
 def test_with_adapters_the_reference_is_what_the_stage_began_with(tiny, tmp_path):

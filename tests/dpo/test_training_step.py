@@ -8,6 +8,10 @@ from rlhf_dpo import completion_logps, evaluation_step, training_step
 
 from rlhf_core import create_state
 
+SGD = optax.sgd(1.0)
+"""One object for all tests, as it is a part of what a compiled step is found by; so are β and the batches' sizes."""
+BETA = 0.2
+WIDTH = 16
 METRICS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 METRICS |= {"logps/chosen", "logps/rejected", "loss"}
 SIDES = ("chosen", "rejected")
@@ -15,7 +19,7 @@ SIDES = ("chosen", "rejected")
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    return tiny.make_model(scale=4.0)
+    return tiny.make_model(scale=4.0, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +54,11 @@ def make_batch(sequences, *, side="right", extra=0):
 
 
 def expected_logps(model, params, rows):
-    """float64 log-softmax of the model's logits, one sequence at a time, without padding."""
+    """float64 log-softmax of the model's logits, one sequence at a time, each at the start of a row."""
     out = []
     for tokens, start in rows:
-        logits = np.asarray(
-            model.with_params(params).logits(tokens[None], np.ones((1, len(tokens)))), np.float64
-        )[0]
+        ids, mask = (np.pad(x, (0, WIDTH - len(tokens)))[None] for x in (tokens, np.ones(len(tokens), int)))
+        logits = np.asarray(model.with_params(params).logits(ids, mask), np.float64)[0, : len(tokens)]
         logits -= logits.max(-1, keepdims=True)
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         out.append(sum(logps[t - 1, tokens[t]] for t in range(start, len(tokens))))
@@ -75,25 +78,30 @@ def expected_loss(model, params, sequences, batch, kind, beta):
         "sigmoid_norm": np.logaddexp(0, -beta * d),
         "ipo": (d - 1 / (2 * beta)) ** 2,
         "hinge": np.maximum(0, 1 - beta * d),
-        "robust": np.logaddexp(0, -beta * d),
     }[kind].mean()
 
 
-def make_state(model, tx=None):
-    return create_state(model, tx or optax.sgd(1.0))
+def make_state(model):
+    return create_state(model, SGD)
 
 
 def numbers(metrics):
     return {name: float(x) for name, x in metrics.items()}
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"])
-def test_loss_and_gradient_equal_the_definition(model, sequences, kind):
-    """With plain descent at rate 1 the parameters move by the gradient; along it the float64 loss has that slope."""
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_loss_and_gradient_equal_the_definition(tiny, model, sequences, kind):
+    """With plain descent at rate 1 the parameters move by the gradient; along it the float64 loss has that slope.
+
+    Nothing is donated.
+    """
+    before = tiny.leaves(jax.tree.map(np.array, model.params))
     batch, state = make_batch(sequences), make_state(model)
-    following, metrics = training_step(state, batch, beta=0.2, loss_type=kind)
+    following, metrics = training_step(state, batch, beta=BETA, loss_type=kind)
+    for name, leaf in tiny.leaves(model.params).items():
+        np.testing.assert_array_equal(leaf, before[name])
     assert set(metrics) == METRICS | {"grad_norm"}
-    expected = expected_loss(model, state.params, sequences, batch, kind, 0.2)
+    expected = expected_loss(model, state.params, sequences, batch, kind, BETA)
     assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)
     moved = jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, following.params)
     size = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
@@ -102,14 +110,21 @@ def test_loss_and_gradient_equal_the_definition(model, sequences, kind):
 
     def loss(step):
         params = jax.tree.map(lambda p, m: (p + step * m / size).astype(np.float32), state.params, moved)
-        return expected_loss(model, params, sequences, batch, kind, 0.2)
+        return expected_loss(model, params, sequences, batch, kind, BETA)
 
     assert (loss(1e-3) - loss(-1e-3)) / 2e-3 == pytest.approx(size, rel=5e-3)
 
 
+@pytest.mark.parametrize("kind", ["sigmoid_norm", "hinge"])
+def test_other_losses_equal_the_definition(model, sequences, kind):
+    batch, state = make_batch(sequences), make_state(model)
+    found = float(evaluation_step(state, batch, beta=BETA, loss_type=kind)["loss"])
+    assert found == pytest.approx(expected_loss(model, state.params, sequences, batch, kind, BETA), rel=1e-5)
+
+
 def test_evaluation_is_the_step_without_the_update(model, sequences):
     batch, state = make_batch(sequences), make_state(model)
-    evaluated, (_, stepped) = evaluation_step(state, batch), training_step(state, batch)
+    evaluated, (_, stepped) = (step(state, batch, beta=BETA) for step in (evaluation_step, training_step))
     assert set(evaluated) == METRICS
     assert numbers(evaluated) == pytest.approx({k: float(stepped[k]) for k in METRICS}, rel=1e-5, abs=1e-6)
 
@@ -127,19 +142,21 @@ def test_the_reference_is_read_by_the_same_rule(model, sequences):
         np.testing.assert_allclose(
             own[f"ref_logps_{side}"], expected_logps(model, model.params, sequences[side]), rtol=1e-5
         )
-    metrics = numbers(evaluation_step(make_state(model), batch | own))
+    metrics = numbers(evaluation_step(make_state(model), batch | own, beta=BETA))
     assert metrics["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert metrics["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 3}],
+    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 5}],
     ids=["left", "left and wider", "right and wider"],
 )
 def test_padding_changes_nothing(tiny, model, sequences, options):
     state = make_state(model)
-    results = [training_step(state, make_batch(sequences, **o), loss_type="ipo") for o in ({}, options)]
+    results = [
+        training_step(state, make_batch(sequences, **o), beta=BETA, loss_type="ipo") for o in ({}, options)
+    ]
     assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
     assert_close(tiny, state.params, *(s.params for s, _ in results))
 
@@ -152,26 +169,15 @@ def assert_close(tiny, before, params, others):
         np.testing.assert_allclose(leaf, theirs[name], rtol=5e-6, atol=5e-6 * largest, err_msg=name)
 
 
-@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("splits", [2, 8])
 def test_splits_and_order_change_nothing(tiny, model, sequences, splits):
     batch, state = make_batch(sequences), make_state(model)
-    whole, metrics = training_step(state, batch)
+    whole, metrics = training_step(state, batch, beta=BETA)
     turned = {name: np.asarray(x)[::-1] for name, x in batch.items()}
-    parted, others = training_step(state, turned, gradient_accumulation_steps=splits)
+    parted, others = training_step(state, turned, beta=BETA, gradient_accumulation_steps=splits)
     assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
     assert_close(tiny, state.params, whole.params, parted.params)
     assert int(parted.step) == 1
-
-
-def test_nothing_is_donated_and_the_loss_falls(tiny, model, sequences):
-    before = tiny.leaves(jax.tree.map(np.array, model.params))
-    batch, state, losses = make_batch(sequences), make_state(model, optax.adamw(1e-2)), []
-    for _ in range(20):
-        state, metrics = training_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.5 * losses[0]
-    for name, leaf in tiny.leaves(model.params).items():
-        np.testing.assert_array_equal(leaf, before[name])
 
 
 def test_what_cannot_be_done_says_why(model, sequences):

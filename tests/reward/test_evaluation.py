@@ -39,10 +39,13 @@ def pairs(tiny, rows):
 
 @pytest.fixture(scope="module")
 def scores(model, pairs):
-    """Each sequence in a batch of its own: float32 [pairs, 2]."""
-    each = [
-        [float(model.scores(ids[None], np.ones_like(ids[None]))[0]) for ids in p[:2]] for p in pairs.pairs
-    ]
+    """Each sequence in a batch of its own, of one width: float32 [pairs, 2]."""
+
+    def score(ids):
+        padded, mask = (np.pad(x, (0, 20 - len(ids)))[None] for x in (ids, np.ones_like(ids)))
+        return float(model.scores(padded, mask)[0])
+
+    each = [[score(ids) for ids in p[:2]] for p in pairs.pairs]
     return np.array(each, np.float32)
 
 
@@ -64,8 +67,16 @@ def expected(pairs, scores, subsets, count=PAIRS):
     return {"loss": float(loss), **{k: float(v) for k, v in metrics.items()}, **over_all}
 
 
-@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2, "fsdp": 2}], ids=["one device", "four devices"])
-@pytest.mark.parametrize(("batch", "limit"), [(1, None), (5, None), (64, None), (5, 2)])
+@pytest.mark.parametrize(
+    ("mesh", "batch", "limit"),
+    [
+        ({"data": 1}, 1, None),
+        ({"data": 1}, 64, None),
+        ({"data": 2, "fsdp": 2}, 5, None),
+        ({"data": 2, "fsdp": 2}, 5, 2),
+    ],
+    ids=str,
+)
 def test_every_pair_counts_once(model, rows, pairs, scores, mesh, batch, limit):
     devices = make_mesh(**mesh, devices=jax.devices()[: np.prod(list(mesh.values()))])
     spread = model.with_params(jax.device_put(model.params, model.definition.shardings(devices)))

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*sequences are longer than the 7 tokens", "ignore:.*over 7 tokens cut"
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WIDTH = 40
+"""More tokens than any sequence has."""
 WORDS = [
     "<pad>",
     "</s>",
@@ -118,7 +120,7 @@ class Trained:
     path: Any
     ids: list[list[int]]
     alone: np.ndarray
-    """float64 [2 · pairs]: each sequence's score in a batch of its own, without padding."""
+    """float64 [2 · pairs]: each sequence's score in a batch of its own."""
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -144,7 +146,9 @@ def trained(request, tiny, tmp_path_factory):
         path = door.train().artifact.path
     ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
     judge = load_model(path, head="score", mesh=tiny.one_device())
-    alone = [float(judge.scores([each], [[1] * len(each)])[0]) for each in ids]
+    filled = [np.pad(each, (0, WIDTH - len(each)))[None] for each in ids]  # one program for all
+    masks = [np.arange(WIDTH)[None] < len(each) for each in ids]
+    alone = [float(judge.scores(x, mask)[0]) for x, mask in zip(filled, masks, strict=True)]
     assert len(ids) == 2 * len(case.rows)
     assert np.std(alone) > 0.02
     return Trained(case, path, ids, np.array(alone))

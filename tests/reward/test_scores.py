@@ -14,6 +14,7 @@ from rlhf_core.rows import Layout, pack, tree
 from rlhf_core.scoring import Contract, Scorer
 
 END = 1
+compute = jax.jit(sequence_scores, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_packing(model, sequences, alone, layout, shared):
     for order in (range(len(trees)), range(len(trees) - 1, -1, -1)):
         found = np.full(8, np.nan)
         for batch in pack([trees[i] for i in order], layout):
-            scores = np.asarray(sequence_scores(model.definition, model.params, put_rows(model.mesh, batch)))
+            scores = np.asarray(compute(model.definition, model.params, put_rows(model.mesh, batch)))
             seen = {}
             for row, place in zip(*np.nonzero(batch.last >= 0), strict=True):
                 which = list(order)[batch.example[row, place]]

@@ -91,14 +91,12 @@ def test_it_learns(tiny, tmp_path):
     for _ in range(64):
         low, high = sorted(draw.choice(26, 2, replace=False))
         rows.append({"prompt": "A B", "chosen": f" {letters[low]}", "rejected": f" {letters[high]}"})
-    config = RewardConfig(
-        learning_rate=5e-3, total_batch_size=32, max_training_steps=100, save_directory=tmp_path
+    config = RewardConfig(learning_rate=5e-3, total_batch_size=32, max_training_steps=100)
+    artifact = tiny.run(
+        "reward", config, tmp_path, model=tiny.make_model("score"), train_dataset=rows, eval_dataset=rows
     )
-    result = RewardTrainer(
-        config, model=tiny.make_model("score"), train_dataset=rows, eval_dataset=rows
-    ).train()
     # 0.92 to 0.94 over seeds, rates and schedules: what so small a model can do. Chance is a half.
-    assert result.metrics["eval_accuracy"] > 0.85
+    assert artifact.metadata["contract"]["evaluation"]["accuracy"] > 0.85
 
 
 def test_what_is_missing_or_unknown_is_told(tiny):

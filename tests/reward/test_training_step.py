@@ -8,12 +8,14 @@ from rlhf_reward import evaluation_step, pairwise_loss, training_step
 
 from rlhf_core import create_state
 
+SGD = optax.sgd(1.0)
+"""One object for all tests, as it is a part of what a compiled step is found by; so are the sizes of the batches."""
 METRICS = {"accuracy", "ties", "margin", "mean_reward", "min_reward", "max_reward", "loss"}
 
 
 @pytest.fixture(scope="module")
 def model(tiny):
-    return tiny.make_model("score", scale=4.0)
+    return tiny.make_model("score", scale=4.0, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,8 @@ def make_batch(sequences, *, side="right", extra=0, margin=None):
     return batch if margin is None else {**batch, "margin": margin}
 
 
-def make_state(model, tx=None):
-    return create_state(model, tx or optax.adamw(1e-2))
+def make_state(model, tx=SGD):
+    return create_state(model, tx)
 
 
 def numbers(metrics):
@@ -70,11 +72,11 @@ def test_the_loss_is_that_of_the_models_scores(model, sequences):
 
 @pytest.mark.parametrize(
     "options",
-    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 3}],
+    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 5}],
     ids=["left", "left and wider", "right and wider"],
 )
 def test_padding_changes_nothing(tiny, model, sequences, options):
-    state = make_state(model, optax.sgd(1.0))
+    state = make_state(model)
     results = [training_step(state, make_batch(sequences, **o)) for o in ({}, options)]
     assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
     assert_close(tiny, *(s.params for s, _ in results))
@@ -86,10 +88,10 @@ def assert_close(tiny, params, others):
         np.testing.assert_allclose(leaf, theirs[name], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("splits", [2, 8])
 def test_splits_change_nothing(tiny, model, sequences, splits):
     batch = make_batch(sequences, margin=np.linspace(0, 1, 8))
-    state = make_state(model, optax.sgd(1.0))
+    state = make_state(model)
     whole, metrics = training_step(state, batch)
     parted, others = training_step(state, batch, gradient_accumulation_steps=splits)
     assert numbers(others) == pytest.approx(numbers(metrics), rel=1e-5, abs=1e-6)
@@ -99,8 +101,8 @@ def test_splits_change_nothing(tiny, model, sequences, splits):
 
 def test_the_step_is_the_gradient_of_the_loss(tiny, model, sequences):
     """With plain descent at rate 1 the parameters move by the gradient of `evaluation_step`'s loss."""
-    batch, state = make_batch(sequences), make_state(model, optax.sgd(1.0))
-    following, metrics = training_step(state, batch, center_rewards_coefficient=0.3)
+    batch, state = make_batch(sequences), make_state(model)
+    following, metrics = training_step(state, batch, center_rewards_coefficient=0.1)
     moved = jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, following.params)
     size = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
     assert float(metrics["grad_norm"]) == pytest.approx(size, rel=1e-4)
@@ -112,12 +114,12 @@ def test_the_step_is_the_gradient_of_the_loss(tiny, model, sequences):
             for s in ("chosen", "rejected")
         ]
         c, r = (np.asarray(x, np.float64) for x in scores)
-        return (np.log1p(np.exp(r - c)) + 0.3 * (c + r) ** 2).mean()
+        return (np.log1p(np.exp(r - c)) + 0.1 * (c + r) ** 2).mean()
 
     assert (loss(1e-3) - loss(-1e-3)) / 2e-3 == pytest.approx(size, rel=2e-3)
 
 
-def test_nothing_is_donated_and_the_optimizer_is_called_once(tiny, model, sequences):
+def test_nothing_is_donated_the_optimizer_is_called_once_and_the_loss_falls(tiny, model, sequences):
     calls = []
     inner = optax.adamw(1e-2)
 
@@ -138,21 +140,17 @@ def test_nothing_is_donated_and_the_optimizer_is_called_once(tiny, model, sequen
     assert optax.tree.get(first.opt_state, "count") == 1
     assert int(first.step) == 1
     assert jax.tree.structure(first.opt_state) == jax.tree.structure(inner.init(state.params))
-
-
-def test_the_loss_falls(model, sequences):
-    batch, state, losses = make_batch(sequences), make_state(model), []
-    for _ in range(20):
-        state, metrics = training_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.5 * losses[0]
+    following = first
+    for _ in range(19):
+        following, last = training_step(following, batch, gradient_accumulation_steps=4)
+    assert float(last["loss"]) < 0.5 * float(metrics["loss"])
 
 
 def test_a_margin_changes_the_loss(model, sequences):
     state = make_state(model)
 
     def loss(batch):
-        return float(evaluation_step(state, batch, None)["loss"])
+        return float(evaluation_step(state, batch)["loss"])
 
     plain = loss(make_batch(sequences))
     assert loss(make_batch(sequences, margin=np.zeros(8))) == pytest.approx(plain)
