@@ -138,7 +138,7 @@ def test_it_learns(tiny, tmp_path):
     config, watch = DPOConfig(learning_rate=1e-2, total_batch_size=32, max_training_steps=30), Watch()
     data = {"train_dataset": rows, "eval_dataset": rows}
     tiny.run("dpo", config, tmp_path, listeners=[watch], model=tiny.make_model(), **data)
-    last = watch.rows[-1]
+    last = {name: value for row in watch.rows for name, value in row.items()}
     assert last["step"] == 30
     assert last["eval_rewards/accuracies"] > 0.9
     assert last["eval_rewards/margins"] > 0

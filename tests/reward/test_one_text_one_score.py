@@ -147,7 +147,7 @@ def trained(request, tiny, tmp_path_factory):
     ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
     judge = load_model(path, head="score", mesh=tiny.one_device())
     filled = [np.pad(each, (0, WIDTH - len(each)))[None] for each in ids]  # one program for all
-    masks = [np.arange(WIDTH)[None] < len(each) for each in ids]
+    masks = [np.int32(np.arange(WIDTH) < len(each))[None] for each in ids]
     alone = [float(judge.scores(x, mask)[0]) for x, mask in zip(filled, masks, strict=True)]
     assert len(ids) == 2 * len(case.rows)
     assert np.std(alone) > 0.02
