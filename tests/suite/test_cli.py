@@ -19,9 +19,9 @@ from rlhf_core.errors import InputError
 FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
 
 
-def rlhf(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def typed(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
     environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo,dpo", "JAX_PLATFORMS": "cpu"}
-    environment["COLUMNS"] = "120"
     return subprocess.run(
         [sys.executable, "-m", "rlhf_core.cli", *arguments],
         cwd=cwd,
@@ -33,46 +33,61 @@ def rlhf(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["generate", "--help"]]
-)
-def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+@pytest.fixture
+def wide(rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The command in this process, on a terminal that cuts nothing off."""
+    monkeypatch.setenv("COLUMNS", "120")
+    return rlhf
+
+
+HELP = ["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["generate", "--help"]
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.argv = ['rlhf', *sys.argv[1:]]\n"
+        "import json, sys\n"
         "from rlhf_core.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as stop: code = stop.code\n"
-        "heavy = {'jax', 'numpy', 'transformers', 'datasets', 'wandb', 'flax', 'pluggy'} & set(sys.modules)\n"
-        "print('IMPORTED', sorted(heavy), code)"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['rlhf', *arguments]\n"
+        "    try: main()\n"
+        "    except SystemExit as stop: code = stop.code or 0\n"
+        "    heavy = {'jax', 'numpy', 'transformers', 'datasets', 'wandb', 'flax', 'pluggy'} & set(sys.modules)\n"
+        "    print('IMPORTED', sorted(heavy), code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, json.dumps(HELP)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert "IMPORTED [] 0" in done.stdout.replace("None", "0")
+    told = [line for line in done.stdout.splitlines() if line.startswith("IMPORTED")]
+    assert told == ["IMPORTED [] 0"] * len(HELP), done.stdout
 
 
 def test_version(tmp_path: Path) -> None:
-    done = rlhf("--version", cwd=tmp_path)
+    done = typed("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "rlhf 0.1.0\n")
 
 
-def test_run_check_and_skip(pipeline: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fake")
+def test_run_check_and_skip(pipeline: Path, tmp_path: Path, wide: Callable[..., Any]) -> None:
     plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a"]
-    checked = rlhf("check", "p.toml", *plugin, cwd=tmp_path)
-    assert checked.returncode == 0, checked.stderr
+    checked = wide("check", "p.toml", *plugin)
+    assert checked.code == 0, checked.message
     for expected in ("fake_rm", "base.model", "3 bytes", "runs, seed 7", "train.jsonl", "rewards fake_model"):
-        assert expected in checked.stdout
+        assert expected in checked.out
     assert not (tmp_path / "runs").exists()
-    ran = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
+    ran = typed("run", "p.toml", *plugin, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert (tmp_path / "runs/a/policy/artifacts/model/rlhf_artifact.json").is_file()
-    again = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
-    assert again.returncode == 0
-    assert "every stage is done" in again.stdout
-    assert "done, skipped" in rlhf("check", "p.toml", *plugin, cwd=tmp_path).stdout
-    refused = rlhf("check", "p.toml", *plugin, "--set", "rm.size=9", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "stage 'rm'.size: then 3, now 9" in refused.stderr
+    again = wide("run", "p.toml", *plugin)
+    assert again.code == 0
+    assert "every stage is done" in again.out
+    assert "done, skipped" in wide("check", "p.toml", *plugin).out
+    refused = wide("check", "p.toml", *plugin, "--set", "rm.size=9")
+    assert refused.code == 2
+    assert "stage 'rm'.size: then 3, now 9" in refused.message
 
 
 @pytest.mark.parametrize(
@@ -85,15 +100,24 @@ def test_run_check_and_skip(pipeline: Path, tmp_path: Path) -> None:
         ("empty", 1, "there is no output 'model'"),
     ],
 )
-def test_exit_codes(pipeline: Path, tmp_path: Path, fail: str, code: int, said: str) -> None:
+@pytest.mark.usefixtures("fake", "pipeline")
+def test_exit_codes(wide: Callable[..., Any], fail: str, code: int, said: str) -> None:
     plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a", "--set", f"base.fail={fail}"]
-    done = rlhf("run", "p.toml", *plugin, cwd=tmp_path)
-    assert done.returncode == code
-    assert said in done.stderr
+    ended = wide("run", "p.toml", *plugin)
+    assert ended.code == code
+    assert said in ended.message
+
+
+def test_a_process_ends_with_the_code(pipeline: Path, tmp_path: Path) -> None:
+    plugin = ["--plugin", str(FAKE_TRAINERS), "--dir", "runs/a", "--set", "base.fail=stopped"]
+    done = typed("run", "p.toml", *plugin, cwd=tmp_path)
+    assert done.returncode == 75
+    assert "stopped, state saved" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_bad_input_is_exit_code_2_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fake")
+def test_bad_input_is_exit_code_2_without_a_traceback(wide: Callable[..., Any]) -> None:
     for arguments in (
         ["run", "nothing.toml"],
         ["check", "nothing.toml"],
@@ -101,10 +125,9 @@ def test_bad_input_is_exit_code_2_without_a_traceback(tmp_path: Path) -> None:
         ["fly"],
         ["train", "nobody"],
     ):
-        done = rlhf(*arguments, cwd=tmp_path)
-        assert done.returncode == 2, arguments
-        assert done.stderr
-        assert "Traceback" not in done.stderr
+        ended = wide(*arguments)
+        assert ended.code == 2, arguments
+        assert ended.message
 
 
 def test_why_a_plugin_failed_is_said_once(
@@ -143,10 +166,11 @@ def test_markup_in_messages_is_left_alone(
     assert capsys.readouterr().err == "stage 'a'.rewards[0].model: [bold]odd[/bold]\n"
 
 
-def test_plugins_as_json(tmp_path: Path) -> None:
-    done = rlhf("plugins", "--json", "--plugin", str(FAKE_TRAINERS), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    listed: dict[str, Any] = {each["name"]: each for each in json.loads(done.stdout)}
+@pytest.mark.usefixtures("fake")
+def test_plugins_as_json(wide: Callable[..., Any]) -> None:
+    ended = wide("plugins", "--json", "--plugin", str(FAKE_TRAINERS))
+    assert ended.code == 0, ended.message
+    listed: dict[str, Any] = {each["name"]: each for each in json.loads(ended.out)}
     core = listed["core"]
     assert core["distribution"] == "rlhf-core"
     assert core["version"] == "0.1.0"
@@ -158,29 +182,30 @@ def test_plugins_as_json(tmp_path: Path) -> None:
     assert core["components"]["model"] == ["decoder"]
     assert listed["grpo"]["state"] == "disabled"
     assert listed[str(FAKE_TRAINERS)]["components"]["trainer"] == ["fake", "fake_rm"]
-    table = rlhf("plugins", "--plugin", str(FAKE_TRAINERS), cwd=tmp_path)
-    assert "optimizer: adafactor, adamw" in table.stdout
+    table = wide("plugins", "--plugin", str(FAKE_TRAINERS))
+    assert "optimizer: adafactor, adamw" in table.out
 
 
-def test_train_from_flags(tmp_path: Path, fake: ModuleType) -> None:
+@pytest.mark.usefixtures("fake")
+def test_train_from_flags(tmp_path: Path, wide: Callable[..., Any]) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
     plugin = ["--plugin", str(FAKE_TRAINERS)]
     flags = ["--train_data", "train.jsonl", "--size=5", "--loss.temperature", "2.0", "--dir", "runs/one"]
-    done = rlhf("train", "fake", *flags, *plugin, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ended = wide("train", "fake", *flags, *plugin)
+    assert ended.code == 0, ended.message
     record = json.loads((tmp_path / "runs/one/fake/stage.json").read_text())
     assert record["state"] == "done"
     assert record["config"]["size"] == 5
     assert record["config"]["loss"] == {"name": "fake_loss", "temperature": 2.0}
     assert (tmp_path / "runs/one/fake/artifacts/model/weights.txt").read_text() == "xxxxx0"
-    wrong = rlhf("train", "fake", "--sise", "5", "--train_data", "tarin.jsonl", *plugin, cwd=tmp_path)
-    assert wrong.returncode == 2
-    assert "Did you mean 'size'?" in wrong.stderr
-    assert "Did you mean 'train.jsonl'?" in wrong.stderr
-    listed = rlhf("train", "fake", "--help", *plugin, cwd=tmp_path)
-    assert listed.returncode == 0
-    assert "--learning_rate" in listed.stdout
-    assert "bytes of the model" in listed.stdout
+    wrong = wide("train", "fake", "--sise", "5", "--train_data", "tarin.jsonl", *plugin)
+    assert wrong.code == 2
+    assert "Did you mean 'size'?" in wrong.message
+    assert "Did you mean 'train.jsonl'?" in wrong.message
+    listed = wide("train", "fake", "--help", *plugin)
+    assert listed.code == 0
+    assert "--learning_rate" in listed.out
+    assert "bytes of the model" in listed.out
 
 
 def stage(fake: ModuleType, *arguments: str) -> dict[str, Any]:
