@@ -71,7 +71,9 @@ def mutated(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
     return "\n".join(lines).encode(), ()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 12))]
+)
 def test_mutated_pipelines(seed: int, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')

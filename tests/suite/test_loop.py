@@ -21,10 +21,18 @@ from rlhf_core.feeds import evaluation_batches
 from rlhf_core.step import Programs
 
 TRAINERS = ["sft", "reward", "grpo", "dpo"]
+ADAPTERS = {"rank": 2, "dropout": 0.1}
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "dropout": 0.1}], ids=["all", "adapters"])
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("trainer", "lora"),
+    [
+        *((trainer, None) for trainer in TRAINERS),
+        *((trainer, ADAPTERS) for trainer in ("grpo", "dpo")),  # whose reference is the model without them
+        *(pytest.param(trainer, ADAPTERS, marks=pytest.mark.exhaustive) for trainer in ("sft", "reward")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "adapters" if value else "all",
+)
 def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     short: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainer: str, lora: Any
 ) -> None:
