@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_reward import RewardConfig
 from typer.testing import CliRunner
 
 from rlhf_core import REWARD, cli, data, plugins
@@ -21,15 +21,10 @@ def held_out(tiny):
 @pytest.fixture(scope="module")
 def artifact(tiny, held_out, tmp_path_factory):
     """A reward model whose scores are far from mean 0 and deviation 1."""
-    config = RewardConfig(
-        learning_rate=1e-2,
-        total_batch_size=4,
-        max_training_steps=2,
-        save_directory=tmp_path_factory.mktemp("rm"),
-    )
+    config = RewardConfig(learning_rate=1e-2, total_batch_size=4, max_training_steps=2)
+    data = {"train_dataset": tiny.pairs(8), "eval_dataset": held_out}
     model = tiny.make_model("score", scale=6.0)
-    trainer = RewardTrainer(config, model=model, train_dataset=tiny.pairs(8), eval_dataset=held_out)
-    return trainer.train().artifact
+    return tiny.run("reward", config, tmp_path_factory.mktemp("rm"), model=model, **data)
 
 
 @pytest.fixture(scope="module")

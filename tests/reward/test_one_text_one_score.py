@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_reward import RewardConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -133,17 +133,11 @@ def trained(request, tiny, tmp_path_factory):
         inner(self, trees, *arguments, **options)
 
     model = tiny.make_model("score", scale=6.0, vocab_size=64)
-    config = RewardConfig(
-        learning_rate=1e-3,
-        max_training_steps=1,
-        total_batch_size=4,
-        save_directory=tmp_path_factory.mktemp("rm"),
-        **case.options,
-    )
+    config = RewardConfig(learning_rate=1e-3, max_training_steps=1, total_batch_size=4, **case.options)
+    inputs = {"model": model, "tokenizer": case.tokenizer, "train_dataset": case.rows}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feeds.TreeFeed, "__init__", spy)
-        door = RewardTrainer(config, model=model, tokenizer=case.tokenizer, train_dataset=case.rows)
-        path = door.train().artifact.path
+        path = tiny.run("reward", config, tmp_path_factory.mktemp("rm"), **inputs).path
     ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
     judge = load_model(path, head="score", mesh=tiny.one_device())
     filled = [np.pad(each, (0, WIDTH - len(each)))[None] for each in ids]  # one program for all

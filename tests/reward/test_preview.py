@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_reward import RewardConfig
 
 from rlhf_core import artifacts, data
 from rlhf_core.scoring import Scorer
@@ -24,10 +24,9 @@ def train(tiny: ModuleType, model: Any, directory: Path, held_out: list[dict], *
         total_batch_size=4,
         max_training_steps=4,
         evaluation_steps=2,
-        save_directory=directory,
         **changes,
     )
-    RewardTrainer(config, model=model, train_dataset=tiny.pairs(8), eval_dataset=held_out).train()
+    tiny.run("reward", config, directory, model=model, train_dataset=tiny.pairs(8), eval_dataset=held_out)
     return directory / "samples"
 
 
