@@ -16,10 +16,9 @@ QUICKSTART = HERE.parent / "examples" / "quickstart"
 
 @dataclass(frozen=True)
 class Again:
-    """A second run of a recipe that must end with the same models: other settings, devices, or an interruption."""
+    """A second run of a recipe that must end with the same models: with other settings, or interrupted."""
 
     sets: tuple[str, ...] = ()
-    devices: int = 1
     killed_after: int | None = None
     """The update of the last stage after which the process is killed, and started anew."""
 
@@ -28,7 +27,8 @@ class Again:
 class Recipe:
     """A pipeline with the data that `generate` writes for a seed.
 
-    stages: those whose metrics are held; compared: those whose models a second run must end with, too.
+    stages: those whose metrics are held; compared: those whose models a second run must end with, too. held_to: the
+    recipe whose intervals these are, if not its own. devices: how many share the parameters.
     """
 
     name: str
@@ -39,6 +39,8 @@ class Recipe:
     again: Again | None = None
     compared: tuple[str, ...] = ("base", "policy")
     generate: Callable[[Path, int], None] = data.generate
+    devices: int = 1
+    held_to: str = ""
 
     @property
     def trainers(self) -> dict[str, str]:
@@ -51,8 +53,9 @@ class Recipe:
         self.generate(directory / "data", seed)
         (directory / "rewards.py").write_bytes((HERE / "rewards.py").read_bytes())
         pipeline = directory / "pipeline.toml"
+        mesh = f"mesh = {{ fsdp = {self.devices} }}" if self.devices > 1 else ""
         pipeline.write_text(
-            "\n".join(file.read_text(encoding="utf-8") for file in self.files), encoding="utf-8"
+            "\n".join((mesh, *(file.read_text(encoding="utf-8") for file in self.files))), encoding="utf-8"
         )
         return pipeline
 
@@ -113,10 +116,11 @@ RECIPES = {
         ),
         Recipe(
             "devices",
-            "the same models on two devices that share the parameters",
+            "updates, on two devices that share the parameters",
             UPDATES,
-            stages=(),
-            again=Again(devices=2),
+            stages=("base", "policy"),
+            devices=2,
+            held_to="updates",
         ),
         Recipe(
             "resume",

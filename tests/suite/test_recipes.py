@@ -102,7 +102,7 @@ def test_every_recipe_has_intervals_and_a_pipeline_that_the_suite_accepts(code: 
         file = recipe.write(place, 0)
         tomllib.loads(file.read_text())
         plan(read(file, sets=list(recipe.sets)), host)
-        stored = code.intervals.read(code.reproduce.STORED / f"{name}.json")
+        stored = code.intervals.read(code.reproduce.stored_file(name))
         stages = {metric.partition("/")[0] for metric in stored.intervals}
         assert stages == set(recipe.stages) | (set(recipe.compared) if recipe.again else set())
         assert all(low < high for low, high in stored.intervals.values())
