@@ -188,7 +188,7 @@ def main() -> None:
         "--record",
         type=int,
         metavar="SEEDS",
-        help="store intervals, from this many seeds; those of recipes that have their own",
+        help="store intervals, from this many seeds",
     )
     parser.add_argument("--list", action="store_true", help="print the recipes")
     parser.add_argument("--child", type=int, nargs="+", help=argparse.SUPPRESS)
