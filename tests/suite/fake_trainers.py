@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 from pydantic import Field
 
 from rlhf_core import (
@@ -61,6 +62,8 @@ class Weights:
     tokenizer: None = None
 
     def save(self, path: Path) -> None:
+        if jax.process_index() > 0:  # the first writes, as a model's `save` does
+            return
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights.txt").write_text(self.content)
 
