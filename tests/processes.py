@@ -20,7 +20,7 @@ if count > 1:
     jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=process)
 """
 """In front of every program, which finds its own `arguments`, and which `process` of how many (`count`) it is."""
-SETTINGS = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+DEVICES = "JAX_NUM_CPU_DEVICES"
 """Of the environment, which would give a process other devices."""
 
 
@@ -42,7 +42,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """One of `count` processes, with so many devices of its own. pipes: of Popen, where output is not to be read."""
     command = [sys.executable, "-c", JOIN + program, *map(str, (process, count, devices, port, *arguments))]
-    inherited = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    inherited = {name: value for name, value in os.environ.items() if name != DEVICES}
     root = str(Path(__file__).resolve().parents[1])
     return subprocess.Popen(
         command,

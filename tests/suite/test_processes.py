@@ -94,7 +94,7 @@ def rlhf_step_end(stage, step, metrics):
 
 
 def start(directory: Path, name: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    kept = {k: v for k, v in os.environ.items() if k != processes.DEVICES}
     command = [sys.executable, "-m", "rlhf_core.cli", "run", "pipeline.toml", "--dir", name, *arguments]
     return subprocess.Popen(
         command,
@@ -114,7 +114,7 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
     (tmp_path / "local.py").write_text(LOCAL)
     job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
     runs = [start(tmp_path, "many", **job, JAX_PROCESS_ID=str(i)) for i in range(2)]
-    runs.append(start(tmp_path, "one", XLA_FLAGS="--xla_force_host_platform_device_count=2"))
+    runs.append(start(tmp_path, "one", JAX_NUM_CPU_DEVICES="2"))
     processes.finish(runs, timeout=600)
     for stage in ("sft", "reward", "dpo", "grpo"):
         ours, theirs = (
