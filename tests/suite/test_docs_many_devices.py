@@ -75,9 +75,7 @@ def free_port(among: range = range(1)) -> int:
 
 
 def start(command: list[str], place: Path, **environment: str) -> subprocess.Popen[str]:
-    kept = {
-        key: x for key, x in os.environ.items() if not key.startswith(("JAX_NUM_CPU", "SLURM"))
-    }
+    kept = {key: x for key, x in os.environ.items() if not key.startswith(("JAX_NUM_CPU", "SLURM"))}
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         command,
