@@ -69,9 +69,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return importlib.metadata.EntryPoints(found).select(group=group)
 
     monkeypatch.setattr(plugins.importlib.metadata, "entry_points", entry_points)
+    before = set(sys.modules)
     yield World(tmp_path)
-    for name in [name for name in sys.modules if name.startswith(("made_up_", "rlhf_file_"))]:
-        del sys.modules[name]
+    for name in sys.modules.keys() - before:
+        if name.startswith(("made_up_", "rlhf_file_")):
+            del sys.modules[name]
 
 
 def test_a_plugin_registers_and_is_listed(world: World) -> None:
