@@ -104,6 +104,20 @@ def test_value_and_slope_against_the_ratio(options, advantage, values, slopes):
             assert float(value) == pytest.approx(values[i], abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gspo", "gspo_token"])
+def test_the_gradient_of_a_sequence_s_ratio(kind):
+    """A token's is that of −A s / |y|, s the ratio of its sequence: with one advantage per sequence alike for both."""
+
+    def of_sequences(logps):
+        arrays = (jnp.asarray(x, jnp.float32) for x in (OLD, ADVANTAGES, MASK))
+        return policy_loss(logps, *arrays, loss_type=kind, epsilon=0.5)[0]
+
+    ratio = np.exp(((LOGPS - OLD) * MASK).sum(-1) / MASK.sum(-1))
+    expected = -(ADVANTAGES * ratio / MASK.sum(-1))[:, None] * MASK / len(LOGPS)
+    gradient = jax.grad(of_sequences)(jnp.asarray(LOGPS, jnp.float32))
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kl", "at", "value", "slope"),
     [
