@@ -80,7 +80,7 @@ FAULTS = (
     ),
     Fault(
         "gspo-sum",
-        "GSPO's ratio is that of the whole sequence, without the mean over its tokens",
+        "GSPO's ratio is the product over a sequence's tokens, not their geometric mean",
         GRPO + "losses.py",
         "difference = inputs.sequence_mean(difference)",
         "difference = inputs.sequence_sum(difference)",
@@ -364,7 +364,7 @@ FAULTS = (
     ),
     Fault(
         "first-token-untrained",
-        "the mask of a completion begins a token late",
+        "a completion's mask starts one token late",
         GRPO + "rollout.py",
         "np.full(len(branch), 0.0 if masked else 1.0, np.float32)",
         "np.float32(not masked) * (np.arange(len(branch)) > 0).astype(np.float32)",
@@ -428,7 +428,7 @@ FAULTS = (
     ),
     Fault(
         "positions-not-reset",
-        "positions count through a row: a completion is as far from its prompt as it happens to lie",
+        "positions count through the row, so that where a completion was packed changes how far it is from its prompt",
         CORE + "objectives.py",
         "hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)",
         "place = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)\n"
@@ -475,7 +475,7 @@ FAULTS = (
     # Updates.
     Fault(
         "last-micro-batch",
-        "the last micro-batch of an update is left out",
+        "the last micro-batch of an update is dropped",
         CORE + "fit.py",
         "for number, batch in enumerate(update.batches):",
         "for number, batch in enumerate(update.batches[:-1] or update.batches):",

@@ -207,6 +207,8 @@ def main() -> None:
             f"--record {arguments.record}: an interval needs {intervals.FEWEST_SEEDS} seeds at least"
         )
     if arguments.record is not None:
+        if held := [name for name in arguments.recipes if RECIPES[name].held_to]:
+            parser.error(f"{held[0]} has no intervals of its own: --record {RECIPES[held[0]].held_to}")
         names = [name for name in names if not RECIPES[name].held_to]
     began = time.monotonic()
     with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -57,7 +57,7 @@ def test_what_describes_a_model(tiny, tmp_path):
 def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
     model = tiny.make_model("score")
     model.save(tmp_path)
-    widths = 16_384 * 16 * 12 * 4  # slots of a micro-batch × hidden size × arrays of a layer × bytes
+    widths = 16_384 * 16 * 12 * 4  # micro-batch slots × hidden size × arrays per layer × bytes per number
     assert scoring_bytes(str(tmp_path), None, None) == size(model.params) + widths
     assert scoring_bytes("rm.model", None, None) is None
 

@@ -54,7 +54,7 @@ def make_batch(sequences, *, side="right", extra=0):
 
 
 def expected_logps(model, params, rows):
-    """float64 log-softmax of the model's logits, one sequence at a time, each at the start of a row."""
+    """Compute the float64 log-softmax of the model's logits, one sequence at a time, each from the start of a row."""
     out = []
     for tokens, start in rows:
         ids, mask = (np.pad(x, (0, WIDTH - len(tokens)))[None] for x in (tokens, np.ones(len(tokens), int)))

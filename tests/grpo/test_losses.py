@@ -106,7 +106,7 @@ def test_value_and_slope_against_the_ratio(options, advantage, values, slopes):
 
 @pytest.mark.parametrize("kind", ["gspo", "gspo_token"])
 def test_the_gradient_of_a_sequence_s_ratio(kind):
-    """A token's is that of −A s / |y|, s the ratio of its sequence: with one advantage per sequence alike for both."""
+    """Per token it is −A s / |y|, with s its sequence's ratio; one advantage per sequence makes both losses agree."""
 
     def of_sequences(logps):
         arrays = (jnp.asarray(x, jnp.float32) for x in (OLD, ADVANTAGES, MASK))
