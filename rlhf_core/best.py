@@ -12,6 +12,7 @@ import numpy as np
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, near
+from rlhf_core.stage_files import BEST
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ DEFAULTS = ("eval_accuracy", "eval_reward", "eval_loss")
 """What is compared where the config does not say it: the first of these that an evaluation reports."""
 LOWER = ("loss", "error", "perplexity", "kl")
 """Metrics that end so are better the lower they are; all others the higher."""
-FILE = "best.json"
 
 
 class Best:
@@ -103,7 +103,7 @@ class Best:
             state = self._restore(taken, state, checkpoints)
         if self.stage.is_main:
             record = {**self.to_json(), "updates": step, "model": taken}
-            write_atomic(self.stage.dir / FILE, json.dumps(record) + "\n")
+            write_atomic(self.stage.dir / BEST, json.dumps(record) + "\n")
         return state
 
     def _restore(self, step: int, last: TrainState, checkpoints: Checkpoints) -> TrainState:

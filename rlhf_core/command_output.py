@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import InputError
 from rlhf_core.terminal import visible
-
-
-def require_writable(output: Path | None) -> None:
-    """Raise InputError where the rows could not be written, before they are computed."""
-    if output is None:
-        return
-    there = next(folder for folder in output.absolute().parents if folder.exists())
-    if output.is_dir():
-        raise InputError(f"-o {output}: is a directory; give the file to write in it")
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        wrong = "no permission to write to" if there.is_dir() else "not a directory:"
-        raise InputError(f"-o {output}: {wrong} {there}; give another file")
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.command_output import require_writable as require_writable
 from rlhf_core.errors import InputError
 from rlhf_core.generate_command import generate as generate
 from rlhf_core.pipeline_file import read

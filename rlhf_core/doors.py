@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import data, experiment, peers, plugins, runtime
-from rlhf_core.agreement import text_of_first
-from rlhf_core.callbacks import listen
-from rlhf_core.contracts import TRAINER, Artifact
+from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
-from rlhf_core.recorded import Asked, held, run_recorded
-from rlhf_core.signals import stop_if_asked, stop_signals
+from rlhf_core.signals import stop_if_asked
 from rlhf_core.stage import Stage
-from rlhf_core.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, settled
-from rlhf_core.trainer_arguments import door_inputs as door_inputs
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
@@ -213,62 +205,3 @@ def _warn(stage: Stage, field: str, line: str) -> None:
     """On one process, and where the stage runs: it has been checked just before."""
     if stage.is_main and stage.mesh is not None:
         warnings.warn(f"stage '{stage.name}'.{field}: {line}", stacklevel=3)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a trainer run from Python leaves: its main artifact, all of them by output name, and the last metrics."""
-
-    artifact: Artifact
-    artifacts: Mapping[str, Artifact]
-    metrics: Mapping[str, float]
-
-
-def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
-    """Load the plugins and run one trainer outside a pipeline.
-
-    inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
-        `callbacks`, objects with the methods of `rlhf_core.hookspecs`, which are called as the loggers are.
-    Writes to `config.save_directory`, or to a fresh temporary directory, all that a pipeline writes of a stage, and its
-    events.jsonl. Continues a run that was interrupted there; of one that is done, returns what it has left. Raises
-    InputError where the directory is in use, or holds a run of another model, data, rewards or settings.
-    """
-    with stop_signals(redeliver=True):
-        runtime.prepare()
-        with peers.running():
-            return _run_alone(trainer, config, inputs)
-
-
-def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> Result:
-    host = plugins.load()
-    component = host.registry.get(TRAINER, trainer)
-    is_main = jax.process_index() == 0
-    callbacks = inputs.pop("callbacks", None) or ()
-    if is_main:
-        listen(host, callbacks)
-    made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
-    directory = Path(text_of_first(str(config.save_directory or made)))
-    stage = Stage(
-        name=trainer,
-        dir=directory,
-        seed=config.seed if config.seed is not None else 0,
-        mesh=make_mesh(),
-        is_main=is_main,
-        registry=host.registry,
-        hook=host.hook,
-        inputs={name: value for name, value in inputs.items() if value is not None},
-        template_date=day_begun(directory),  # before a record of this start is written
-    )
-    fix = f"give those back, use another save_directory, or delete {directory} to train anew"
-
-    def ask() -> list[Asked]:
-        now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
-        return [Asked(trainer, directory, now, fix=fix)]
-
-    with held(directory, ask, field="save_directory") as records:
-        record, now = records[trainer]
-        done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
-        ended = run_recorded(
-            component, config, stage, host, record, now, notes=directory, say=stage.say, done=done
-        )
-    return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
 from rlhf_core.data import drawn, schedule, updates
+from rlhf_core.layout import MICRO_BATCH_TOKENS
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.rows import Layout, Packed, Tree, choose_layout, pack
@@ -123,10 +124,6 @@ def several(feed: Feed, state: TrainState) -> bool:
     steps = range(min(FIRST_UPDATES, feed.total))
     known = not any(map(feed.needs_state, steps))
     return known and any(len(feed.update(step, state).batches) > 1 for step in steps)
-
-
-MICRO_BATCH_TOKENS = 16384
-"""Slots of a micro-batch at most, however large an update is: what keeps activations in bounds."""
 
 
 def empty(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.disk_errors import GOES_ON, attempt
+from rlhf_core.errors import InputError
 
 CHECKSUM = "checksum"
 UNTOUCHED = "What was there before is untouched; mend that and give the same command again."
@@ -247,3 +248,15 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 def _text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+
+def require_writable(output: Path | None) -> None:
+    """Raise InputError where the rows could not be written, before they are computed."""
+    if output is None:
+        return
+    there = next(folder for folder in output.absolute().parents if folder.exists())
+    if output.is_dir():
+        raise InputError(f"-o {output}: is a directory; give the file to write in it")
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        wrong = "no permission to write to" if there.is_dir() else "not a directory:"
+        raise InputError(f"-o {output}: {wrong} {there}; give another file")

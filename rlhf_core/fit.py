@@ -18,7 +18,6 @@ from rlhf_core.advice import advise
 from rlhf_core.agreement import any_of, stop_together
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.diagnosis import not_finite, not_finite_error
-from rlhf_core.doors import run_alone as run_alone
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.evaluation import evaluated
 from rlhf_core.evaluation import evaluator as evaluator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import data, optimizers
 from rlhf_core.advice import advise
 from rlhf_core.doors import asked_lora, open_records, require_model, told_of
-from rlhf_core.feeds import MICRO_BATCH_TOKENS
+from rlhf_core.layout import MICRO_BATCH_TOKENS
 from rlhf_core.memory import definition_of, memory_lines, training_bytes
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.trees import lengths_of, sizes_of

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.command_output import for_reader, require_writable, write_rows
+from rlhf_core.command_output import for_reader, write_rows
 from rlhf_core.errors import InputError
+from rlhf_core.files import require_writable
 from rlhf_core.terminal import echo
 
 SEQUENCES_AT_ONCE = 64

@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+MICRO_BATCH_TOKENS = 16384
+"""Slots of a micro-batch at most, however large an update is: what keeps activations in bounds."""
 NO_CROSSOVER = 2**40
 """The crossover of attention that skips what no token sees: longer rows cost it nothing."""
 LONE_ROW = 0.12

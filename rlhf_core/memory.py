@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from rlhf_core.errors import read_json_object
-from rlhf_core.feeds import MICRO_BATCH_TOKENS
+from rlhf_core.layout import MICRO_BATCH_TOKENS
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.partition import join, split
 from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.state import fixed_parameters, optimizer_shardings
-from rlhf_core.usage import machine_memory
+from rlhf_core.usage import human, machine_memory
 
 if TYPE_CHECKING:
     import optax
@@ -214,12 +214,3 @@ def _bytes(tree: Any) -> int:
 
 def _size(shape: tuple[int, ...], dtype: Any) -> int:
     return int(np.prod(shape, dtype=np.int64)) * (dtype.itemsize if hasattr(dtype, "itemsize") else 4)
-
-
-def human(size: float) -> str:
-    """A number of bytes in three digits and a unit."""
-    for unit in ("B", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.1f} GB"

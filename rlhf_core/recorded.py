@@ -16,9 +16,8 @@ from rlhf_core.contracts import Artifact, Trainer
 from rlhf_core.directory_lock import lock
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.execution import execute, read_outputs
-from rlhf_core.memory import human
 from rlhf_core.stage_record import StageRecord, State
-from rlhf_core.usage import forget_peak, peak_line
+from rlhf_core.usage import forget_peak, human, peak_line
 
 if TYPE_CHECKING:
     from rlhf_core.options import TrainerConfig

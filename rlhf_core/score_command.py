@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.command_output import number, require_writable, row_text, write_text
+from rlhf_core.command_output import number, row_text, write_text
+from rlhf_core.files import require_writable
 from rlhf_core.terminal import echo
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.source import CHUNK
 from rlhf_core.encoding import Encoder, special_ids
 from rlhf_core.errors import InputError
-from rlhf_core.feeds import MICRO_BATCH_TOKENS
+from rlhf_core.layout import MICRO_BATCH_TOKENS
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.objectives import sequence_scores

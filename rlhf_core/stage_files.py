@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_core.best import FILE as BEST
 from rlhf_core.disk_errors import attempt
 from rlhf_core.files import flush, flush_lines, remove
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
 
+BEST = "best.json"
 FOLDERS = ("samples", "evaluations")
 """Of files named by the updates done before them: `update-000012.jsonl`, `evaluation-000012.jsonl`, `000012.json`."""
 _NAME = re.compile(r"(?:.*-)?(\d{6,})\.jsonl?")

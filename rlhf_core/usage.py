@@ -66,3 +66,12 @@ def free_memory() -> None:
     """Let go of what a stage leaves behind: arrays in cycles, and its compiled programs."""
     gc.collect()
     jax.clear_caches()
+
+
+def human(size: float) -> str:
+    """A number of bytes in three digits and a unit."""
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"

@@ -44,7 +44,7 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objectives import trained_logps
 from rlhf_core.options import TrainerConfig
-from rlhf_core.rollouts import open_prompts, open_rewards
+from rlhf_core.rollouts.opening import open_prompts, open_rewards
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState, create_state

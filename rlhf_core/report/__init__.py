@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.commands import require_writable
 from rlhf_core.errors import InputError
+from rlhf_core.files import require_writable
 from rlhf_core.report.run import read_run
 
 

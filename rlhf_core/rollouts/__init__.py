@@ -7,11 +7,6 @@ from rlhf_core.rollouts.completions import measure as measure
 from rlhf_core.rollouts.completions import reward_inputs as reward_inputs
 from rlhf_core.rollouts.completions import rollout_metrics as rollout_metrics
 from rlhf_core.rollouts.completions import total_reward as total_reward
-from rlhf_core.rollouts.opening import open_prompts as open_prompts
-from rlhf_core.rollouts.opening import open_rewards as open_rewards
-from rlhf_core.rollouts.opening import open_sampler as open_sampler
-from rlhf_core.rollouts.opening import require_known as require_known
-from rlhf_core.rollouts.opening import warm_up as warm_up
 from rlhf_core.rollouts.rewards import Reward as Reward
 from rlhf_core.rollouts.rewards import WeightedReward as WeightedReward
 from rlhf_core.rollouts.setup import check_columns as check_columns
@@ -28,10 +23,6 @@ __all__ = [
     "empty_warning",
     "forecast_rewards",
     "measure",
-    "open_prompts",
-    "open_rewards",
-    "open_sampler",
-    "require_known",
     "restore",
     "reward_inputs",
     "rollout_metrics",
@@ -39,5 +30,4 @@ __all__ = [
     "set_up",
     "snapshots",
     "total_reward",
-    "warm_up",
 ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf_core.trainer_arguments import SPELLINGS
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 
@@ -17,7 +18,6 @@ from rlhf_core.components import load_file
 from rlhf_core.options import TrainerConfig, build
 from rlhf_core.options.expansion import PART_NAMES
 from rlhf_core.options.seed import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
-from rlhf_core.trainer_arguments import SPELLINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/reference/coming_from.md").read_text(encoding="utf-8")

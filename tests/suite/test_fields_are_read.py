@@ -18,7 +18,7 @@ from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
 from rlhf_core import options
-from rlhf_core.doors import run_alone
+from rlhf_core.alone import run_alone
 from rlhf_core.mesh import make_mesh
 from rlhf_core.options import TrainerConfig
 

@@ -11,16 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import artifacts, data, optimizers
-from rlhf_core.doors import (
-    Result,
-    door_inputs,
-    open_model,
-    open_records,
-    run_alone,
-    tell,
-    told_of,
-    try_loss,
-)
+from rlhf_core.alone import Result, door_inputs, run_alone
+from rlhf_core.doors import open_model, open_records, tell, told_of, try_loss
 from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
 from rlhf_core.forecast import plan_lines

@@ -14,7 +14,8 @@ from rlhf_core.doors import open_records, require_model, try_loss
 from rlhf_core.forecast import training_memory
 from rlhf_core.memory import cache_bytes, memory_lines, scoring_bytes
 from rlhf_core.mesh import rows_a_device
-from rlhf_core.rollouts import forecast_rewards, open_prompts, open_rewards
+from rlhf_core.rollouts import forecast_rewards
+from rlhf_core.rollouts.opening import open_prompts, open_rewards
 from rlhf_core.sampling import slots_a_device
 from rlhf_core.stopping import stop_table
 from rlhf_grpo.advice import advise

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.feeds import MICRO_BATCH_TOKENS, skips_unseen
-from rlhf_core.layout import NO_CROSSOVER, row_cost
+from rlhf_core.feeds import skips_unseen
+from rlhf_core.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
 from rlhf_core.mesh import row_multiple
 from rlhf_core.rows import Layout, Tree, choose_layout
 

@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, artifacts, optimizers
-from rlhf_core.doors import Result, door_inputs, open_model, run_alone
+from rlhf_core.alone import Result, door_inputs, run_alone
+from rlhf_core.doors import open_model
 from rlhf_core.errors import RunError
 from rlhf_core.fit import fit
-from rlhf_core.rollouts import (
-    check_columns,
-    open_prompts,
-    open_rewards,
-    open_sampler,
-    require_known,
-    set_up,
-    warm_up,
-)
+from rlhf_core.rollouts import check_columns, set_up
+from rlhf_core.rollouts.opening import open_prompts, open_rewards, open_sampler, require_known, warm_up
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.suited import with_attention
 from rlhf_grpo.advice import advise

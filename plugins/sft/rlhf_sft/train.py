@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import artifacts, data, optimizers
-from rlhf_core.doors import Result, door_inputs, open_model, open_records, run_alone, tell
+from rlhf_core.alone import Result, door_inputs, run_alone
+from rlhf_core.doors import open_model, open_records, tell
 from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
 from rlhf_core.fit import evaluator, fit
 from rlhf_core.forecast import plan_lines
