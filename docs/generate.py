@@ -21,11 +21,11 @@ import typer
 from as_markdown import default, joined, page, paragraphs, table
 from pydantic.fields import FieldInfo
 
-from rlhf_core import attention_kind, cli, contracts, hookspecs, plugins
-from rlhf_core.components import Entry
+from rlhf_core import cli, contracts, plugins
+from rlhf_core.config import Component, Options, TrainerConfig, fields
 from rlhf_core.contracts import TRAINER, Kind
-from rlhf_core.options import Component, Options, TrainerConfig, fields
-from rlhf_core.plugins import Host
+from rlhf_core.plugins import Host, hooks
+from rlhf_core.plugins.component import Entry
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/reference"
@@ -190,7 +190,7 @@ def components_page(host: Host) -> str:
 
 def declared() -> dict[str, Kind[Any]]:
     """{constant: kind} of the contracts, and of the plugins that have kinds of their own."""
-    homes = (contracts, attention_kind, rlhf_dpo)
+    homes = (contracts, contracts, rlhf_dpo)
     return {name: value for home in homes for name, value in vars(home).items() if isinstance(value, Kind)}
 
 
@@ -255,7 +255,7 @@ def flag_row(flag: Any) -> tuple[str, str, str]:
 
 def hooks_page() -> str:
     parts = ["# Hooks", NOTE]
-    text = inspect.cleandoc(hookspecs.__doc__ or "").split("\n\n")
+    text = inspect.cleandoc(hooks.__doc__ or "").split("\n\n")
     parts += [
         f"```text\n{inspect.cleandoc(each)}\n```" if each.startswith(" ") else joined(each) for each in text
     ]
@@ -263,7 +263,7 @@ def hooks_page() -> str:
         "A plugin is a module, an object or a file whose functions carry `@hookimpl` from `rlhf_core`; a logger is an "
         "object with such methods."
     )
-    for name, hook in vars(hookspecs).items():
+    for name, hook in vars(hooks).items():
         if name.startswith("rlhf_"):
             signature = str(inspect.signature(hook)).replace("'", "").replace(" -> None", "")
             parts += [f"## {name}", f"`{name}{signature}`", *paragraphs(hook)]

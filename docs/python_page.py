@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from as_markdown import WIDTH, joined, table
 
+from rlhf_core.config import Options
 from rlhf_core.contracts import Kind
-from rlhf_core.options import Options
 
 
 class Section(NamedTuple):
@@ -35,7 +35,7 @@ SECTIONS = (
         "Opening what a stage names",
         "",
         {
-            "rlhf_core.doors": (
+            "rlhf_core.training.open": (
                 "open_model",
                 "open_records",
                 "tell",
@@ -52,8 +52,15 @@ SECTIONS = (
         "Rows and updates",
         "[Rows](../explanation/rows.md) says how they are laid out.",
         {
-            "rlhf_core.rows": ("Tree", "tree", "pack", "Packed"),
-            "rlhf_core.feeds": ("Feed", "Update", "TreeFeed", "layout_for", "empty", "evaluation_batches"),
+            "rlhf_core.packing.rows": ("Tree", "tree", "pack", "Packed"),
+            "rlhf_core.fit.batches": (
+                "Feed",
+                "Update",
+                "TreeFeed",
+                "layout_for",
+                "empty",
+                "evaluation_batches",
+            ),
             "rlhf_core.fit": ("fit", "Fitted", "evaluator"),
         },
     ),
@@ -61,7 +68,7 @@ SECTIONS = (
         "Objectives",
         "",
         {
-            "rlhf_core.objectives": (
+            "rlhf_core.objective": (
                 "trained_logps",
                 "trained_weight",
                 "trained_sequence",
@@ -86,7 +93,7 @@ SECTIONS = (
         {
             "rlhf_core.optimizers": ("make",),
             "rlhf_core.artifacts": ("save_model",),
-            "rlhf_core.forecast": ("plan_lines",),
+            "rlhf_core.training.forecast": ("plan_lines",),
             "rlhf_core.errors": ("InputError", "RunError", "Stopped"),
         },
     ),

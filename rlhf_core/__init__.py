@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_core.attention_kind import ATTENTION as ATTENTION
+    from rlhf_core.config import TrainerConfig as TrainerConfig
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
+    from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
     from rlhf_core.contracts import LOGGER as LOGGER
     from rlhf_core.contracts import MODEL as MODEL
@@ -31,28 +32,26 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import Rows as Rows
     from rlhf_core.contracts import SamplerInputs as SamplerInputs
     from rlhf_core.contracts import Trainer as Trainer
-    from rlhf_core.hookspecs import hookimpl as hookimpl
     from rlhf_core.models import load_model as load_model
-    from rlhf_core.options import TrainerConfig as TrainerConfig
     from rlhf_core.pipeline import run_pipeline as run_pipeline
-    from rlhf_core.registry import Registry as Registry
+    from rlhf_core.plugins.hooks import hookimpl as hookimpl
+    from rlhf_core.plugins.registry import Registry as Registry
     from rlhf_core.sampling import Rollouts as Rollouts
     from rlhf_core.stage import Stage as Stage
     from rlhf_core.state import TrainState as TrainState
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
+    "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
     "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows SamplerInputs "
     "Trainer"
 )
 _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
-    "ATTENTION": "attention_kind",
-    "hookimpl": "hookspecs",
+    "hookimpl": "plugins.hooks",
     "load_model": "models",
-    "TrainerConfig": "options",
+    "TrainerConfig": "config",
     "run_pipeline": "pipeline",
-    "Registry": "registry",
+    "Registry": "plugins.registry",
     "Rollouts": "sampling",
     "Stage": "stage",
     "TrainState": "state",

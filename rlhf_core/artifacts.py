@@ -13,14 +13,14 @@ from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import distributions
-from rlhf_core.agreement import texts_of_all
 from rlhf_core.contracts import Artifact
-from rlhf_core.disk_errors import attempt, disk_reason
 from rlhf_core.errors import InputError
-from rlhf_core.files import flush, make_directory, replace_directory, sealed, unsealed
-from rlhf_core.files import write_atomic as write_atomic
-from rlhf_core.templates import writes_date
+from rlhf_core.runtime import distributions
+from rlhf_core.runtime.agreement import texts_of_all
+from rlhf_core.runtime.disk_errors import attempt, disk_reason
+from rlhf_core.runtime.files import flush, make_directory, replace_directory, sealed, unsealed
+from rlhf_core.runtime.files import write_atomic as write_atomic
+from rlhf_core.tokenizer.chat_template import writes_date
 
 if TYPE_CHECKING:
     from rlhf_core.models import Model

@@ -24,14 +24,75 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
-from rlhf_core import checkpoint_tree as tree
 from rlhf_core.artifacts import damage, describe
-from rlhf_core.disk_errors import GOES_ON, attempt, disk_reason
-from rlhf_core.errors import RunError
-from rlhf_core.files import make_directory, replace_directory, sealed, unsealed, write_atomic
-from rlhf_core.peers import writing
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.runtime.disk_errors import GOES_ON, attempt, disk_reason
+from rlhf_core.runtime.files import make_directory, replace_directory, sealed, unsealed, write_atomic
+from rlhf_core.runtime.peers import writing
+
+PLAIN_KINDS = "biufcSU"
+"""Kinds of numpy dtypes that an .npz holds without pickle."""
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """Name every leaf by its dotted path, under which a checkpoint stores and compares it."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in pairs}
+    if len(named) != len(pairs):
+        raise ValueError("two arrays of the state have the same dotted path: a key of it contains a dot")
+    return named
+
+
+def shape(leaf: Any) -> str:
+    """Write a leaf's dtype and shape, such as `float32[2,3]`."""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Describe the array that a leaf is to be read as."""
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def on_sharding(leaf: Any, wanted: Any) -> Any:
+    """Place a typed key as wanted: orbax gives it the sharding of its data, which has one axis more."""
+    if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.jit(lambda key: key, out_shardings=abstract(wanted).sharding)(leaf)
+
+
+def plain(name: str, array: Any) -> np.ndarray:
+    """Copy an array for an .npz. Raises TypeError for a dtype that needs pickle."""
+    copy = np.array(array)
+    if copy.dtype.kind not in PLAIN_KINDS:
+        raise TypeError(
+            f"arrays['{name}'] has dtype {copy.dtype}, which a checkpoint cannot hold; convert it"
+        )
+    return copy
+
+
+def compare(directory: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Raise InputError, naming the arrays, where a checkpoint was saved from another tree, shape or dtype."""
+    problems = [
+        f"{name}: saved as {saved.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
+        for name in sorted({*saved, *wanted})
+        if saved.get(name) != wanted.get(name)
+    ]
+    if problems:
+        more = [f"and {len(problems) - 10} more arrays"] if len(problems) > 10 else []
+        head = f"{directory} was saved from another model or optimizer; use another --dir, or delete it:"
+        raise InputError(head, *(f"  {line}" for line in problems[:10] + more))
+
+
+def scalar(x: Any) -> Any:
+    """Turn a NumPy number into Python's, for JSON. Raises TypeError for anything else."""
+    if isinstance(x, np.generic):
+        return x.item()
+    raise TypeError(f"a checkpoint cannot keep {x!r}; make it a number, a text, or an array beside them")
+
 
 FORMAT = 1
 _CONTEXT = v1.Context()
@@ -93,10 +154,10 @@ class Checkpoints:
         cannot be deleted is a warning.
         """
         self.wait()
-        leaves = tree.leaves(state)
-        kept = {name: tree.plain(name, array) for name, array in (arrays or {}).items()}
-        shapes = {name: tree.shape(leaf) for name, leaf in leaves.items()}
-        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=tree.scalar)
+        arrays_of_state = leaves(state)
+        kept = {name: plain(name, array) for name, array in (arrays or {}).items()}
+        shapes = {name: shape(leaf) for name, leaf in arrays_of_state.items()}
+        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=scalar)
         beside = self.directory / f".{step}.tmp"
 
         def start() -> v1.AsyncResponse[None]:
@@ -104,7 +165,7 @@ class Checkpoints:
                 self._clean()
                 make_directory(beside)
             with _CONTEXT:
-                return v1.save_async(beside / "state", leaves)
+                return v1.save_async(beside / "state", arrays_of_state)
 
         @writing()
         def finish(response: v1.AsyncResponse[None]) -> None:
@@ -159,13 +220,13 @@ class Checkpoints:
             arrays = {name.removeprefix("arrays/"): file[name] for name in file.files}
         if accept is not None:
             accept(Restored(step, None, saved["host"], arrays))
-        wanted = tree.leaves(abstract_state)
-        tree.compare(directory, saved["leaves"], {name: tree.shape(leaf) for name, leaf in wanted.items()})
+        wanted = leaves(abstract_state)
+        compare(directory, saved["leaves"], {name: shape(leaf) for name, leaf in wanted.items()})
         try:
-            found = v1.load(directory / "state", {name: tree.abstract(leaf) for name, leaf in wanted.items()})
+            found = v1.load(directory / "state", {name: abstract(leaf) for name, leaf in wanted.items()})
         except Exception as error:  # its bytes are as they were written: an older one would fail as well
             raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
-        found = {name: tree.on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
+        found = {name: on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
         return Restored(step, state, saved["host"], arrays)
 

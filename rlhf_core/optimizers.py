@@ -14,8 +14,8 @@ from rlhf_core.contracts import OPTIMIZER
 from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
-    from rlhf_core.options import TrainerConfig
-    from rlhf_core.registry import Registry
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.plugins.registry import Registry
 
 Schedule = Callable[[Any], Any]
 NotNegative = Annotated[float, Field(ge=0)]

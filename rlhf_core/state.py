@@ -14,7 +14,7 @@ import numpy as np
 from rlhf_core.errors import InputError, near
 from rlhf_core.mesh import AnyMesh, replicated
 from rlhf_core.models.lora import has_adapters, untrained
-from rlhf_core.partition import Path, join, matching, named, paths, split
+from rlhf_core.models.params import Path, join, matching, named, paths, split
 
 if TYPE_CHECKING:
     import optax

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_core.ahead import Ahead
 from rlhf_core.mesh import abstract_rows, replicated
 from rlhf_core.metrics import Mean, Metric, merge, nothing
 from rlhf_core.models.lora import has_noise, with_noise
-from rlhf_core.partition import Path, join, split
+from rlhf_core.models.params import Path, join, split
+from rlhf_core.runtime.background import Ahead
 from rlhf_core.state import TrainState
 
 Objective: TypeAlias = Callable[[Any, Any], tuple[Mean, Mapping[str, Metric]]]
@@ -115,8 +115,8 @@ class Programs:
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
         """Start to compile what these calls need and `apply`, in this order; a call waits for what it needs.
 
-        calls: as `rlhf_core.feeds.calls` gives them, micro-batches of which shapes and dtypes count and whether another
-        came before in the update. What has been asked for already is not compiled again.
+        calls: as `rlhf_core.fit.batches.calls` gives them, micro-batches of which shapes and dtypes count and whether
+        another came before in the update. What has been asked for already is not compiled again.
         """
         mesh = state.step.sharding.mesh
         key = _key(state, 0) if self._noise else None

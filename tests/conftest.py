@@ -12,7 +12,7 @@ from types import ModuleType
 import jax
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 # Tests run their programs for milliseconds: what counts is the time to compile. Without optimisations and with XLA's
 # older emitters it is less than half.

@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import plugins
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.execution import execute
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.stage import Stage
+from rlhf_core.stage.execute import execute
 
 WORDS = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRS"]
 SIZES = {

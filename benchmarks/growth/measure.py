@@ -25,8 +25,8 @@ from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.shapes import longest_groups
 
 from rlhf_core.mesh import abstract_rows, make_mesh
-from rlhf_core.models.blockwise import block_size
-from rlhf_core.rows import pack
+from rlhf_core.models.attention_blocks import block_size
+from rlhf_core.packing.rows import pack
 from rlhf_core.step import Programs
 
 sys.path.insert(0, str(SPEED))

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import load_model
-from rlhf_core.encoding import Encoder
-from rlhf_core.export import export
+from rlhf_core.cli.export import export
 from rlhf_core.models import fresh_model
+from rlhf_core.tokenizer.encoding import Encoder
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
 

@@ -16,7 +16,7 @@ from typing import Any
 import task
 
 from rlhf_core import load_model
-from rlhf_core.encoding import Encoder
+from rlhf_core.tokenizer.encoding import Encoder
 
 
 def encode(pairs: Sequence[dict[str, Any]], encoder: Encoder) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from ours_steps import fresh
 from rlhf_reward import RewardConfig, RewardTrainer
 
 from rlhf_core import data
+from rlhf_core.packing.trees import Tree
 from rlhf_core.tokenizer import load_tokenizer
-from rlhf_core.trees import Tree
 
 
 def run_epoch(task: works.Task) -> dict[str, Any]:

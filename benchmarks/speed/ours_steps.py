@@ -37,21 +37,21 @@ from rlhf_core import (
     optimizers,
     plugins,
 )
-from rlhf_core.execution import execute
-from rlhf_core.feeds import KNOWN_UPDATES, Feed, TreeFeed, calls, layout_for, several
+from rlhf_core.config import TrainerConfig
+from rlhf_core.fit.batches import KNOWN_UPDATES, Feed, TreeFeed, calls, layout_for, several
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
-from rlhf_core.objectives import trained_logps
-from rlhf_core.options import TrainerConfig
-from rlhf_core.rollouts.opening import open_prompts, open_rewards
+from rlhf_core.objective import trained_logps
+from rlhf_core.packing.trees import tree
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
+from rlhf_core.stage.execute import execute
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
-from rlhf_core.suited import with_attention
 from rlhf_core.tokenizer import load_tokenizer
-from rlhf_core.trees import tree
+from rlhf_core.training.attention import with_attention
+from rlhf_core.training.open import open_prompts, open_rewards
 
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ from rlhf_core.data.records import load
 from rlhf_core.data.report import Report
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.texts import Text, Texts, encode_texts
-from rlhf_core.data.tokens import require_vocabulary
+from rlhf_core.data.token_ids import require_vocabulary
 from rlhf_core.data.whole import Whole, encode_whole, whole_parts
 
 __all__ = [

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
 from rlhf_core.data.source import Source, digest
-from rlhf_core.data.tokens import unknown_id
-from rlhf_core.encoding import Encoder
-from rlhf_core.templates import templates_of, writes_date
+from rlhf_core.data.token_ids import unknown_id
 from rlhf_core.tokenizer import tokenizer_hash
+from rlhf_core.tokenizer.chat_template import templates_of, writes_date
+from rlhf_core.tokenizer.encoding import Encoder
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 SMALL = 1000

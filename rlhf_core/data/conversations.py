@@ -10,9 +10,9 @@ import numpy as np
 
 from rlhf_core.data.source import Source
 from rlhf_core.data.unicode import text_problem
-from rlhf_core.encoding import Encoder, Turns
 from rlhf_core.errors import InputError, near
-from rlhf_core.text_options import kwargs_problem
+from rlhf_core.tokenizer.encoding import Encoder, Turns
+from rlhf_core.tokenizer.text_options import kwargs_problem
 
 
 def message_problem(value: Any) -> str | None:

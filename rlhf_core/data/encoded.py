@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.ragged import Places, Ragged
 from rlhf_core.data.report import Report
-from rlhf_core.data.tokens import combined, digest64, fingerprint_of
-from rlhf_core.encoding import Ints
-from rlhf_core.rows import Tree, tree
-from rlhf_core.trees import Trees
+from rlhf_core.data.token_ids import combined, digest64, fingerprint_of
+from rlhf_core.packing.rows import Tree, tree
+from rlhf_core.packing.trees import Trees
+from rlhf_core.tokenizer.encoding import Ints
 
 
 class Pair(NamedTuple):

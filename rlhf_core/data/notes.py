@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data.cache import ROWS
-from rlhf_core.encoding import Encoder, Turns
+from rlhf_core.tokenizer.encoding import Encoder, Turns
 
 
 class Notes:

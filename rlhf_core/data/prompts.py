@@ -18,9 +18,9 @@ from rlhf_core.data.ragged import Cells, Places, Ragged
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source, json_text
-from rlhf_core.data.tokens import combined, digest64, facts, fingerprint_of, unknown_id
-from rlhf_core.encoding import Encoder, TextOptions, Turns
+from rlhf_core.data.token_ids import combined, digest64, facts, fingerprint_of, unknown_id
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
 NOTES = ("left_out",)
 ACCEPTED = "prompt as a text or a conversation; every other column reaches the reward functions"

@@ -16,7 +16,7 @@ from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, near, reading
 
 if TYPE_CHECKING:
-    from rlhf_core.registry import Registry
+    from rlhf_core.plugins.registry import Registry
 
 # What a row of data may have and a table that names a dataset does not.
 DATA_COLUMNS = {

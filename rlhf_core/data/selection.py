@@ -12,7 +12,7 @@ from rlhf_core.data.cache import ENDS, ROWS
 from rlhf_core.data.ragged import Places, Ragged
 from rlhf_core.data.report import Report
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import digest64, note_repeats, shared_start
+from rlhf_core.data.token_ids import digest64, note_repeats, shared_start
 from rlhf_core.errors import InputError
 
 

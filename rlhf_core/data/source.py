@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.kinds import Kind, Kinds, kinds_of
 from rlhf_core.data.views import Chosen
-from rlhf_core.signals import stop_if_asked
+from rlhf_core.runtime.signals import stop_if_asked
 
 CHUNK = 2048
 """Rows that are objects at one time while a source is encoded."""

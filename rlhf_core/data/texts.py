@@ -14,15 +14,15 @@ from rlhf_core.data.cache import ROWS, Arrays, Tokens, flat
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.notes import Notes
-from rlhf_core.data.parsing import begins_with, number_of, parse, require_said, without_prompts
+from rlhf_core.data.preferences import begins_with, number_of, parse, require_said, without_prompts
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.selection import Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.tokens import facts, unknown_id
-from rlhf_core.encoding import Encoder, Ints, TextOptions, Turns, first_after, join, replied
+from rlhf_core.data.token_ids import facts, unknown_id
 from rlhf_core.errors import InputError
-from rlhf_core.rows import shared_prefix
-from rlhf_core.templates import Written
+from rlhf_core.packing.rows import shared_prefix
+from rlhf_core.tokenizer.chat_template import Written
+from rlhf_core.tokenizer.encoding import Encoder, Ints, TextOptions, Turns, first_after, join, replied
 
 ACCEPTED = (
     "text; prompt + completion, as texts or conversations; messages; or preferences, of which the chosen "
@@ -47,7 +47,7 @@ def encode_texts(
     """Tokenise demonstrations. Which tokens are learned depends on the columns:
 
     text: all. prompt + completion: the completion's, of conversations the replies in it. messages: every reply, as
-    `rlhf_core.templates` finds them. Preferences: as prompt + completion with the chosen one.
+    `rlhf_core.tokenizer.chat_template` finds them. Preferences: as prompt + completion with the chosen one.
 
     max_length: tokens; longer rows are dropped ("filter") or cut ("truncate", by `truncation_mode`).
     chat_template: as in `template_text`, or all options of `TextOptions`.

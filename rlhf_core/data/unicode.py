@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.text_options import text_problem as text_problem
+from rlhf_core.tokenizer.text_options import text_problem as text_problem
 
 
 def bad_text(row: Mapping[Any, Any]) -> str | None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.parsing import FAMILIES, begins_with, parse, require_said, without_prompts
+from rlhf_core.data.preferences import FAMILIES, begins_with, parse, require_said, without_prompts
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import CHUNK, Records, Source
 from rlhf_core.data.texts import read_columns
-from rlhf_core.data.tokens import pretokenised
-from rlhf_core.encoding import Encoder, Ints, Turns
+from rlhf_core.data.token_ids import pretokenised
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.encoding import Encoder, Ints, Turns
 
 Row = tuple[Turns | None, Turns]
 """A prompt, or None where the completion holds it, and a completion."""

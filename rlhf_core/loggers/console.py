@@ -2,20 +2,311 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
 
 from rlhf_core.errors import Stopped
-from rlhf_core.hookspecs import hookimpl
-from rlhf_core.loggers.pace import HEADLINE, Pace, shown
-from rlhf_core.loggers.views import View, choose
+from rlhf_core.loggers.jsonl import strict
+from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.runtime.terminal import SafeConsole, visible
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Artifact
     from rlhf_core.stage import Stage
+
+
+HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "useful_fraction", "step_time")
+UNSHOWN = ("time/", "rollout/", "completions/min_", "completions/max_", "completions/mean_terminated_")
+"""How names begin that the console leaves to metrics.jsonl and the report."""
+HEADLINE = ("loss", "reward", "accuracy")
+
+
+class Pace:
+    """Updates done and to do, the time they take, and which metrics say how it goes, of one run of a stage."""
+
+    def __init__(self, plan: Path, names: Sequence[str] = HEADLINE) -> None:
+        """plan: {"updates": how many the stage has}, a file that appears before the first update. names: of metrics."""
+        self.names = names
+        self.began = time.monotonic()
+        self.step = 0
+        self.total: int | None = None
+        self._plan = plan
+        self._marks: deque[tuple[int, float]] = deque(maxlen=20)
+        self._seconds_each: float | None = None
+
+    def mark(self, step: int) -> None:
+        """Note that `step` updates are done."""
+        if self.total is None and self._plan.exists():
+            self.total = int(json.loads(self._plan.read_text())["updates"])
+        self.step = step
+        self._marks.append((step, time.monotonic()))
+        (first, then), (last, now) = self._marks[0], self._marks[-1]
+        # Not before the second mark: up to the first, programs were compiled too.
+        self._seconds_each = (now - then) / (last - first) if last > first else None
+
+    def seconds(self) -> float:
+        """Since the stage began."""
+        return time.monotonic() - self.began
+
+    def seconds_left(self) -> float | None:
+        """Until the last update, at the pace of the last twenty logged steps; None before that is known."""
+        if self.total is None or self._seconds_each is None:
+            return None
+        due = self._marks[-1][1] + (self.total - self.step) * self._seconds_each
+        return max(due - time.monotonic(), 0.0)
+
+    def count(self) -> str:
+        """`120/400`, padded so that a column of them lines up."""
+        return str(self.step) if self.total is None else f"{self.step:>{len(str(self.total))}}/{self.total}"
+
+    def left(self) -> str:
+        seconds = self.seconds_left()
+        return "" if seconds is None else f"{clock(seconds)} left"
+
+    def headline(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """(name, number) of the few metrics that say whether it works."""
+        return [(name, number(metrics[name])) for name in self.names if name in metrics]
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(x: float) -> str:
+    """Four digits in at most nine characters: `0.01230`, `12.30`, `1,234`, `45.6k`, `1.00e-05`."""
+    if not math.isfinite(x) or x == 0:
+        return f"{x:g}"
+    size = abs(x)
+    if size >= 999.95e9 or size < 1e-3:
+        return f"{x:.2e}"
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= max(unit * 0.99995, 9999.5):
+            return f"{x / unit:.1f}{letter}"
+    return f"{x:,.0f}" if size >= 999.95 else f"{x:#.4g}"
+
+
+def speed(metrics: Mapping[str, float]) -> str:
+    return f"{number(metrics['tokens_per_second'])} tok/s" if "tokens_per_second" in metrics else ""
+
+
+def details(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(name, number) of every metric that is about learning, without the `eval_` in front."""
+    plain = {name.removeprefix("eval_"): x for name, x in metrics.items()}
+    shown = {name: x for name, x in plain.items() if not (name in HOUSEKEEPING or name.startswith(UNSHOWN))}
+    return [(name, number(x)) for name, x in shown.items()]
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+Pairs = Sequence[tuple[str, str]]
+Ending = Literal["done", "stopped", "failed"]
+
+
+class View(Protocol):
+    """What the console tells a view, in the order in which it happens. `pace` is up to date at each call."""
+
+    pace: Pace
+
+    def start(self, about: str) -> None: ...
+    def step(self, metrics: Mapping[str, float]) -> None: ...
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def saved(self, name: str, kind: str, path: str) -> None: ...
+    def end(self, how: Ending) -> None: ...
+
+
+def choose(progress: str, stage: str, pace: Pace) -> View:
+    """The view called `progress`; plain lines take the place of a bar where no cursor can be moved."""
+    if progress == "json":
+        return JsonView(stage, pace)
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return PlainView(stage, pace)
+    return TqdmView(stage, pace) if progress == "tqdm" else RichView(stage, pace)
+
+
+class PlainView:
+    """A line an event, on stderr, without control characters: for log files."""
+
+    def __init__(self, stage: str, pace: Pace) -> None:
+        self.stage, self.pace = stage, pace
+
+    def start(self, about: str) -> None:
+        self.write(f"start  {about}")
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        words = [
+            self.pace.count(),
+            *map(" ".join, self.pace.headline(metrics)),
+            speed(metrics),
+            self.pace.left(),
+        ]
+        self.write("  ".join(word for word in words if word))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.write("  ".join([f"eval {step}", *map(" ".join, details(metrics))]))
+
+    def saved(self, name: str, kind: str, path: str) -> None:
+        self.write(f"saved {name} ({kind}) in {path}")
+
+    def end(self, how: Ending) -> None:
+        self.write(f"{how}  {self.pace.step} updates in {clock(self.pace.seconds())}")
+
+    def write(self, line: str) -> None:
+        print(visible(f"[{self.stage}] {line}"), file=sys.stderr, flush=True)
+
+
+class TqdmView(PlainView):
+    """Plain lines above a tqdm bar."""
+
+    def __init__(self, stage: str, pace: Pace) -> None:
+        super().__init__(stage, pace)
+        self.bar: Any = None
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        if self.bar is None:
+            self.bar = tqdm(
+                desc=visible(self.stage),
+                initial=self.pace.step,
+                total=self.pace.total,
+                bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
+                dynamic_ncols=True,
+            )
+        self.bar.n = self.pace.step
+        words = [*map(" ".join, self.pace.headline(metrics)), speed(metrics)]
+        self.bar.set_postfix_str(visible("  ".join(words)))
+
+    def end(self, how: Ending) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        super().end(how)
+
+    def write(self, line: str) -> None:
+        tqdm.write(visible(f"[{self.stage}] {line}"), file=sys.stderr)
+
+
+class JsonView:
+    """An object an event on stdout, metrics under their names in metrics.jsonl: for programs."""
+
+    def __init__(self, stage: str, pace: Pace) -> None:
+        self.stage, self.pace = stage, pace
+
+    def start(self, about: str) -> None:
+        self.write("start", about=about)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        left = self.pace.seconds_left()
+        self.write("step", step=self.pace.step, updates=self.pace.total, seconds_left=left, **strict(metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.write("evaluation", step=step, **strict(metrics))
+
+    def saved(self, name: str, kind: str, path: str) -> None:
+        self.write("saved", name=name, kind=kind, path=path)
+
+    def end(self, how: Ending) -> None:
+        self.write("end", how=how, step=self.pace.step, seconds=self.pace.seconds())
+
+    def write(self, event: str, **values: Any) -> None:
+        print(json.dumps({"event": event, "stage": self.stage, **values}, allow_nan=False), flush=True)
+
+
+class RichView:
+    """A header, a live bar below what is printed meanwhile, a line an evaluation, and a footer, on stderr."""
+
+    def __init__(self, stage: str, pace: Pace) -> None:
+        self.stage, self.pace = stage, pace
+        self.metrics: Mapping[str, float] = {}
+        self.console = SafeConsole(stderr=True, highlight=False)
+        self.live = Live(
+            self,
+            console=self.console,
+            refresh_per_second=2,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # a redirected stdout keeps what is printed to it
+        )
+
+    def start(self, about: str) -> None:
+        self.console.print()
+        self.console.rule(Text(self.stage, "bold"), align="left", style="cyan")
+        self.console.print(Text(f"  {about}", "dim", overflow="fold"))
+        self.live.start(refresh=True)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.metrics = metrics
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.pairs(Text(f"eval {step}", "cyan"), details(metrics))
+
+    def saved(self, name: str, kind: str, path: str) -> None:
+        self.console.print(Text.assemble("  saved ", (name, "bold"), f" ({kind}) in ", path, overflow="fold"))
+
+    def end(self, how: Ending) -> None:
+        self.live.stop()
+        mark, style = {"done": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}[how]
+        if self.metrics:
+            self.pairs(Text(f"train {self.pace.step}", "cyan"), details(self.metrics))
+        updates = (
+            f"{self.pace.step} updates" if how == "done" else f"{how} at update {self.pace.count().strip()}"
+        )
+        self.console.print(
+            Text.assemble("  ", (f"{mark} {updates}", style), f" in {clock(self.pace.seconds())}")
+        )
+
+    def pairs(self, title: Text, pairs: Pairs) -> None:
+        """`title  name number  name number …`, wrapped between pairs and indented under the first of them."""
+        indent = max(len(title), 9) + 4
+        lines = [Text.assemble("  ", title, " " * (indent - 2 - len(title)))]
+        for name, value in pairs:
+            pair = Text.assemble((name, "dim"), " ", value, "  ")
+            if len(lines[-1]) + len(pair) - 2 > self.console.width and len(lines[-1]) > indent:
+                lines.append(Text(" " * indent))
+            lines[-1].append_text(pair)
+        for line in lines:
+            line.rstrip()
+            self.console.print(line, overflow="fold")
+
+    def __rich_console__(self, _: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """The bar as it is now; drawn twice a second by rich."""
+        pace = self.pace
+        if pace.step == 0:
+            words = ["preparing", clock(pace.seconds())]
+        else:
+            shown = [f"{name} {value}" for name, value in pace.headline(self.metrics)]
+            words = [pace.count(), pace.left(), *shown, speed(self.metrics)]
+        words = [word for word in words if word]
+        while len(words) > 2 and sum(map(len, words)) + 2 * len(words) + 12 > options.max_width:
+            words.pop()
+        row = Table.grid(padding=(0, 0, 0, 2), expand=True)
+        row.add_column(width=0)
+        row.add_column(ratio=1)
+        for _word in words:
+            row.add_column(no_wrap=True)
+        row.add_row(
+            "", ProgressBar(pace.total, pace.step, pulse=pace.step == 0 or pace.total is None), *words
+        )
+        yield row
 
 
 @dataclass(eq=False)

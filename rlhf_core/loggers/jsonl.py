@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_core.files import append_line, write_atomic
-from rlhf_core.hookspecs import hookimpl
+from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.runtime.files import append_line, write_atomic
 
 if TYPE_CHECKING:
     from rlhf_core.stage import Stage

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.hookspecs import hookimpl
+from rlhf_core.plugins.hooks import hookimpl
 
 if TYPE_CHECKING:
     from rlhf_core.stage import Stage

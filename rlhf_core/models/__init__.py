@@ -2,10 +2,10 @@
 
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.config import Head as Head
+from rlhf_core.models.decoder_family import DECODER as DECODER
+from rlhf_core.models.decoder_family import decoder_family as decoder_family
 from rlhf_core.models.definition import Definition as Definition
 from rlhf_core.models.families import Architecture as Architecture
-from rlhf_core.models.family import DECODER as DECODER
-from rlhf_core.models.family import decoder_family as decoder_family
 from rlhf_core.models.loading import NO_REWARD_HEAD as NO_REWARD_HEAD
 from rlhf_core.models.loading import check_model as check_model
 from rlhf_core.models.loading import find_family as find_family

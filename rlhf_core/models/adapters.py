@@ -16,9 +16,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.models import peft
 from rlhf_core.models.lora import Lora, linear_modules
 from rlhf_core.models.model import Model
+from rlhf_core.models.params import join, paths, split
 from rlhf_core.models.peft import PREFIX, WEIGHTS, Base, read_config
 from rlhf_core.models.safetensors import Reader
-from rlhf_core.partition import join, paths, split
 
 
 class Adapter:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from rlhf_core.attention_kind import AttentionOver
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.contracts import AttentionOver
 from rlhf_core.models.lora import Lora
 
 Head = Literal["lm", "score"]
@@ -60,7 +64,7 @@ class DecoderConfig:
     remat: what the backward pass recomputes: "none", "dots" (all but matrix products with weights), "full" (all
         but each layer's input); "auto" is "none" while the activations are small, else "dots".
     dtype: of the computation; None is float32 on CPU and bfloat16 on accelerators. Parameters are float32.
-    attention: of the rows, see `rlhf_core.attention_kind.AttentionOver`; None: `attention.attend`.
+    attention: of the rows, see `rlhf_core.contracts.AttentionOver`; None: `attention.attend`.
     lora: adapters beside the kernels of some linear layers; None: there are none.
     """
 
@@ -99,3 +103,41 @@ class DecoderConfig:
     dtype: str | None = None
     attention: AttentionOver | None = None
     lora: Lora | None = None
+
+
+class Kind(NamedTuple):
+    """None: nothing differs."""
+
+    window: jax.Array | None
+    """int32 [layers], the largest number where a layer sees everything."""
+    rope: jax.Array | None
+    """int32 [layers], which of the config's ropes."""
+
+
+def kinds(config: DecoderConfig) -> Kind:
+    windows = [window or jnp.iinfo(jnp.int32).max for window in config.windows]
+    return Kind(
+        jnp.asarray(windows, jnp.int32) if any(config.windows) else None,
+        jnp.asarray(config.layer_ropes, jnp.int32) if config.layer_ropes else None,
+    )
+
+
+REMAT_ABOVE = 2 << 30
+"""Bytes of saved activations from which remat "auto" recomputes."""
+
+
+def policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
+    """What of a layer is kept for the backward pass over `tokens` tokens of `itemsize` bytes a number; None: all."""
+    name = config.remat
+    if name == "auto":
+        widths = (
+            8 * config.hidden_size
+            + 4 * config.num_heads * config.head_dim
+            + 4 * config.intermediate_size * max(config.experts_per_token, 1)
+        )
+        saved = tokens * config.num_layers * widths * itemsize
+        name = "dots" if saved > REMAT_ABOVE else "none"
+    if name == "none":
+        return None
+    policies = jax.checkpoint_policies
+    return policies.dots_with_no_batch_dims_saveable if name == "dots" else policies.nothing_saveable

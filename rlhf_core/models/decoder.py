@@ -17,12 +17,10 @@ from flax import nnx
 from jax import lax
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import remat
+from rlhf_core.models import config
 from rlhf_core.models.attention import attend, attend_at, attend_cached
-from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.layer_kinds import Kind, kinds
-from rlhf_core.models.layers import Embedding, Layer, RMSNorm
-from rlhf_core.models.linear import Linear
+from rlhf_core.models.config import DecoderConfig, Kind, kinds
+from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
 from rlhf_core.models.rope import kept_rotation, rotation
 
@@ -87,7 +85,7 @@ class Decoder(nnx.Module):
         over = c.attention or attend
         graph, stacked = self._stacked()
         x = self.embed_tokens(tokens, dtype)
-        policy = remat.policy(c, tokens.size, dtype.itemsize)
+        policy = config.policy(c, tokens.size, dtype.itemsize)
         if policy is not None:
             # In a loop: written out, XLA on CPU merges what is computed again with the first time.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)

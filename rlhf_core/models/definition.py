@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.attention_kind import AttentionOver
-from rlhf_core.contracts import ModelFamily
+from rlhf_core.contracts import AttentionOver, ModelFamily
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
-from rlhf_core.partition import join, paths, split
+from rlhf_core.models.params import join, paths, split
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -6,6 +6,7 @@ A module is built once for all layers, its parameters float32 [layers, …], and
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +16,125 @@ from jax import lax
 
 from rlhf_core.mesh import with_rows_of
 from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.experts import Experts
-from rlhf_core.models.linear import ACTIVATIONS, Linear
+from rlhf_core.models.lora import Lora
 from rlhf_core.models.rope import rotate
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+class Linear(nnx.Module):
+    """y = x · kernel (+ bias). `lead` is (layers,) for a stacked one, which is called a layer at a time."""
+
+    def __init__(
+        self,
+        rngs: Any,
+        lead: tuple[int, ...],
+        sizes: tuple[int, int],
+        axes: tuple[str | None, ...],
+        std: float,
+        bias: bool,
+    ) -> None:
+        kernel = std * jax.random.normal(rngs.params(), (*lead, *sizes), jnp.float32)
+        self.kernel = nnx.Param(kernel, axes=axes)
+        self.bias = nnx.Param(jnp.zeros((*lead, sizes[1])), axes=(*axes[:-2], axes[-1])) if bias else None
+        self.adapter: Adapter | None = nnx.data(None)
+
+    def adapt(self, lora: Lora, rngs: Any) -> None:
+        """Put an adapter beside the kernel, which changes nothing until it is trained."""
+        self.adapter = Adapter(lora, rngs, self.kernel.shape, self.kernel.get_metadata("axes"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        # Tokens as one axis: for a kernel's gradient XLA on CPU otherwise copies the output's, transposed.
+        kernel, flat = self.kernel[...].astype(x.dtype), x.reshape(-1, x.shape[-1])
+        y: jax.Array = flat @ kernel
+        if self.adapter is not None:
+            y = y + self.adapter(flat)
+        y = y.reshape(*x.shape[:-1], kernel.shape[-1])
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Adapter(nnx.Module):
+    """scale · (dropout(x) · A) · B; see `Lora`."""
+
+    def __init__(self, lora: Lora, rngs: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> None:
+        *lead, size, out = shape
+        bound = size**-0.5
+        start = jax.random.uniform(rngs.params(), (*lead, size, lora.rank), jnp.float32, -bound, bound)
+        self.lora_a = nnx.Param(start, axes=(*axes[:-1], None))
+        self.lora_b = nnx.Param(jnp.zeros((*lead, lora.rank, out)), axes=(*axes[:-2], None, axes[-1]))
+        # The random state of dropout is among the parameters, where every pass finds it; zero: nothing is dropped.
+        zero = jnp.zeros((*lead, 2), jnp.uint32)
+        self.lora_key = nnx.Param(zero, axes=(*axes[:-2], None)) if lora.dropout else None
+        self.scale, self.dropout = lora.scale, lora.dropout
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.lora_key is not None:
+            key = self.lora_key[...]
+            x = lax.cond(jnp.any(key != 0), self._dropped, lambda x, _: x, x, key)
+        change: jax.Array = (x @ self.lora_a[...].astype(x.dtype)) @ self.lora_b[...].astype(x.dtype)
+        return self.scale * change
+
+    def _dropped(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(jax.random.wrap_key_data(key), 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), 0)
+
+
+class ExpertMLPs(nnx.Module):
+    """Gated MLPs, their kernels float32 [layers, experts, in, out]."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        c = config
+        lead = (c.num_layers, c.experts)
+        make = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
+        inside = ("layers", "experts", "embed", "mlp")
+        self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
+        self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
+        self.down_proj = make(
+            (c.intermediate_size, c.hidden_size), axes=("layers", "experts", "mlp", "embed")
+        )
+        self.activation = c.activation
+
+    def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
+        """x: [N, D], sorted by expert; counts: int32 [experts], how many rows each has."""
+
+        def apply(linear: Linear, x: jax.Array) -> jax.Array:
+            return lax.ragged_dot(x, linear.kernel[...].astype(x.dtype), counts)
+
+        gate = ACTIVATIONS[self.activation](apply(self.gate_proj, x))
+        return apply(self.down_proj, gate * apply(self.up_proj, x))
+
+
+class Experts(nnx.Module):
+    """The sum of the likeliest experts' outputs, weighted by the router's probabilities. No token is dropped."""
+
+    def __init__(self, config: DecoderConfig, rngs: Any) -> None:
+        c = config
+        router = functools.partial(Linear, rngs, (c.num_layers,), std=c.initializer_range, bias=False)
+        self.gate = router((c.hidden_size, c.experts), axes=("layers", "embed", None))
+        self.experts = ExpertMLPs(c, rngs)
+        self.config = c
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] → the same."""
+        c, tokens = self.config, x.reshape(-1, x.shape[-1])
+        taken = c.experts_per_token
+        probability = jax.nn.softmax(self.gate(tokens).astype(jnp.float32), axis=-1)
+        weight, chosen = lax.top_k(probability, taken)  # [N, taken]
+        if c.normalise_experts:
+            weight = weight / weight.sum(-1, keepdims=True)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)  # by expert; a pair n is of token n // taken
+        counts = jnp.bincount(chosen.reshape(-1), length=c.experts)
+        made = self.experts(tokens[order // taken], counts)
+        apart = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [N, taken, D]
+        mixed = jnp.einsum("nkd,nk->nd", apart, weight.astype(x.dtype))
+        return mixed.reshape(x.shape)
 
 
 class RMSNorm(nnx.Module):

@@ -16,13 +16,13 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
 from rlhf_core.models.config import Head, Remat
+from rlhf_core.models.decoder_family import DECODER
 from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.family import DECODER
 from rlhf_core.models.fields import COMMON
 from rlhf_core.models.head_config import config_for, require_architectures
+from rlhf_core.models.hf_config import EXPERT_COUNTS
 from rlhf_core.models.model import Model
-from rlhf_core.models.parse import EXPERT_COUNTS
 from rlhf_core.models.places import local_directory as local_directory
 from rlhf_core.models.places import model_places
 from rlhf_core.models.room import require_room
@@ -31,7 +31,7 @@ from rlhf_core.plugins import installed
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.registry import Registry
+    from rlhf_core.plugins.registry import Registry
 
 NO_REWARD_HEAD = "is a language model, without a reward head: rlhf train reward makes a reward model of it"
 

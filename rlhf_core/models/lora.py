@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.errors import InputError, near
-from rlhf_core.partition import Path, paths
+from rlhf_core.models.params import Path, paths
 
 GROUP = "adapter"
 """Where a module keeps its adapter: {"lora_a", "lora_b"} and, with dropout, "lora_key"."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.mesh import replicated, row_multiple, row_sharding
 from rlhf_core.models import peft
 from rlhf_core.models.attention import capped
@@ -23,15 +23,35 @@ from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.head_config import config_for
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
-from rlhf_core.models.stop_ids import GENERATION, save_stop_ids, stop_ids_of
+from rlhf_core.models.params import split
 from rlhf_core.models.stored import require_own_parameters, rounded
-from rlhf_core.partition import split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
+from rlhf_core.tokenizer.special_ids import stop_ids_in
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.attention_kind import AttentionOver
+    from rlhf_core.contracts import AttentionOver
+
+
+GENERATION = "generation_config.json"
+
+
+def stop_ids_of(directory: Path) -> list[int]:
+    """Those that the directory's generation_config.json names."""
+    file = directory / GENERATION
+    return stop_ids_in(file) if file.is_file() else []
+
+
+def save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> None:
+    """Have generation_config.json name the stop ids that whoever loads the directory would not find otherwise."""
+    if set(stop_ids) <= {tokenizer.eos_token_id, *stop_ids_of(directory)}:
+        return
+    file = directory / GENERATION
+    rest = read_json_object(file) if file.is_file() else {}
+    text = json.dumps({**rest, "eos_token_id": list(stop_ids)}, indent=2)
+    file.write_text(text + "\n", encoding="utf-8")
+
 
 TOKENIZER_FILES = [
     "tokenizer.json",

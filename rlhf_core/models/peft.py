@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.models.fields import LARGEST_NUMBER, shown
 from rlhf_core.models.lora import Lora
-from rlhf_core.partition import paths
+from rlhf_core.models.params import paths
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

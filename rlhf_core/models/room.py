@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from rlhf_core.errors import InputError
-from rlhf_core.partition import paths
+from rlhf_core.models.params import paths
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

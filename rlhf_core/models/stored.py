@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.errors import InputError
-from rlhf_core.partition import paths
+from rlhf_core.models.params import paths
 
 if TYPE_CHECKING:
     from rlhf_core.models.definition import Definition

@@ -19,7 +19,7 @@ from rlhf_core.errors import InputError, near
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
-from rlhf_core.signals import stop_if_asked
+from rlhf_core.runtime.signals import stop_if_asked
 
 SHARD_BYTES = 5 * 10**9
 THREADS = 8

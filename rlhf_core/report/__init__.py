@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError
-from rlhf_core.files import require_writable
-from rlhf_core.report.run import read_run
+from rlhf_core.report.read import read_run
+from rlhf_core.runtime.files import require_writable
 
 
 def report(run: str | Path, output: str | Path | None = None) -> Path:
@@ -17,7 +17,7 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
     Raises InputError where `run` is no run directory, or the library that draws is not installed.
     """
     _require_library("report")
-    from rlhf_core.report.single import page
+    from rlhf_core.report.pages import page
 
     require_writable(None if output is None else Path(output))
     found = read_run(run)
@@ -36,7 +36,7 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Pat
         raise InputError(
             f"rlhf compare: give two runs or more; for one, type: rlhf report {runs[0] if runs else 'RUN'}"
         )
-    from rlhf_core.report.several import page
+    from rlhf_core.report.comparison import page
 
     path = Path("compare.html" if output is None else output)
     require_writable(path)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from rlhf_core.testing.advantage import check_advantage as check_advantage
 from rlhf_core.testing.dataset import check_dataset as check_dataset
+from rlhf_core.testing.fixtures import MODEL_TABLE as MODEL_TABLE
+from rlhf_core.testing.fixtures import pairs as pairs
+from rlhf_core.testing.fixtures import prompts as prompts
+from rlhf_core.testing.fixtures import texts as texts
+from rlhf_core.testing.fixtures import tokenizer as tokenizer
 from rlhf_core.testing.logger import check_logger as check_logger
 from rlhf_core.testing.model import check_model as check_model
 from rlhf_core.testing.optimizer import check_optimizer as check_optimizer
 from rlhf_core.testing.pairwise import check_pairwise_loss as check_pairwise_loss
 from rlhf_core.testing.policy import check_policy_loss as check_policy_loss
 from rlhf_core.testing.reward import check_reward as check_reward
-from rlhf_core.testing.small import MODEL_TABLE as MODEL_TABLE
-from rlhf_core.testing.small import pairs as pairs
-from rlhf_core.testing.small import prompts as prompts
-from rlhf_core.testing.small import texts as texts
-from rlhf_core.testing.small import tokenizer as tokenizer
 from rlhf_core.testing.trainer import check_trainer as check_trainer
 
 __all__ = [

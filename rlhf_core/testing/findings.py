@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.components import describe, qualified
-from rlhf_core.contracts import Kind, ModelFamily, Trainer
+from rlhf_core.contracts import Kind, LossOutput, ModelFamily, Trainer
 from rlhf_core.errors import InputError, raised
+from rlhf_core.plugins.component import describe, qualified
 
 KITS = str(Path(__file__).parent)
 
@@ -121,3 +122,16 @@ def require_finite(values: Any, what: str) -> None:
     if bad.any():
         first = np.asarray(values, np.float64)[bad][0]
         raise Broken(f"{what}: {bad.sum()} of {bad.size} values are not finite, the first is {first}")
+
+
+def require_output(out: Any, shape: tuple[int, ...], element: str) -> None:
+    """Raise Broken where `out` is no LossOutput with one value an element."""
+    if not isinstance(out, LossOutput):
+        raise Broken(f"it returned {type(out).__name__}; return LossOutput(values, {{name: metric}})")
+    if jnp.shape(out.loss) != shape:
+        raise Broken(
+            f"the loss has shape {list(jnp.shape(out.loss))}; return one value a {element}, {list(shape)}: the "
+            "trainer masks, weighs and averages"
+        )
+    if not isinstance(out.metrics, Mapping):
+        raise Broken(f"its metrics are a {type(out.metrics).__name__}; return a dict of names and arrays")

@@ -14,7 +14,7 @@ from rlhf_core.contracts import LOGGER, Artifact
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.stage import Stage
 from rlhf_core.testing.findings import Broken, Findings, made
-from rlhf_core.testing.stage import a_stage
+from rlhf_core.testing.fixtures import a_stage
 
 METRICS = {"loss": 0.5, "reward/a b": -1.0, "clip_ratio/low_mean": 0.0, "num_tokens": 3e9}
 NOT_FINITE = {"loss": math.nan, "min_reward": -math.inf, "max_reward": math.inf}

@@ -16,9 +16,9 @@ from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import make_mesh, replicated
 from rlhf_core.models import Definition
 from rlhf_core.models.definition import define
-from rlhf_core.partition import paths
+from rlhf_core.models.params import paths
 from rlhf_core.testing.findings import Broken, Findings, made, require_close, require_finite
-from rlhf_core.testing.small import MODEL_TABLE
+from rlhf_core.testing.fixtures import MODEL_TABLE
 
 FIRST, SECOND = 7, 5
 """Tokens of the two sequences that everything is tried on."""

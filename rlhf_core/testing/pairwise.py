@@ -11,8 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import PAIRWISE_LOSS, PairInputs
-from rlhf_core.testing.findings import Broken, Findings, hashes, made, require_close, require_finite
-from rlhf_core.testing.outputs import require_output
+from rlhf_core.testing.findings import (
+    Broken,
+    Findings,
+    hashes,
+    made,
+    require_close,
+    require_finite,
+    require_output,
+)
 
 CHOSEN = (0.3, -1.2, 2.0, 0.1, -0.4, 0.9)
 REJECTED = (0.1, 0.4, -1.0, 0.7, -0.9, 0.2)

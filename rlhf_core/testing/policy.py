@@ -13,8 +13,15 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import POLICY_LOSS, LossOutput, PolicyInputs
 from rlhf_core.errors import InputError
-from rlhf_core.testing.findings import Broken, Findings, hashes, made, require_close, require_finite
-from rlhf_core.testing.outputs import require_output
+from rlhf_core.testing.findings import (
+    Broken,
+    Findings,
+    hashes,
+    made,
+    require_close,
+    require_finite,
+    require_output,
+)
 
 FIELDS = ("logps", "old_logps", "advantages", "ref_logps", "entropies")
 LENGTHS = (7, 5, 1, 3)

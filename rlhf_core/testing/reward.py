@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import REWARD
 from rlhf_core.errors import near
 from rlhf_core.testing.findings import Broken, Findings, made, require_close
-from rlhf_core.testing.stage import a_stage
+from rlhf_core.testing.fixtures import a_stage
 
 ODD = ("", " ", "\n", "é 漢 🙂 \u200b", "a" * 5000, "{[(<\\", "1e999 -0 ½")
 """Completions that models write sooner or later."""

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from rlhf_core import load_model, plugins
+from rlhf_core.config import TrainerConfig
 from rlhf_core.contracts import TRAINER, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
-from rlhf_core.options import TrainerConfig
 from rlhf_core.scoring import Scorer
 from rlhf_core.testing.findings import Broken, Findings, made, require_finite
-from rlhf_core.testing.runs import CRASH_AT, STOP_AT, Case, Ran, clockless
+from rlhf_core.testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
 
 SMALL = {
     "total_batch_size": 4,
@@ -157,8 +157,8 @@ def _interrupted(found: Findings, case: Case, whole: Ran) -> None:
             stopped = case.run("stopped", stop=STOP_AT)
             if not isinstance(stopped.error, Stopped) or stopped.ignored:
                 raise Broken(
-                    f"a SIGTERM after update {STOP_AT} did not stop it: use fit, or rlhf_core.signals.stop_signals(), "
-                    "save after the update and raise Stopped"
+                    f"a SIGTERM after update {STOP_AT} did not stop it: use fit, or "
+                    "rlhf_core.runtime.signals.stop_signals(), save after the update and raise Stopped"
                 )
         stopped_before = "stop" not in found.failures
         parts = "stopped" if stopped_before else "fresh"

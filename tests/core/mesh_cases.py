@@ -12,10 +12,10 @@ import numpy as np
 from rlhf_core.mesh import put_rows, replicated
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model, load_model
-from rlhf_core.objectives import trained_logps, trained_weight
+from rlhf_core.models.params import join, paths, split
+from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.partition import join, paths, split
-from rlhf_core.rows import Layout, pack, tree
+from rlhf_core.packing.rows import Layout, pack, tree
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import Field, model_validator
 
+from rlhf_core.config import Component, Options, TrainerConfig
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS, REWARD
 from rlhf_core.errors import InputError
-from rlhf_core.options import Component, Options, TrainerConfig
 
 
 class Sampling(Options):

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf_core.ahead import Ahead
 from rlhf_core.mesh import abstract_rows, make_mesh, put_rows
 from rlhf_core.metrics import Max, Mean, Min, Moments, Sum
+from rlhf_core.runtime.background import Ahead
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 

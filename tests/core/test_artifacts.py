@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.files import sealed
+from rlhf_core.runtime.files import sealed
 from rlhf_core.stage import Stage
 
 

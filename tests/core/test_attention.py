@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.attention_kind import ATTENTION
+from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
-from rlhf_core.layout import Layout
 from rlhf_core.models.attention import attend
-from rlhf_core.models.blockwise import attend_blocks, block_size, in_blocks
-from rlhf_core.models.fused_attention import attend_cudnn
-from rlhf_core.rows import pack, tree
-from rlhf_core.suited import suited_block, visited_share
+from rlhf_core.models.attention_blocks import attend_blocks, block_size, in_blocks
+from rlhf_core.models.attention_cudnn import attend_cudnn
+from rlhf_core.packing.layout import Layout
+from rlhf_core.packing.rows import pack, tree
+from rlhf_core.training.attention import suited_block, visited_share
 
 ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4
 WAYS = {

@@ -13,8 +13,8 @@ from rlhf_reward import RewardConfig, RewardTrainer
 from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import hookimpl, plugins
-from rlhf_core.callbacks import listen
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.loggers.callbacks import listen
 
 
 class Plain:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import jax
 import pytest
 
-from rlhf_core.attention_kind import ATTENTION
+from rlhf_core.config import Component, Options, TrainerConfig, build
 from rlhf_core.contracts import (
     ADVANTAGE,
+    ATTENTION,
     DATASET,
     LOGGER,
     MODEL,
@@ -28,8 +29,7 @@ from rlhf_core.contracts import (
 )
 from rlhf_core.errors import InputError
 from rlhf_core.models.attention import attend
-from rlhf_core.options import Component, Options, TrainerConfig, build
-from rlhf_core.registry import Registry
+from rlhf_core.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from rlhf_core.loggers.pace import Pace
-from rlhf_core.loggers.views import PlainView, TqdmView
-from rlhf_core.terminal import SafeConsole, listed, visible
+from rlhf_core.loggers.console import Pace, PlainView, TqdmView
+from rlhf_core.runtime.terminal import SafeConsole, listed, visible
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
 SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import data
-from rlhf_core.encoding import first_after
+from rlhf_core.tokenizer.encoding import first_after
 
 CHATML = (
     "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] + '</s>' }}{% endfor %}"

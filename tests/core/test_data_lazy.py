@@ -11,7 +11,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.data import cache, source, stored
 from rlhf_core.errors import InputError
-from rlhf_core.trees import trained_per_branch
+from rlhf_core.packing.trees import trained_per_branch
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.components import load_file
 from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer import TextOptions, encode_full, load_tokenizer, prompt_ids
 
 made = load_file(Path(__file__).with_name("data_rows.py"))

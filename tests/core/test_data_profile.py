@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from rlhf_core import cli, data
+from rlhf_core.data.summary import profile, render
 from rlhf_core.errors import InputError
-from rlhf_core.profile import profile, render
 
 
 def pair(prompt, chosen, rejected, **more):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.directory_lock import lock
 from rlhf_core.errors import InputError
+from rlhf_core.runtime.directory_lock import lock
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from rlhf_core.directory_lock import lock
+from rlhf_core.runtime.directory_lock import lock
 with lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -25,7 +25,7 @@ with lock(Path(sys.argv[1])):
 PARENT = """
 import os, subprocess, sys, time
 from pathlib import Path
-from rlhf_core.directory_lock import lock
+from rlhf_core.runtime.directory_lock import lock
 with lock(Path(sys.argv[1])):
     START
     os.write(1, f"{child}\\n".encode())

@@ -13,9 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core import files
 from rlhf_core.errors import RunError
-from rlhf_core.files import append_line, make_directory, remove_leftovers, sealed, unsealed, write_atomic
+from rlhf_core.runtime import files
+from rlhf_core.runtime.files import (
+    append_line,
+    make_directory,
+    remove_leftovers,
+    sealed,
+    unsealed,
+    write_atomic,
+)
 
 
 def mode(path: Path) -> int:
@@ -120,7 +127,7 @@ def test_a_full_device_is_one_message() -> None:
 
 @pytest.mark.parametrize("redirected", [False, True], ids=["a pipe", "a file"])
 def test_stdout_by_its_name(tmp_path: Path, redirected: bool) -> None:
-    script = "from rlhf_core.files import write_atomic\nprint('first')\n"
+    script = "from rlhf_core.runtime.files import write_atomic\nprint('first')\n"
     script += "write_atomic('/dev/stdout', 'row\\n')\nprint('last')"
     out = tmp_path / "out"
     with open(out, "wb") as file:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
+from rlhf_core.sampling.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
 
 
 def masses(rows: int = 16, vocab: int = 97, spread: float = 3.0) -> np.ndarray:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core import artifacts, code_identity, identity
-from rlhf_core.components import load_file
-from rlhf_core.identity import SMALL, identify
+from rlhf_core import artifacts
+from rlhf_core.plugins.component import load_file
+from rlhf_core.stage import code_identity, identity
+from rlhf_core.stage.identity import SMALL, identify
 
 OLD = 1_600_000_000_000_000_000
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core import in_turn as module
-from rlhf_core.evaluation import evaluator
-from rlhf_core.in_turn import in_turn, said_if_slow
+from rlhf_core.fit import in_turn as module
+from rlhf_core.fit.evaluation import evaluator
+from rlhf_core.fit.in_turn import in_turn, said_if_slow
 from rlhf_core.metrics import Mean
 
 
@@ -42,7 +42,7 @@ def test_two_at_most_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_evaluator_of_every_trainer_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    monkeypatch.setattr("rlhf_core.evaluation.jax", SimpleNamespace(jit=lambda f: f))
+    monkeypatch.setattr("rlhf_core.fit.evaluation.jax", SimpleNamespace(jit=lambda f: f))
     evaluate = evaluator(lambda params, batch: device.compute(batch), None, range(5))  # type: ignore[arg-type]
     assert evaluate(SimpleNamespace(params=None)) == {"loss": 2.0, "double": 4.0}  # type: ignore[arg-type]
     assert device.most == 2

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.feeds import Update
-from rlhf_core.interval import Interval
+from rlhf_core.fit.batches import Update
+from rlhf_core.fit.logged import Interval
 from rlhf_core.metrics import Mean
 
 

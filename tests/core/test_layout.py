@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_core.rows import Tree, choose_layout, pack, useful_fraction
+from rlhf_core.packing.rows import Tree, choose_layout, pack, useful_fraction
 
 
 @pytest.mark.parametrize("hidden_size", [64, 4096])

@@ -20,12 +20,12 @@ import jax
 import pluggy
 import pytest
 
-from rlhf_core import hookspecs
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import Stopped
 from rlhf_core.loggers import Console, JsonLines, Wandb
-from rlhf_core.loggers.pace import Pace, clock, number
+from rlhf_core.loggers.console import Pace, clock, number
 from rlhf_core.mesh import make_mesh
+from rlhf_core.plugins import hooks
 from rlhf_core.stage import Stage
 
 METRICS = {
@@ -47,7 +47,7 @@ def make_stage(directory: Path, *, is_main: bool = True) -> Stage:
 def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
     """What a stage of 40 updates tells its listeners."""
     manager = pluggy.PluginManager("rlhf")
-    manager.add_hookspecs(hookspecs)
+    manager.add_hookspecs(hooks)
     manager.register(logger)
     hook = manager.hook
     hook.rlhf_stage_start(stage=stage)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlhf_core import logprobs
-from rlhf_core.components import load_file
 from rlhf_core.logprobs import entropy_from_logits, logps_from_logits, token_logps
+from rlhf_core.plugins.component import load_file
 
 cases: Any = load_file(Path(__file__).with_name("logprob_cases.py"))
 problem, reference = cases.problem, cases.reference

@@ -13,9 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rlhf_core import logprobs
-from rlhf_core.components import load_file
 from rlhf_core.logprobs import token_logps
-from rlhf_core.memory import definition_of
 from rlhf_core.mesh import (
     ROW_AXES,
     abstract_rows,
@@ -26,9 +24,11 @@ from rlhf_core.mesh import (
     row_sharding,
 )
 from rlhf_core.metrics import Mean
-from rlhf_core.objectives import trained_logps, trained_weight
-from rlhf_core.rows import Layout, pack, tree
+from rlhf_core.objective import trained_logps, trained_weight
+from rlhf_core.packing.rows import Layout, pack, tree
+from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, accumulate
+from rlhf_core.training.memory import definition_of
 
 FILE = Path(__file__)
 cases: Any = load_file(FILE.with_name("logprob_cases.py"))

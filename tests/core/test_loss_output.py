@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core import LossOutput
 from rlhf_core.errors import InputError
-from rlhf_core.objectives import loss_output
+from rlhf_core.objective import loss_output
 
 
 def misspelt(inputs):

@@ -14,18 +14,18 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.components import load_file
-from rlhf_core.generation import Plan, generate
 from rlhf_core.mesh import make_mesh, put_rows, replicated
 from rlhf_core.metrics import Mean
 from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.hf_config import parse
 from rlhf_core.models.lora import Lora
-from rlhf_core.models.parse import parse
-from rlhf_core.objectives import trained_logps, trained_weight
+from rlhf_core.models.params import split
+from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
-from rlhf_core.partition import split
-from rlhf_core.rows import pack, tree
+from rlhf_core.packing.rows import pack, tree
+from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import SamplingOptions
+from rlhf_core.sampling.loop import Plan, generate
 from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
 from rlhf_core.step import Programs
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from rlhf_core import REWARD, Registry
-from rlhf_core.builtin import rlhf_register
+from rlhf_core._builtin import rlhf_register
 from rlhf_core.errors import InputError
-from rlhf_core.rewards import MathVerify, mathematics
+from rlhf_core.rewards import MathVerify, math
 from rlhf_core.workers import DiedError
 
 pytestmark = pytest.mark.skipif(
@@ -66,13 +66,13 @@ def test_what_sympy_never_finishes_is_wrong_and_costs_the_others_nothing(reward:
 
 def test_the_workers_are_kept_and_many_comparisons_take_seconds(reward: Any) -> None:
     reward(["4", "5"], ["4", "5"])
-    pool = mathematics._pool()
+    pool = math._pool()
     before = pool.processes
     hard = [rf"\frac{{{i}x^2+1}}{{\sqrt{{{i * i + 7}}}}}" for i in range(1, 101)]
     begin = time.perf_counter()
     assert reward([rf"\boxed{{{each}}}" for each in hard], hard) == [1] * 100
     assert time.perf_counter() - begin < 60  # at one process per comparison it was minutes
-    assert mathematics._pool() is pool
+    assert math._pool() is pool
     assert pool.processes[: len(before)] == before
 
 
@@ -84,7 +84,7 @@ def test_a_worker_that_is_killed_changes_no_verdict(reward: Any) -> None:
         killed: set[int] = set()
         for _ in range(20):
             time.sleep(0.1)
-            for pid in set(mathematics._pool().processes) - killed:
+            for pid in set(math._pool().processes) - killed:
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)  # the second time while it starts
             if len(killed) >= 4:
@@ -105,7 +105,7 @@ def test_processes_that_die_each_time_are_an_error_and_not_a_wrong_answer(
         def outcomes(self, calls: Any, **limits: Any) -> list[Any]:
             return [DiedError("its process was ended by SIGKILL") for _ in calls]
 
-    monkeypatch.setattr(mathematics, "_kept", [Dies()])
+    monkeypatch.setattr(math, "_kept", [Dies()])
     with pytest.raises(DiedError, match=r"ended by SIGKILL, each time that it compared '5' with '5'"):
         reward(["5"], ["5"])
 

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import memory, optimizers, usage
+from rlhf_core import optimizers
 from rlhf_core.errors import InputError
-from rlhf_core.memory import cache_bytes, definition_of, memory_line, scoring_bytes, training_bytes
 from rlhf_core.mesh import planned_mesh
+from rlhf_core.runtime import peak_memory
+from rlhf_core.training import memory
+from rlhf_core.training.memory import cache_bytes, definition_of, memory_line, scoring_bytes, training_bytes
 
 
 def size(tree):
@@ -84,7 +86,7 @@ def test_a_process_is_compared_with_its_machine(monkeypatch):
 
 
 def test_the_machine_and_its_peak():
-    there = usage.machine_memory()
+    there = peak_memory.machine_memory()
     assert there is not None
     assert 2**28 < there < 2**50
     # In a process of its own: one that has run tests has freed memory to hand out again.

@@ -12,12 +12,12 @@ import pytest
 
 from rlhf_core import optimizers
 from rlhf_core.errors import InputError
-from rlhf_core.memory import memory_line, training_bytes
 from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_a_device
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
+from rlhf_core.training.memory import memory_line, training_bytes
 
 UNEVEN = {"hidden_size": 20, "intermediate_size": 36, "vocab_size": 50}
 """Sizes that 8 does not divide, some not even 4: they stay whole on an axis of that size."""

@@ -10,10 +10,10 @@ import pytest
 from pydantic import Field
 
 from rlhf_core import REWARD, TRAINER, Registry, Trainer, TrainerConfig, hookimpl, plugins
+from rlhf_core.config import ArtifactKinds, Component, Options
 from rlhf_core.errors import InputError
-from rlhf_core.options import ArtifactKinds, Component, Options
-from rlhf_core.pipeline_file import assemble
-from rlhf_core.plan import plan
+from rlhf_core.pipeline.file import assemble
+from rlhf_core.pipeline.plan import plan
 
 
 class Inner(Options):

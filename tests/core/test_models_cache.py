@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.models import decoder
-from rlhf_core.models.parse import parse
+from rlhf_core.models.hf_config import parse
 
 SIZES = {
     "hidden_size": 16,

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from rlhf_core import optimizers
-from rlhf_core.components import load_file
 from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
-from rlhf_core.memory import definition_of, training_bytes
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, fresh_model, load_model
 from rlhf_core.models.definition import define
+from rlhf_core.plugins.component import load_file
+from rlhf_core.training.memory import definition_of, training_bytes
 
 cases: Any = load_file(Path(__file__).with_name("mesh_cases.py"))
 UNIT = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)

@@ -18,7 +18,7 @@ from rlhf_core.models import Architecture, decoder_family, find_family, fresh_mo
 from rlhf_core.models.config import Rope
 from rlhf_core.models.decoder import abstract, hidden, prefill, ring
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.parse import parse
+from rlhf_core.models.hf_config import parse
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -18,7 +18,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.parse import parse
+from rlhf_core.models.hf_config import parse
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 
 TABLE: dict[str, Any] = {

@@ -14,9 +14,9 @@ from flax import nnx
 from rlhf_core import create_state, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.models import padded_rows
-from rlhf_core.models.linear import Adapter
+from rlhf_core.models.layers import Adapter
 from rlhf_core.models.lora import Lora, linear_modules, resolve, with_noise
-from rlhf_core.partition import paths
+from rlhf_core.models.params import paths
 
 ALL = (
     "mlp.down_proj",

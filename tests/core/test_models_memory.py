@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.components import load_file
 from rlhf_core.models import fresh_model
+from rlhf_core.plugins.component import load_file
 
 jobs: Any = load_file(Path(__file__).parents[1] / "processes.py")
 pytestmark = [

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.components import load_file
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import load_model
+from rlhf_core.plugins.component import load_file
 
 FILE = Path(__file__).with_name("mesh_cases.py")
 cases: Any = load_file(FILE)
@@ -84,7 +84,7 @@ def test_adapters_saved_from_a_mesh(shape: tuple[int, int, int], written: Any, t
 PROGRAM = """
 from pathlib import Path
 import numpy as np
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 from rlhf_core.mesh import make_mesh
 file, source, out = map(Path, arguments)
 cases = load_file(file)

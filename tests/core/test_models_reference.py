@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.components import load_file
 from rlhf_core.models import decoder
 from rlhf_core.models.attention import attend, query_block
 from rlhf_core.models.config import DecoderConfig
-from rlhf_core.models.parse import parse
+from rlhf_core.models.hf_config import parse
+from rlhf_core.plugins.component import load_file
 
 reference: Any = load_file(Path(__file__).with_name("decoder_reference.py"))
 hidden = jax.jit(decoder.hidden, static_argnums=0)

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from rlhf_core import OPTIMIZER, optimizers, plugins
+from rlhf_core.config import TrainerConfig
 from rlhf_core.optimizers import adafactor, adamw, lion, muon, sgd
-from rlhf_core.options import TrainerConfig
 
 RATE, DECAY, STEPS = 0.1, 0.5, 4
 DRAW = np.random.default_rng(0)

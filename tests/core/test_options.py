@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.components import load_file
+from rlhf_core.config import Component, FieldDoc, TrainerConfig, build, fields
 from rlhf_core.contracts import Kind
 from rlhf_core.errors import InputError
-from rlhf_core.options import Component, FieldDoc, TrainerConfig, build, fields
+from rlhf_core.plugins.component import load_file
 
 tables: Any = load_file(Path(__file__).with_name("option_tables.py"))
 PolicyConfig, Sampling, WeightedReward = tables.PolicyConfig, tables.Sampling, tables.WeightedReward

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.config import Component, TrainerConfig, parse_value
+from rlhf_core.config.trainer import LoraOptions
 from rlhf_core.contracts import POLICY_LOSS
-from rlhf_core.options import Component, TrainerConfig, parse_value
-from rlhf_core.options.adapters import LoraOptions
+from rlhf_core.plugins.component import load_file
 
 tables: Any = load_file(Path(__file__).with_name("option_tables.py"))
 PolicyConfig, Sampling, KL = tables.PolicyConfig, tables.Sampling, tables.KL

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.config import TrainerConfig, build
+from rlhf_core.config.other_names import OTHER_NAMES, SEED_FIELDS, TRL_ABSENT, TRL_NAMES
 from rlhf_core.errors import InputError
-from rlhf_core.options import TrainerConfig, build
-from rlhf_core.options.seed import OTHER_NAMES, SEED_FIELDS, TRL_ABSENT, TRL_NAMES
 
 EASYDEL: dict[str, Any] = {
     "auto_shard_states": True,

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rlhf_core.config import TrainerConfig
 from rlhf_core.errors import InputError
-from rlhf_core.options import TrainerConfig
 
 
 def problem(**data: Any) -> str:

@@ -10,10 +10,10 @@ import pytest
 
 from rlhf_core import create_state, optimizers
 from rlhf_core.errors import InputError
-from rlhf_core.memory import training_bytes
 from rlhf_core.metrics import Mean
-from rlhf_core.partition import join, matching, paths, split
+from rlhf_core.models.params import join, matching, paths, split
 from rlhf_core.step import Programs, split_step
+from rlhf_core.training.memory import training_bytes
 
 PARAMS = {"embed": {"w": 1.0}, "layers": {"q": {"kernel": 2.0, "bias": 3.0}, "norm": {"w": 4.0}}}
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import components
+from rlhf_core.plugins import component
 
-processes: Any = components.load_file(Path(__file__).parents[1] / "processes.py")
+processes: Any = component.load_file(Path(__file__).parents[1] / "processes.py")
 
 PROGRAM = """
 import sys, time
 from rlhf_core import exits, launch, peers, signals
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.launchers import Place
+from rlhf_core.runtime.launchers import Place
 process, count, port, *what = sys.argv[1:]
 peers.GRACE_SECONDS = 1.0
 launch.TAKEN_PORT_SECONDS, launch.STRANGER_SECONDS, launch.ANSWER_SECONDS = 1.0, 2.0, 1.0

@@ -17,7 +17,7 @@ from rlhf_core.artifacts import versions
 from rlhf_core.contracts import ADVANTAGE, POLICY_LOSS
 from rlhf_core.errors import InputError
 from rlhf_core.plugins import PluginInfo, PluginWarning, hookimpl
-from rlhf_core.registry import Registry
+from rlhf_core.plugins.registry import Registry
 
 REGISTER = """
 from rlhf_core import hookimpl, POLICY_LOSS, ADVANTAGE

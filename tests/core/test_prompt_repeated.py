@@ -9,9 +9,9 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data import Source
-from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
+from rlhf_core.tokenizer.encoding import Encoder
 
 PAIR = {"prompt": "a b ", "chosen": "a b c", "rejected": "a b d"}
 OTHER = {"prompt": "e ", "chosen": "f", "rejected": "g"}

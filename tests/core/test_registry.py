@@ -12,7 +12,7 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.contracts import ADVANTAGE, OPTIMIZER, POLICY_LOSS, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError
-from rlhf_core.registry import CollisionError, PluginInfo, Registry
+from rlhf_core.plugins.registry import CollisionError, PluginInfo, Registry
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import LossOutput, PolicyInputs

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from rlhf_core import data
-from rlhf_core.components import load_file
-from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
-from rlhf_core.templates import PLAIN
+from rlhf_core.plugins.component import load_file
+from rlhf_core.tokenizer.chat_template import PLAIN
+from rlhf_core.tokenizer.encoding import Encoder
 
 chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
 CASES = chat.cases()

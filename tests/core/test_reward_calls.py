@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs, workers
-from rlhf_core.components import load_file
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards import numeric_answer
+from rlhf_core.rewards.function import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, score
-from rlhf_core.rollouts.rewards import make_rewards
 
 processes = load_file(Path(__file__).parents[1] / "processes.py")
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})

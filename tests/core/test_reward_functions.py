@@ -8,8 +8,8 @@ import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.rewards.function import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, measure, score, set_up, total_reward
-from rlhf_core.rollouts.rewards import make_rewards
 
 INPUTS = RewardInputs(
     prompts=["a", "a", "b"],

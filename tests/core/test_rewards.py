@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from rlhf_core import REWARD, Registry
-from rlhf_core.builtin import rlhf_register
-from rlhf_core.components import load_file
+from rlhf_core._builtin import rlhf_register
 from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards import numeric_answer
-from rlhf_core.rewards.numerals import Number, final_number, read_number
+from rlhf_core.rewards.answers import Number, final_number, read_number
 
 cases = load_file(Path(__file__).with_name("numeral_cases.py"))
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_core.rows import (
-    Layout,
-    Packed,
-    Tree,
-    pack,
-    shared_prefix,
-    split,
-    tree,
-    useful_fraction,
-)
+from rlhf_core.packing.rows import Layout, Packed, Tree, pack, shared_prefix, split, tree, useful_fraction
 
 
 def ints(*values):

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.components import load_file
-from rlhf_core.encoding import Encoder, continuations
 from rlhf_core.errors import InputError
-from rlhf_core.score_contract import Contract
-from rlhf_core.scoring import Scorer
-from rlhf_core.templates import PLAIN
+from rlhf_core.plugins.component import load_file
+from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.tokenizer import encode_full, encode_pair, load_tokenizer, prompt_ids
+from rlhf_core.tokenizer.chat_template import PLAIN
+from rlhf_core.tokenizer.encoding import Encoder, continuations
 
 chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
 CASES = chat.cases()

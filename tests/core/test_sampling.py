@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core import generation
 from rlhf_core.errors import InputError
 from rlhf_core.logprobs import logps_from_logits
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket, loop
 
 VOCAB, NEW = 40, 12
 CONFIG = {
@@ -238,16 +237,16 @@ def test_a_prompt_is_computed_once_and_decoding_stops_with_the_last_sequence() -
 def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = make_sampler(temperature=0.9)
     sampler(model()[1], make_prompts(3), jax.random.key(0))
-    programs = generation.generate._cache_size()
+    programs = loop.generate._cache_size()
     fetched = []
     get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(1) or get(x))
     sampler(model()[1], make_prompts(32, 1, 8, 9, 2), jax.random.key(1), np.arange(100, 105))
     make_sampler(temperature=0.9)(model()[1], make_prompts(8), jax.random.key(2))
-    assert generation.generate._cache_size() == programs
+    assert loop.generate._cache_size() == programs
     assert len(fetched) == 3
     sampler(model()[1], make_prompts(34), jax.random.key(1))
-    assert generation.generate._cache_size() == programs + 1
+    assert loop.generate._cache_size() == programs + 1
 
 
 def test_a_mesh_of_eight_devices_gives_the_same() -> None:
@@ -295,7 +294,7 @@ def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
     definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
     mesh = make_mesh(devices=jax.devices()[:1])
     options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
-    plan = generation.Plan(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
+    plan = loop.Plan(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
@@ -306,7 +305,7 @@ def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
             ((2,), "uint32"),
         )
     ]
-    traced = generation.generate.trace(definition.abstract_params(), *arrays, None, plan=plan)
+    traced = loop.generate.trace(definition.abstract_params(), *arrays, None, plan=plan)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert "bf16" in text
     assert traced.out_info[0].logps.dtype == jnp.float32

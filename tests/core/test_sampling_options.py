@@ -10,10 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import generation
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
 
 NEW = 12
 KEY = jax.random.key(3)
@@ -187,7 +186,7 @@ def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
 def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:
     """The shapes that the loop carries."""
     sampler = make_sampler(model, **options)
-    plan = generation.Plan(model.definition, sampler.options, model.mesh, (), 4, 16, 0, "threefry2x32")
+    plan = loop.Plan(model.definition, sampler.options, model.mesh, (), 4, 16, 0, "threefry2x32")
     arrays = [
         np.zeros((4, 32), np.int32),
         np.ones(4, np.int32),
@@ -195,10 +194,10 @@ def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:
         np.zeros(16, np.uint32),
         np.zeros(2, np.uint32),
     ]
-    traced = functools.partial(generation.generate.trace, plan=plan)
+    traced = functools.partial(loop.generate.trace, plan=plan)
     jaxpr = traced(model.params, *arrays, sampler._stop_table).jaxpr.jaxpr
-    (loop,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "while"][-1:]
-    return sorted(out.aval.shape for out in loop.outvars)
+    (decoding,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "while"][-1:]
+    return sorted(out.aval.shape for out in decoding.outvars)
 
 
 def test_what_is_off_is_not_carried(model: Any) -> None:

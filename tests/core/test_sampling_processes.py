@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 processes: Any = load_file(Path(__file__).parents[1] / "processes.py")
 PROGRAM = """

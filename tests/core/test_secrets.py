@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import pytest
 from pydantic import SecretStr
 
-from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, events, plugins
+from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, plugins
+from rlhf_core.config import Component, build
+from rlhf_core.config.secrets import HIDDEN, public_table, remember, scrub
 from rlhf_core.errors import InputError
-from rlhf_core.options import Component, build
-from rlhf_core.options.secrets import HIDDEN, public_table, remember, scrub
+from rlhf_core.stage import events
 
 CANARY = "canary-3f9a77"
 

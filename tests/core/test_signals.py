@@ -13,10 +13,11 @@ from types import ModuleType
 
 import pytest
 
-from rlhf_core import data, signals
+from rlhf_core import data
 from rlhf_core.errors import Stopped, reading
 from rlhf_core.models import load_model
-from rlhf_core.signals import stop_signals
+from rlhf_core.runtime import signals
+from rlhf_core.runtime.signals import stop_signals
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -13,7 +13,7 @@ import pytest
 from rlhf_core import sampling
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions
-from rlhf_core.slots import CUT, ENDED, Written, most_steps, read
+from rlhf_core.sampling.loop import CUT, ENDED, Written, most_steps, read
 
 NEW, GROUP = 24, 3
 KEY = jax.random.key(2)

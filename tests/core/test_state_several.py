@@ -16,8 +16,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
+from rlhf_core.models.params import paths
 from rlhf_core.optimizers import adamw, muon
-from rlhf_core.partition import paths
 from rlhf_core.step import Programs, split_step
 
 LORA = {"rank": 2, "base": "base"}

@@ -12,17 +12,17 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from rlhf_core import data, text_settings
-from rlhf_core.components import load_file
+from rlhf_core import data
+from rlhf_core.config import TrainerConfig, build
 from rlhf_core.data import cache
-from rlhf_core.encoding import Encoder, continuations
 from rlhf_core.errors import InputError
-from rlhf_core.files import sealed
 from rlhf_core.models import load_model
-from rlhf_core.options import TrainerConfig, build
-from rlhf_core.score_contract import Contract
-from rlhf_core.scoring import Scorer
+from rlhf_core.plugins.component import load_file
+from rlhf_core.runtime.files import sealed
+from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.stage import text_settings
 from rlhf_core.tokenizer import TextOptions, load_tokenizer, render, template_hash
+from rlhf_core.tokenizer.encoding import Encoder, continuations
 
 chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
 THINKING = (

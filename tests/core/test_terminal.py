@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.table import Table
 
-from rlhf_core import terminal
+from rlhf_core.runtime import terminal
 
 WORDS = "three words here and many more that follow them " * 8
 

@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import (
     encode_full,
@@ -23,6 +22,7 @@ from rlhf_core.tokenizer import (
     template_text,
     tokenizer_hash,
 )
+from rlhf_core.tokenizer.encoding import Encoder
 
 CHAT = [
     {"role": "user", "content": "ab"},

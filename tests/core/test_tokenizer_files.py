@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf_core import cli, data
-from rlhf_core.components import load_file
-from rlhf_core.encoding import Encoder
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
+from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer import TextOptions, load_tokenizer, special_ids, template_hash, tokenizer_hash
+from rlhf_core.tokenizer.encoding import Encoder
 
 chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
 TURNS = [chat.user("a b"), chat.assistant("b")]

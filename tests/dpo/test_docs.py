@@ -22,7 +22,7 @@ def place(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The current directory, with the model and the data that the pages name; one device."""
     monkeypatch.chdir(tmp_path)
     make, one = mesh.make_mesh, jax.devices()[:1]
-    monkeypatch.setattr("rlhf_core.doors.make_mesh", lambda: make(devices=one))
+    monkeypatch.setattr("rlhf_core.training.open.make_mesh", lambda: make(devices=one))
     monkeypatch.setattr(mesh, "make_mesh", lambda *sizes, **named: make(*sizes, **{**named, "devices": one}))
     tiny.make_model(scale=4.0).save("base")
     tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(16))

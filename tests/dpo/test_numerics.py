@@ -8,10 +8,10 @@ import pytest
 from rlhf_dpo.losses import Ipo, Sigmoid
 from rlhf_dpo.objective import objective, pair_loss
 
-from rlhf_core.components import load_file
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.rows import Layout, Tree, pack, tree
+from rlhf_core.packing.rows import Layout, Tree, pack, tree
+from rlhf_core.plugins.component import load_file
 from rlhf_core.step import accumulate
 
 CONFIG = {

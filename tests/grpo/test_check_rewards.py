@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
-from rlhf_core.pipeline_file import read
-from rlhf_core.plan import plan
-from rlhf_core.preview import previews
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.forecast import previews
+from rlhf_core.pipeline.plan import plan
 
 MINE = """
 def words(completions):

@@ -8,8 +8,8 @@ import pytest
 from rlhf_grpo.drawing import draw, merging
 
 from rlhf_core import data
-from rlhf_core.feeds import Update
-from rlhf_core.interval import Interval
+from rlhf_core.fit.batches import Update
+from rlhf_core.fit.logged import Interval
 from rlhf_core.rollouts import Reward
 from rlhf_core.sampling import Rollouts
 

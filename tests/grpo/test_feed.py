@@ -13,8 +13,8 @@ from rlhf_grpo.reference import Reference
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh
+from rlhf_core.packing.rows import Layout
 from rlhf_core.rollouts import Reward
-from rlhf_core.rows import Layout
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 5

@@ -16,11 +16,11 @@ import pytest
 from rlhf_grpo import get_per_token_logps_and_entropies, grpo_step, policy_loss
 
 from rlhf_core import create_state
-from rlhf_core.components import load_file
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import merge, results
 from rlhf_core.models import fresh_model
-from rlhf_core.rows import Layout
+from rlhf_core.packing.rows import Layout
+from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, accumulate, apply
 
 reference = load_file(Path(__file__).with_name("update_reference.py"))

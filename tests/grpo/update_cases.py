@@ -12,8 +12,8 @@ from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
 from rlhf_grpo.objective import Terms, objective
 
-from rlhf_core.feeds import empty
-from rlhf_core.rows import Layout, Packed, Tree, pack
+from rlhf_core.fit.batches import empty
+from rlhf_core.packing.rows import Layout, Packed, Tree, pack
 
 N, T = 6, 8
 LENGTHS = [8, 3, 5, 1, 7, 6]  # of two completions for each of three prompts

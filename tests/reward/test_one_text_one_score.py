@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, feeds, load_model, plugins
+from rlhf_core import REWARD, cli, data, load_model, plugins
+from rlhf_core.fit import batches
 from rlhf_core.rollouts import Reward, reward_inputs, score
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
@@ -126,7 +127,7 @@ class Trained:
 @pytest.fixture(scope="module", params=CASES)
 def trained(request, tiny, tmp_path_factory):
     case, seen = CASES[request.param], []
-    inner = feeds.TreeFeed.__init__
+    inner = batches.TreeFeed.__init__
 
     def spy(self, trees, *arguments, **options):
         seen.extend(trees)
@@ -136,7 +137,7 @@ def trained(request, tiny, tmp_path_factory):
     config = RewardConfig(learning_rate=1e-3, max_training_steps=1, total_batch_size=4, **case.options)
     inputs = {"model": model, "tokenizer": case.tokenizer, "train_dataset": case.rows}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feeds.TreeFeed, "__init__", spy)
+        patch.setattr(batches.TreeFeed, "__init__", spy)
         path = tiny.run("reward", config, tmp_path_factory.mktemp("rm"), **inputs).path
     ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
     judge = load_model(path, head="score", mesh=tiny.one_device())

@@ -9,7 +9,7 @@ from rlhf_reward import RewardConfig, pairwise_loss
 from rlhf_reward.measures import measures
 
 from rlhf_core import PAIRWISE_LOSS, plugins
-from rlhf_core.options import build
+from rlhf_core.config import build
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from rlhf_reward.reward import ModelReward
 
 from rlhf_core.mesh import make_mesh, put_rows
-from rlhf_core.objectives import sequence_scores
-from rlhf_core.rows import Layout, pack, tree
+from rlhf_core.objective import sequence_scores
+from rlhf_core.packing.rows import Layout, pack, tree
 from rlhf_core.scoring import Contract, Scorer
 
 END = 1

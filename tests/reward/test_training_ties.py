@@ -21,9 +21,9 @@ from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.objective import SAME, marked, objective, pair_loss
 
 from rlhf_core import create_state, data
-from rlhf_core.feeds import layout_for
+from rlhf_core.fit.batches import layout_for
 from rlhf_core.metrics import Metric, merge, read
-from rlhf_core.rows import pack
+from rlhf_core.packing.rows import pack
 
 
 def rows(tiny: ModuleType) -> list[dict[str, Any]]:

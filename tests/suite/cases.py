@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 places: Any = load_file(Path(__file__).with_name("places.py"))
 PAIR = places.FILES["pairs.jsonl"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlhf_core import cli
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
 CHAIN = """

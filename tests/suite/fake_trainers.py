@@ -24,9 +24,9 @@ from rlhf_core import (
     artifacts,
     hookimpl,
 )
+from rlhf_core.config import Component
 from rlhf_core.contracts import LossOutput, PairInputs
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.options import Component
 
 EVENTS: list[tuple[str, Any]] = []
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 places: Any = load_file(Path(__file__).with_name("places.py"))
 ASK, REPLY, FILES = places.ASK, places.REPLY, places.FILES

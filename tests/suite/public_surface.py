@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_core import hookspecs
 from rlhf_core.contracts import Kind
+from rlhf_core.plugins import hooks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".txt")
@@ -50,7 +50,7 @@ def surface() -> str:
         names[module].add(name)
     lines = [
         f"hook {name}{parameters(hook)}"
-        for name, hook in sorted(vars(hookspecs).items())
+        for name, hook in sorted(vars(hooks).items())
         if name.startswith("rlhf_")
     ]
     for module in sorted(names):

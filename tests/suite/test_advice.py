@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.advice import advise
-from rlhf_core.options import TrainerConfig
+from rlhf_core.config import TrainerConfig
+from rlhf_core.config.warnings import advise
 
 WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
 TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"

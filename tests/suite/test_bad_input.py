@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from rlhf_core.checkpoint import Checkpoints
-from rlhf_core.components import load_file
 from rlhf_core.models import Model
 from rlhf_core.models.safetensors import Reader
+from rlhf_core.plugins.component import load_file
 
 mistakes: Any = load_file(Path(__file__).with_name("mistakes.py"))
 

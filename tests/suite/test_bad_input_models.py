@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file as load_tensors
 from safetensors.numpy import save_file as save_tensors
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 cases: Any = load_file(Path(__file__).with_name("cases.py"))
 Case, MODEL, setting = cases.Case, cases.MODEL, cases.setting

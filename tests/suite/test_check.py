@@ -12,7 +12,7 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import Plan, plan, read
-from rlhf_core.preview import previews
+from rlhf_core.pipeline.forecast import previews
 
 WRONG = """
 sead = 1

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import cli, train_flags
+from rlhf_core import cli
+from rlhf_core.cli import train
 from rlhf_core.errors import InputError
 
 FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
@@ -209,7 +210,7 @@ def test_train_from_flags(tmp_path: Path, wide: Callable[..., Any]) -> None:
 
 
 def stage(fake: ModuleType, *arguments: str) -> dict[str, Any]:
-    file = train_flags.pipeline_from_flags("fake", fake.FakeConfig, list(train_flags._flags(arguments)))
+    file = train.pipeline_from_flags("fake", fake.FakeConfig, list(train._flags(arguments)))
     assert not file.problems
     return dict(file.stages[0].options)
 
@@ -248,7 +249,7 @@ def test_the_help_of_a_trainer_is_toml_with_bounds(
     fake: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    train_flags.train("fake", ["--plugin", str(FAKE_TRAINERS), "--help"])
+    train.train("fake", ["--plugin", str(FAKE_TRAINERS), "--help"])
     lines = capsys.readouterr().out.splitlines()
     told = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.startswith("--")}
     assert told["--size"] == "whole number, ≥ 1; 3"
@@ -287,7 +288,7 @@ def test_flags_that_are_none(fake: ModuleType, arguments: list[str], expected: s
 
 def test_dir_and_mesh_of_flags(fake: ModuleType, tmp_path: Path) -> None:
     def file(*arguments: str) -> Any:
-        return train_flags.pipeline_from_flags("fake", fake.FakeConfig, list(train_flags._flags(arguments)))
+        return train.pipeline_from_flags("fake", fake.FakeConfig, list(train._flags(arguments)))
 
     assert file().dir == tmp_path / "runs" / "fake"
     assert file("--dir", "x", "--mesh.fsdp", "2").dir == tmp_path / "x"

@@ -14,10 +14,10 @@ from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 
 from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
-from rlhf_core.components import load_file
-from rlhf_core.options import TrainerConfig, build
-from rlhf_core.options.expansion import PART_NAMES
-from rlhf_core.options.seed import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
+from rlhf_core.config import TrainerConfig, build
+from rlhf_core.config.aliases import PART_NAMES
+from rlhf_core.config.other_names import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
+from rlhf_core.plugins.component import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/reference/coming_from.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 REPOSITORY = documents.REPOSITORY
@@ -22,7 +22,7 @@ def test_options_of_a_page_are_grpo_s(page: Path, monkeypatch: pytest.MonkeyPatc
     from rlhf_grpo import GRPOConfig
 
     from rlhf_core import plugins
-    from rlhf_core.options import build
+    from rlhf_core.config import build
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rlhf_core import load_model
-from rlhf_core.components import load_file
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.safetensors import Reader
+from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer import load_tokenizer, tokenizer_hash
 
 documents = load_file(Path(__file__).with_name("documents.py"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import load_model
-from rlhf_core.options.adapters import LoraOptions
+from rlhf_core.config.trainer import LoraOptions
 
 
 @pytest.fixture(scope="module")

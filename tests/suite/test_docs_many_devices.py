@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"

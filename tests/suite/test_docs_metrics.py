@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from rlhf_dpo import DPO_LOSS
 
-from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, hookimpl, usage
+from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, hookimpl
+from rlhf_core.runtime import peak_memory
 
 EVERY = "Every trainer"
 PLACEHOLDERS = {"NAME": r"[^/]+", "LOSS": "told", "METRIC": "size", "SUBSET": r"[^/]+", "K": r"\d+"}
@@ -91,8 +92,8 @@ def test_what_is_logged_is_in_the_table_and_the_other_way_round(
     _, watch = short.train(trainer, **everything(trainer, short))
     logged = {name for row in watch.rows for name in row} - {"step"}
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 1})
-    monkeypatch.setattr(usage, "jax", SimpleNamespace(local_devices=lambda: [device]))
-    logged |= set(usage.peak_memory())
+    monkeypatch.setattr(peak_memory, "jax", SimpleNamespace(local_devices=lambda: [device]))
+    logged |= set(peak_memory.peak_memory())
     documented = tables[EVERY] | tables[trainer]
     unknown = [name for name in logged if not fits(name, documented, trainer)]
     assert unknown == [], "not in docs/reference/metrics.md, or not as its column `evaluated` says"

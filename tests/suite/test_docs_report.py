@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 

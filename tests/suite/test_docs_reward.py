@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 PAGE = documents.REPOSITORY / "docs/tutorial/reward.md"
@@ -21,7 +21,7 @@ def test_options_of_the_page_are_the_trainer_s() -> None:
     from rlhf_reward import RewardConfig
 
     from rlhf_core import plugins
-    from rlhf_core.options import build
+    from rlhf_core.config import build
 
     tables = documents.stage_tables(PAGE)
     for table in tables:

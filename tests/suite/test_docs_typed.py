@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.components import load_file
 from rlhf_core.models import fresh_model
+from rlhf_core.plugins.component import load_file
 
 documents: Any = load_file(Path(__file__).with_name("documents.py"))
 real_data: Any = load_file(Path(__file__).with_name("test_real_data.py"))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from rlhf_core import plugins
-from rlhf_core.components import load_file
+from rlhf_core.config import build
 from rlhf_core.contracts import TRAINER
-from rlhf_core.options import build
+from rlhf_core.plugins.component import load_file
 
 documents = load_file(Path(__file__).with_name("documents.py"))
 REPOSITORY: Path = documents.REPOSITORY

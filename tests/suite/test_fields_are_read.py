@@ -17,10 +17,10 @@ from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 
-from rlhf_core import options
-from rlhf_core.alone import run_alone
+from rlhf_core import config
+from rlhf_core.config import TrainerConfig
 from rlhf_core.mesh import make_mesh
-from rlhf_core.options import TrainerConfig
+from rlhf_core.stage.alone import run_alone
 
 CONFIGS: dict[str, type[TrainerConfig]] = {
     "sft": SFTConfig,
@@ -28,7 +28,7 @@ CONFIGS: dict[str, type[TrainerConfig]] = {
     "grpo": GRPOConfig,
     "dpo": DPOConfig,
 }
-CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (options, pydantic))
+CLASSES = tuple(str(Path(module.__file__ or "").parent) for module in (config, pydantic))
 
 
 def recording(config: type[TrainerConfig], read: set[str]) -> type[TrainerConfig]:
@@ -83,7 +83,7 @@ def test_every_field_is_read(
     cls = CONFIGS[trainer]
     config = recording(cls, read)(**everything(trainer, tiny, tmp_path))
     read.clear()  # what validation looked at
-    monkeypatch.setattr("rlhf_core.doors.make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr("rlhf_core.training.open.make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_alone(trainer, config)

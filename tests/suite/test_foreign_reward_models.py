@@ -16,7 +16,8 @@ from rlhf_reward import RewardConfig, RewardTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core import REWARD, artifacts, commands, data, plugins
+from rlhf_core import REWARD, artifacts, data, plugins
+from rlhf_core.cli import commands
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.scoring import Scorer

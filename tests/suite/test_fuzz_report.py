@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.components import load_file
-from rlhf_core.report.run import read_run
+from rlhf_core.plugins.component import load_file
+from rlhf_core.report.read import read_run
 from rlhf_core.report.values import number, numbers, table
 
 pytest.importorskip("bokeh")

@@ -14,9 +14,9 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_core.components import load_file
-from rlhf_core.memory import definition_of
 from rlhf_core.mesh import abstract_rows, make_mesh
+from rlhf_core.plugins.component import load_file
+from rlhf_core.training.memory import definition_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GROWTH = REPOSITORY / "benchmarks" / "growth"

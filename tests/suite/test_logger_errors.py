@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import TrainerConfig, cli, execution, hookimpl, plugins
+from rlhf_core import TrainerConfig, cli, hookimpl, plugins
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.hook_errors import named
 from rlhf_core.pipeline import plan, read
+from rlhf_core.stage import execute
+from rlhf_core.stage.execute import named
 
 FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
 HOOKS = ("rlhf_stage_start", "rlhf_step_end", "rlhf_artifact_saved", "rlhf_stage_end")
@@ -116,7 +117,7 @@ def test_two_loggers_of_one_class() -> None:
 def test_a_logger_may_be_listed_twice(fake: ModuleType, tmp_path: Path) -> None:
     host = plugins.load(objects=[fake])
     stage: Any = type("Stage", (), {"registry": host.registry})
-    made = execution.make_loggers(TrainerConfig(logger=["jsonl", "jsonl"]), stage)
+    made = execute.make_loggers(TrainerConfig(logger=["jsonl", "jsonl"]), stage)
     assert list(made) == ["logger 'console'", "logger 'jsonl'", "logger 'jsonl' (logger[1])"]
 
 

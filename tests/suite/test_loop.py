@@ -17,7 +17,7 @@ import pytest
 from rlhf_reward import RewardConfig, evaluation_step
 
 from rlhf_core import create_state, data, fit, load_model, optimizers
-from rlhf_core.feeds import evaluation_batches
+from rlhf_core.fit.batches import evaluation_batches
 from rlhf_core.step import Programs
 
 TRAINERS = ["sft", "reward", "grpo", "dpo"]

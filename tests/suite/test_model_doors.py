@@ -18,7 +18,7 @@ from rlhf_core import cli, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model, load_model
 from rlhf_core.scoring import Scorer
-from rlhf_core.testing.stage import a_stage
+from rlhf_core.testing.fixtures import a_stage
 
 PLUGIN = """
 from rlhf_core import MODEL, hookimpl

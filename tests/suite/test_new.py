@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import scaffold
-from rlhf_core.components import load_file
+from rlhf_core.cli import new
 from rlhf_core.plugins import bare
+from rlhf_core.plugins.component import load_file
 
 packages: Any = load_file(Path(__file__).with_name("packages.py"))
 LIST = "from rlhf_core.cli import main; import sys; sys.argv = ['rlhf', 'plugins', '--json']; main()"
@@ -29,8 +29,8 @@ def name_of(kind: str) -> str:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a new package of every kind."""
     directory = tmp_path_factory.mktemp("new")
-    for kind in scaffold.KINDS:
-        scaffold.write(kind, name_of(kind), directory / kind, bare().registry)
+    for kind in new.KINDS:
+        new.write(kind, name_of(kind), directory / kind, bare().registry)
     return directory
 
 
@@ -48,12 +48,12 @@ def listed(installed: Path) -> Mapping[str, Any]:
     return {plugin["name"]: plugin for plugin in json.loads(packages.python(installed, "-c", LIST))}
 
 
-@pytest.mark.parametrize("kind", scaffold.KINDS)
+@pytest.mark.parametrize("kind", new.KINDS)
 def test_it_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
     name = name_of(kind).replace("-", "_")
     plugin = listed[name]
     assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
-    assert plugin["components"] == {scaffold.KINDS[kind].name: [name]}
+    assert plugin["components"] == {new.KINDS[kind].name: [name]}
 
 
 def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> None:
-    tests = [sources / kind / "tests" for kind in scaffold.KINDS]
+    tests = [sources / kind / "tests" for kind in new.KINDS]
     tests += [repository / "examples/plugins" / name / "tests" for name in EXAMPLES]
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir")
     said = packages.python(installed, *options, str(sources), *map(str, tests), JAX_NUM_CPU_DEVICES="8")
@@ -155,4 +155,4 @@ def test_every_mistake_is_told_at_once(rlhf: Any, tmp_path: Path, monkeypatch: p
     ("version", "pin"), [("0.1.0", ">=0.1,<0.2"), ("0.12.3", ">=0.12,<0.13"), ("1.4.2", ">=1.4,<2")]
 )
 def test_the_pin(version: str, pin: str) -> None:
-    assert scaffold.pin(version) == pin
+    assert new.pin(version) == pin

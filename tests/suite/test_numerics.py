@@ -21,7 +21,7 @@ from rlhf_sft.objective import objective as sft_objective
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.rows import Layout, Tree, pack, tree
+from rlhf_core.packing.rows import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
 
 _spec = importlib.util.spec_from_file_location("reference", Path(__file__).with_name("reference.py"))

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import rlhf_sft.train
 
-from rlhf_core import artifacts, checkpoint, files, fit, hookimpl
+from rlhf_core import artifacts, checkpoint, fit, hookimpl
 from rlhf_core.errors import RunError, Stopped
+from rlhf_core.runtime import files
 from rlhf_core.step import Programs
 
 HELD_OUT = 3

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import artifacts, plugins, stage_record
+from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.files import unsealed
 from rlhf_core.pipeline import Results, read, run
-from rlhf_core.plan import plan
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime.files import unsealed
+from rlhf_core.stage import record
 
 
 def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str = "runs/a") -> Results:
@@ -227,7 +228,7 @@ def test_every_flipped_bit_of_a_stage_record_is_told(pipeline: Path, fake: Modul
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=r"stage.json is damaged"):
-            stage_record.StageRecord(path.parent, "rm", fix="")
+            record.StageRecord(path.parent, "rm", fix="")
 
 
 def test_the_results_of_a_finished_stage_do_not_depend_on_its_log(pipeline: Path, fake: ModuleType) -> None:
@@ -254,7 +255,7 @@ def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: 
     record = unsealed(path.read_bytes())
     record["versions"]["rlhf-core"] = "0.0.1"
     del record["versions"]["rlhf-sft"]  # installed since: the stage has run without it
-    stage_record.write(path.parent, record)
+    record.write(path.parent, record)
     with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now [^;]*$"):
         assert go(pipeline, fake).stages["rm"].skipped
 

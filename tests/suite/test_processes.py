@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf_core import components
+from rlhf_core.plugins import component
 
-processes: Any = components.load_file(Path(__file__).parents[1] / "processes.py")
+processes: Any = component.load_file(Path(__file__).parents[1] / "processes.py")
 pytestmark = pytest.mark.slow
 
 STAGE = """

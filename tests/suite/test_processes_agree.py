@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import components
+from rlhf_core.plugins import component
 
-processes: Any = components.load_file(Path(__file__).parents[1] / "processes.py")
+processes: Any = component.load_file(Path(__file__).parents[1] / "processes.py")
 FAKE = Path(__file__).with_name("fake_trainers.py")
 PIPELINE = """
 [[stage]]

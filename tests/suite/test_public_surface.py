@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 public: Any = load_file(Path(__file__).with_name("public_surface.py"))
 

@@ -16,7 +16,7 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.models import fresh_model
 from rlhf_core.pipeline import plan, read
-from rlhf_core.preview import previews
+from rlhf_core.pipeline.forecast import previews
 
 NAMES = ("Tom", "Lily", "Ben", "Sue", "Max", "Amy", "Tim", "Mia", "Sam", "Ann")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs, plugins
-from rlhf_core.options import build
+from rlhf_core.config import build
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_its_functions_run_and_its_lists_are_made(
 ) -> None:
     from rlhf_grpo import GRPOConfig
 
+    from rlhf_core.rewards.function import make_rewards
     from rlhf_core.rollouts import score, set_up
-    from rlhf_core.rollouts.rewards import make_rewards
 
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from rlhf_core import report as reporting
-from rlhf_core.components import load_file
 from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
 
 runs = load_file(Path(__file__).with_name("report_runs.py"))
 make_run, write = runs.make_run, runs.write

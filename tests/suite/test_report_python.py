@@ -11,9 +11,9 @@ import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 
 from rlhf_core import report as reporting
-from rlhf_core.components import load_file
 from rlhf_core.errors import RunError
-from rlhf_core.report.run import read_run
+from rlhf_core.plugins.component import load_file
+from rlhf_core.report.read import read_run
 
 runs = load_file(Path(__file__).with_name("report_runs.py"))
 

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 from rlhf_core import report as reporting
-from rlhf_core.components import load_file
-from rlhf_core.report import groups
-from rlhf_core.report.flow import pictures, references
-from rlhf_core.report.run import read_run
-from rlhf_core.report.series import Points, draw
-from rlhf_core.report.several import names
-from rlhf_core.report.timing import parts
+from rlhf_core.plugins.component import load_file
+from rlhf_core.report import charts
+from rlhf_core.report.comparison import names
+from rlhf_core.report.diagram import pictures, references
+from rlhf_core.report.read import Points, draw, parts, read_run
 
 runs = load_file(Path(__file__).with_name("report_runs.py"))
 make_run, write = runs.make_run, runs.write
@@ -165,7 +163,7 @@ def test_a_pipeline_with_a_line_past_a_stage() -> None:
 
 def test_every_metric_is_in_one_chart() -> None:
     every = ["loss", "eval_loss", "rewards/a/mean", "reward", "mine/odd", "eval_mine/odd", "num_tokens", "kl"]
-    found = groups.charts(every)
+    found = charts.charts(every)
     assert sorted(name for _, own in found for name in own) == sorted(set(every) - {"num_tokens"})
     assert next(own for kind, own in found if kind.title == "Loss") == ["loss", "eval_loss"]
     assert found[-1][1] == ["mine/odd", "eval_mine/odd"]
@@ -176,14 +174,14 @@ def test_every_metric_is_in_one_chart() -> None:
     [(0.99935, "0.9993"), (9709.4, "9,709"), (3e-4, "3.00e-04"), (0.0, "0"), (-1.5, "-1.5"), (None, "–")],
 )
 def test_numbers(value: float | None, written: str) -> None:
-    assert groups.number(value) == written
+    assert charts.number(value) == written
 
 
 @pytest.mark.parametrize(
     ("seconds", "written"), [(4.25, "4.2 s"), (41.0, "41 s"), (131.2, "2 min 11 s"), (11_100.0, "3 h 05 min")]
 )
 def test_clocks(seconds: float, written: str) -> None:
-    assert groups.clock(seconds) == written
+    assert charts.clock(seconds) == written
 
 
 def test_names_are_as_long_as_it_takes() -> None:

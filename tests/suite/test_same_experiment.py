@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core import data, stage_record
-from rlhf_core.directory_lock import lock
+from rlhf_core import data
 from rlhf_core.errors import InputError
-from rlhf_core.files import unsealed
+from rlhf_core.runtime.directory_lock import lock
+from rlhf_core.runtime.files import unsealed
 
 BASE: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -148,7 +148,7 @@ def stopped_at(run: Run, step: int, directory: Path) -> None:
     """A directory as it is after a run that was killed once update `step` was saved."""
     shutil.copytree(run.directory / "checkpoints" / str(step), directory / "checkpoints" / str(step))
     record = unsealed((run.directory / "stage.json").read_bytes())
-    stage_record.write(directory, {**record, "state": "running"})
+    record.write(directory, {**record, "state": "running"})
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from rlhf_sft import SFTConfig
 from transformers import AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, feeds, load_model, plugins, sampling
-from rlhf_core.components import load_file
+from rlhf_core import REWARD, cli, data, load_model, plugins, sampling
+from rlhf_core.fit import batches
+from rlhf_core.plugins.component import load_file
 from rlhf_core.rollouts import Reward, reward_inputs, score
 from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
@@ -41,13 +42,13 @@ def tokenizer():
 
 
 def trained_on(monkeypatch):
-    seen, inner = [], feeds.TreeFeed.__init__
+    seen, inner = [], batches.TreeFeed.__init__
 
     def spy(self, trees, *arguments, **options):
         seen.extend(trees)
         inner(self, trees, *arguments, **options)
 
-    monkeypatch.setattr(feeds.TreeFeed, "__init__", spy)
+    monkeypatch.setattr(batches.TreeFeed, "__init__", spy)
     return seen
 
 

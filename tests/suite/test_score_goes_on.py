@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rlhf_core import commands, scoring
+from rlhf_core import scoring
+from rlhf_core.cli import commands
 from rlhf_core.data import whole
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer

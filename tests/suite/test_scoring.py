@@ -14,7 +14,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core import artifacts, commands, data, rewards, scoring
+from rlhf_core import artifacts, data, rewards, scoring
+from rlhf_core.cli import commands
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.components import load_file
+from rlhf_core.plugins.component import load_file
 
 documents: Any = load_file(Path(__file__).with_name("documents.py"))
 

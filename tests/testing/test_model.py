@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_core import ModelFamily
-from rlhf_core.components import load_file
 from rlhf_core.models import DECODER
+from rlhf_core.plugins.component import load_file
 from rlhf_core.testing import check_model
 
 cases: Any = load_file(Path(__file__).parents[1] / "core" / "mesh_cases.py")

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from rlhf_core import Stage, Trainer, TrainerConfig, artifacts
 from rlhf_core.errors import RunError, Stopped
-from rlhf_core.signals import stop_signals
+from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from rlhf_core import TrainerConfig
-from rlhf_core.options import Component
+from rlhf_core.config import Component
 from rlhf_dpo.contracts import DPO_LOSS
 
 

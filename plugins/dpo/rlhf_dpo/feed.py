@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rlhf_core import TrainState
-    from rlhf_core.feeds import TreeFeed, Update
-    from rlhf_core.rows import Packed
+    from rlhf_core.fit.batches import TreeFeed, Update
+    from rlhf_core.packing.rows import Packed
     from rlhf_dpo.reference import Reference
 
 
 class PairFeed:
-    """A `TreeFeed` over the pairs, and the references that its trees carry; see `rlhf_core.feeds.Feed`."""
+    """A `TreeFeed` over the pairs, and the references that its trees carry; see `rlhf_core.fit.batches.Feed`."""
 
     def __init__(self, trees: TreeFeed, reference: Reference) -> None:
         self._trees, self._reference = trees, reference

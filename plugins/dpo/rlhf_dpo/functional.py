@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import plugins
+from rlhf_core.config import Component
 from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import Model, padded_rows
-from rlhf_core.options import Component
 from rlhf_core.step import split_step
 from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
 from rlhf_dpo.losses import LOSSES

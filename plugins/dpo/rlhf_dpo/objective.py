@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objectives import loss_output, trained_logps, trained_sequence
+from rlhf_core.objective import loss_output, trained_logps, trained_sequence
 from rlhf_dpo.contracts import DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
-    from rlhf_core.rows import Packed
+    from rlhf_core.packing.rows import Packed
     from rlhf_core.step import Objective
     from rlhf_dpo.contracts import DPOLoss
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import data
 from rlhf_core.mesh import put_rows, replicated
-from rlhf_core.rows import Layout, pack
+from rlhf_core.packing.rows import Layout, pack
 from rlhf_dpo.objective import SAME, sequence_logps
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Pairs
-    from rlhf_core.feeds import TreeFeed
+    from rlhf_core.fit.batches import TreeFeed
     from rlhf_core.models import Definition
-    from rlhf_core.rows import Packed, Tree
-    from rlhf_core.trees import Trees
+    from rlhf_core.packing.rows import Packed, Tree
+    from rlhf_core.packing.trees import Trees
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import artifacts, data, optimizers
-from rlhf_core.alone import Result, door_inputs, run_alone
-from rlhf_core.doors import open_model, open_records, tell, told_of, try_loss
-from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
-from rlhf_core.forecast import plan_lines
+from rlhf_core.fit.batches import TreeFeed, layout_for
+from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.stage.text_settings import text_options
 from rlhf_core.state import create_state
-from rlhf_core.suited import with_attention
-from rlhf_core.text_settings import text_options
+from rlhf_core.training.attention import with_attention
+from rlhf_core.training.forecast import plan_lines
+from rlhf_core.training.open import open_model, open_records, tell, told_of, try_loss
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
 from rlhf_dpo.evaluation import Evaluation

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs, data
-from rlhf_core.advice import advise as advise_shared
-from rlhf_core.doors import open_records, require_model, try_loss
-from rlhf_core.forecast import training_memory
-from rlhf_core.memory import cache_bytes, memory_lines, scoring_bytes
+from rlhf_core.config.warnings import advise as advise_shared
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.rollouts import forecast_rewards
-from rlhf_core.rollouts.opening import open_prompts, open_rewards
 from rlhf_core.sampling import slots_a_device
-from rlhf_core.stopping import stop_table
+from rlhf_core.sampling.stop_strings import stop_table
+from rlhf_core.training.forecast import training_memory
+from rlhf_core.training.memory import cache_bytes, memory_lines, scoring_bytes
+from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model, try_loss
 from rlhf_grpo.advice import advise
 from rlhf_grpo.objective import Terms, combine
 

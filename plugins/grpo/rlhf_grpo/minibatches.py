@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.rows import Packed
+from rlhf_core.packing.rows import Packed
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.objective import kl_estimate
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objectives import loss_output, trained_logps, trained_sequence, trained_weight
+from rlhf_core.objective import loss_output, trained_logps, trained_sequence, trained_weight
 from rlhf_grpo.correction import importance, mismatch
 from rlhf_grpo.losses import Level, ratio
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import PolicyLoss
     from rlhf_core.models import Definition
-    from rlhf_core.rows import Packed
+    from rlhf_core.packing.rows import Packed
     from rlhf_core.step import Objective
     from rlhf_grpo.config import GRPOConfig, SamplerCorrection
 

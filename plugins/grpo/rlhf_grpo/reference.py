@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.ahead import Ahead
 from rlhf_core.mesh import replicated
-from rlhf_core.partition import join, split
+from rlhf_core.models.params import join, split
+from rlhf_core.runtime.background import Ahead
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

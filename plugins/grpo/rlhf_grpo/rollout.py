@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from rlhf_core import AdvantageInputs
 from rlhf_core.data import Prompts
 from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.packing.rows import Tree
 from rlhf_core.rollouts import completion
-from rlhf_core.rows import Tree
 from rlhf_core.sampling import Rollouts
 
 HERE = str(Path(__file__).parent)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.feeds import skips_unseen
-from rlhf_core.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
+from rlhf_core.fit.batches import skips_unseen
 from rlhf_core.mesh import row_multiple
-from rlhf_core.rows import Layout, Tree, choose_layout
+from rlhf_core.packing.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
+from rlhf_core.packing.rows import Layout, Tree, choose_layout
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

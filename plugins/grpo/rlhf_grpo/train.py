@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, artifacts, optimizers
-from rlhf_core.alone import Result, door_inputs, run_alone
-from rlhf_core.doors import open_model
 from rlhf_core.errors import RunError
 from rlhf_core.fit import fit
 from rlhf_core.rollouts import check_columns, set_up
-from rlhf_core.rollouts.opening import open_prompts, open_rewards, open_sampler, require_known, warm_up
+from rlhf_core.stage.alone import Result, door_inputs, run_alone
 from rlhf_core.state import create_state, fixed_parameters
-from rlhf_core.suited import with_attention
+from rlhf_core.training.attention import with_attention
+from rlhf_core.training.open import (
+    open_model,
+    open_prompts,
+    open_rewards,
+    open_sampler,
+    require_known,
+    warm_up,
+)
 from rlhf_grpo.advice import advise
 from rlhf_grpo.config import GRPOConfig
 from rlhf_grpo.evaluation import FixedPrompts

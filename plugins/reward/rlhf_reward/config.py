@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from rlhf_core import PAIRWISE_LOSS, TrainerConfig
-from rlhf_core.options import Component
+from rlhf_core.config import Component
 
 
 class RewardConfig(TrainerConfig):

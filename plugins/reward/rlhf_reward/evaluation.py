@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import PairInputs
-from rlhf_core.feeds import evaluation_batches
-from rlhf_core.in_turn import in_turn
+from rlhf_core.fit.batches import evaluation_batches
+from rlhf_core.fit.in_turn import in_turn
 from rlhf_core.mesh import replicated
 from rlhf_core.metrics import read
-from rlhf_core.objectives import sequence_scores
+from rlhf_core.objective import sequence_scores
 from rlhf_reward.measures import measures
 
 if TYPE_CHECKING:

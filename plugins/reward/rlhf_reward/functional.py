@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, plugins
+from rlhf_core.config import Component
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import padded_scores
-from rlhf_core.options import Component
 from rlhf_core.step import split_step
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import pair_loss

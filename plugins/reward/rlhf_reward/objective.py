@@ -11,14 +11,14 @@ import numpy as np
 
 from rlhf_core import PairInputs
 from rlhf_core.metrics import Max, Mean, Metric, Min
-from rlhf_core.objectives import loss_output, sequence_scores
+from rlhf_core.objective import loss_output, sequence_scores
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import PairwiseLoss
     from rlhf_core.models import Definition
-    from rlhf_core.rows import Packed
+    from rlhf_core.packing.rows import Packed
+    from rlhf_core.packing.trees import Tree, Trees
     from rlhf_core.step import Objective
-    from rlhf_core.trees import Tree, Trees
 
 SAME = "same"
 """A sequence's value: 1 where chosen and rejected reply are the same tokens."""

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, artifacts, data, optimizers
-from rlhf_core.alone import Result, door_inputs, run_alone
-from rlhf_core.doors import open_model, open_records, tell, told_of, try_loss
-from rlhf_core.feeds import TreeFeed, layout_for
 from rlhf_core.fit import fit
-from rlhf_core.forecast import plan_lines
+from rlhf_core.fit.batches import TreeFeed, layout_for
 from rlhf_core.scoring import Contract, Scorer, base_identity
+from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.stage.text_settings import read_at_of, text_options
 from rlhf_core.state import create_state
-from rlhf_core.suited import with_attention
-from rlhf_core.text_settings import read_at_of, text_options
+from rlhf_core.training.attention import with_attention
+from rlhf_core.training.forecast import plan_lines
+from rlhf_core.training.open import open_model, open_records, tell, told_of, try_loss
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, finite, subsets_of
 from rlhf_reward.objective import SAME, marked, objective, pair_loss

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.metrics import Mean, Metric
-from rlhf_core.objectives import trained_logps, trained_weight
+from rlhf_core.objective import trained_logps, trained_weight
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
-    from rlhf_core.rows import Packed
+    from rlhf_core.packing.rows import Packed
     from rlhf_core.step import Objective
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import artifacts, data, optimizers
-from rlhf_core.alone import Result, door_inputs, run_alone
-from rlhf_core.doors import open_model, open_records, tell
-from rlhf_core.feeds import TreeFeed, evaluation_batches, layout_for
 from rlhf_core.fit import evaluator, fit
-from rlhf_core.forecast import plan_lines
+from rlhf_core.fit.batches import TreeFeed, evaluation_batches, layout_for
+from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.stage.text_settings import text_options
 from rlhf_core.state import create_state
-from rlhf_core.suited import with_attention
-from rlhf_core.text_settings import text_options
+from rlhf_core.training.attention import with_attention
+from rlhf_core.training.forecast import plan_lines
+from rlhf_core.training.open import open_model, open_records, tell
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 

@@ -1,0 +1,65 @@
+"""Core's own components, registered through the same hook as a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from rlhf_core import data, loggers, optimizers, rewards, sampling
+from rlhf_core.contracts import ATTENTION, DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
+from rlhf_core.data.files import FORMATS
+from rlhf_core.models import DECODER
+from rlhf_core.models.attention import attend
+from rlhf_core.models.attention_blocks import attend_blocks
+from rlhf_core.models.attention_cudnn import attend_cudnn
+from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.plugins.registry import Registry
+
+
+@hookimpl
+def rlhf_register(registry: Registry) -> None:
+    registry.add(MODEL, "decoder", DECODER)
+    registry.add(ATTENTION, "auto", attend)
+    registry.add(ATTENTION, "xla", attend)
+    registry.add(ATTENTION, "blocks", attend_blocks)
+    registry.add(ATTENTION, "cudnn", attend_cudnn)
+    for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
+        registry.add(OPTIMIZER, name, getattr(optimizers, name))
+    for name in FORMATS:
+        registry.add(DATASET, name, _file(name))
+    registry.add(DATASET, "hub", hub)
+    registry.add(LOGGER, "console", loggers.Console)
+    registry.add(LOGGER, "jsonl", loggers.JsonLines)
+    registry.add(LOGGER, "wandb", wandb)
+    registry.add(SAMPLER, "jax", sampling.make_sampler)
+    registry.add(REWARD, "exact_match", rewards.exact_match)
+    registry.add(REWARD, "numeric_answer", rewards.numeric_answer)
+    registry.add(REWARD, "math_verify", rewards.MathVerify)
+    registry.add(REWARD, "regex", rewards.Regex)
+    registry.add(REWARD, "length", rewards.length)
+    registry.add(REWARD, "soft_overlong", rewards.SoftOverlong)
+    registry.add(REWARD, "repetition", rewards.repetition)
+
+
+def _file(kind: str) -> Callable[..., data.Records]:
+    def read(*, path: str, split: str | None = None) -> data.Records:
+        """The rows of one file."""
+        return data.load({"name": kind, "path": path} | ({} if split is None else {"split": split}))
+
+    return read
+
+
+def hub(*, path: str, subset: str | None = None, split: str = "train") -> data.Records:
+    """A dataset of the Hugging Face hub; `path` is its name there."""
+    return data.load({"name": path, "split": split} | ({} if subset is None else {"subset": subset}))
+
+
+def wandb(
+    *,
+    project: str = "rlhf",
+    entity: str | None = None,
+    run_name: str | None = None,
+    mode: Literal["online", "offline", "disabled"] | None = None,
+) -> loggers.Wandb:
+    """`loggers.Wandb` from a file, where `name` is the logger's own: the run's is `run_name`."""
+    return loggers.Wandb(project=project, entity=entity, name=run_name, mode=mode)

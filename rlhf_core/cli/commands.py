@@ -1,0 +1,141 @@
+"""What the commands other than run and train do, and print."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from rlhf_core import plugins as plugin_loading
+from rlhf_core.cli.generate import generate as generate
+from rlhf_core.cli.score import score as score
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.forecast import components, inputs_line, previews, short_path
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime.terminal import echo, show
+
+if TYPE_CHECKING:
+    from rlhf_core.plugins import PluginInfo
+
+
+def check(
+    pipeline: Path,
+    *,
+    sets: Sequence[str] = (),
+    plugins: Sequence[Path] = (),
+    dir: Path | None = None,
+    devices: int | None = None,
+) -> None:
+    """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
+
+    devices: how many memory is told for, each; None: memory in all.
+    """
+    from rlhf_core.pipeline import asked
+    from rlhf_core.stage.record import StageRecord
+    from rlhf_core.stage.recorded import refusals
+
+    host = plugin_loading.load(files=list(plugins))
+    planned = plan(read(pipeline, sets=sets, dir=dir), host)
+    problems: list[str] = []
+    states: dict[str, str] = {}
+    wanted = asked(planned, host)
+    records: dict[str, StageRecord] = {}
+    try:
+        records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in wanted}
+        problems += refusals(wanted, records)
+    except InputError as error:
+        problems += error.problems
+    if not problems:
+        words = {"new": "runs", "running": "continues", "done": "done, skipped"}
+        states = {each.name: words[records[each.name].settle(each.now)] for each in wanted}
+    mesh = None
+    if devices is not None:
+        from rlhf_core.mesh import planned_mesh
+
+        try:
+            mesh = planned_mesh(devices, **planned.mesh)
+        except InputError as error:
+            problems += error.problems
+    try:
+        said = previews(planned, host, mesh=mesh)
+    except InputError as error:
+        problems = [*error.problems, *problems]
+    if problems:
+        raise InputError(*problems)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for stage in planned.stages:
+        lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
+        table.add_row(stage.name, "\n".join([*lines, *said[stage.name]]))
+    echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
+    show(table)
+
+
+def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
+    """Print every distribution in the entry-point group `rlhf`, its state and what it registered."""
+    host = plugin_loading.load(files=list(files))
+    if as_json:
+        echo(json.dumps([dataclasses.asdict(info) for info in host.plugins], indent=2, default=str))
+        return
+    table = Table(show_lines=True, expand=False)
+    for column in ("distribution", "version", "state", "registers"):
+        table.add_column(column, overflow="fold")
+    for info in host.plugins:
+        table.add_row(info.distribution or info.name, info.version or "", info.state, _registered(info))
+    show(table)
+
+
+def new(kind: str, name: str, directory: Path | None) -> None:
+    """Write a package for a component, and say what to type next."""
+    from rlhf_core.cli.new import KINDS, write
+
+    written = write(kind, name, directory, plugin_loading.load().registry)
+    echo(
+        f"{written.directory}: the {KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
+        f"next: pip install -e '{written.directory}[test]'; python -m pytest {written.directory}; rlhf plugins"
+    )
+
+
+def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] = ()) -> None:
+    """Write a model for other tools, and say what and where."""
+    from rlhf_core import runtime
+    from rlhf_core.cli.export import export as export_model
+
+    runtime.prepare()
+    registry = plugin_loading.load(files=plugins).registry
+    echo(f"{directory}: {export_model(model, directory, registry=registry, merge=merge)}")
+
+
+def profile(
+    file: str,
+    tokenizer: str | None,
+    model: str | None,
+    *,
+    max_length: int | None,
+    chat_template: str | None,
+    plugins: Sequence[Path] = (),
+) -> None:
+    """Print what a dataset holds, in tokens of the tokenizer or of the model's, else in characters."""
+    from rlhf_core import data
+    from rlhf_core.data import summary as profiling
+    from rlhf_core.tokenizer import load_tokenizer
+
+    if tokenizer is not None and model is not None:
+        raise InputError("rlhf data: give --tokenizer or --model, not both")
+    source = model if tokenizer is None else tokenizer
+    loaded = None if source is None else load_tokenizer(source)
+    records = data.load(file, registry=plugin_loading.load(files=plugins).registry)
+    found = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
+    show(profiling.render(found))
+
+
+def _registered(info: PluginInfo) -> str:
+    if info.error:
+        return str(info.error)
+    return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in info.components.items())

@@ -1,0 +1,71 @@
+"""How a command ends: its exit code, and the one message that says why."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.runtime import peers
+from rlhf_core.runtime.disk_errors import DISK, disk_message
+
+DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+
+
+def run(command: Callable[[], Any]) -> None:
+    """Run a command and exit: 0 done, 1 it failed, 2 bad input or configuration, 75 stopped with its state saved."""
+    warned: list[str] = []
+    warnings.showwarning = functools.partial(_show_warning, warned)
+    code, message = _attempt(command, warned)
+    if code:
+        message = _for_reader(message)
+        peers.end(code, message)
+        if message:
+            print(message, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, str]:
+    """The command's exit code, and what is to be said of it. In a job of one an unforeseen error is raised."""
+    try:
+        command()
+    except SystemExit as ended:  # typer's end of a command, also of a good one
+        return (ended.code if isinstance(ended.code, int) else int(bool(ended.code))), ""
+    except InputError as error:
+        return BAD_INPUT, _without(warned, str(error))
+    except Stopped as stopped:
+        return STOPPED, str(stopped)
+    except RunError as error:
+        return FAILED, str(error)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return FAILED, f"{disk_message(error)} and give the same command again"
+        if not peers.watched():
+            raise
+        return FAILED, traceback.format_exc()
+    return DONE, ""
+
+
+def _for_reader(message: str) -> str:
+    """A message without this process's secrets, and with control characters shown."""
+    from rlhf_core.config.secrets import scrub  # pydantic is not imported before a command needs it
+    from rlhf_core.runtime.terminal import visible
+
+    return visible(scrub(message))
+
+
+def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    warned.append(str(message))
+    print(_for_reader(f"warning: {message}"), file=sys.stderr, flush=True)
+
+
+def _without(warned: Sequence[str], message: str) -> str:
+    """A message that quotes a warning, such as why a plugin failed, points at it: it was shown just before."""
+    for said in warned:
+        message = message.replace(f" {said}", "\0")
+    return re.sub("\0+", " See the warning above.", message)

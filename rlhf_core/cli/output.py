@@ -1,0 +1,48 @@
+"""What commands write: rows to a file or to standard output."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.runtime.terminal import visible
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
+    text = "".join(map(row_text, rows))
+    if output is None:
+        write_text(text)
+        return
+    from rlhf_core.artifacts import write_atomic
+
+    write_atomic(output, text)
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """A row as a line of JSON."""
+    return json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n"
+
+
+def write_text(text: str) -> None:
+    """Write rows to standard output."""
+    sys.stdout.write(for_reader(text))
+
+
+def for_reader(text: str) -> str:
+    """Data as it is for a program, and with control characters shown for a person at a terminal."""
+    return visible(text) if sys.stdout.isatty() else text
+
+
+def number(value: Any) -> float | None:
+    """JSON has no NaN: a row that could not be scored gets null."""
+    return None if math.isnan(value) else float(value)
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

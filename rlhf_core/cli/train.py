@@ -1,0 +1,133 @@
+"""`rlhf train`: flags into a pipeline of one stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from rlhf_core import plugins
+from rlhf_core.config import TrainerConfig, fields, parse_value
+from rlhf_core.contracts import TRAINER
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline import run, start
+from rlhf_core.pipeline.file import PipelineFile, assemble
+from rlhf_core.pipeline.output import to_value
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime.terminal import show
+
+FLAG = "true or false"
+_NUMBER = re.compile(r"-\.?\d")
+
+
+def train(trainer: str, arguments: Sequence[str]) -> None:
+    """Run one stage from flags, or print the flags there are.
+
+    Raises InputError for what is no flag, a flag without a value, and everything a pipeline's plan finds.
+    """
+    flags = list(_flags(arguments))
+    if not any(key in ("help", "h") for key, _ in flags):
+        start()
+    host = plugins.load(files=[Path(value) for key, value in flags if key == "plugin" and value is not None])
+    config = host.registry.get(TRAINER, trainer).config
+    if any(key in ("help", "h") for key, _ in flags):
+        _print_fields(trainer, config)
+        return
+    file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] != "plugin"])
+    run(plan(file, host), host)
+
+
+def pipeline_from_flags(
+    trainer: str, config: type[TrainerConfig], flags: Sequence[tuple[str, str | None]]
+) -> PipelineFile:
+    """The pipeline that (field, value) pairs mean; a value is None for a bare flag.
+
+    Its stage has the trainer's name and its paths are relative to the current directory. `dir`, where it is
+    not given, is `save_directory`, or runs/TRAINER. A field given several times is a list.
+    """
+    kinds = {field.name: field.type for field in fields(config)} | {"use_wandb": FLAG}
+    directory = dict(flags).get("save_directory") or f"runs/{trainer}"
+    table: dict[str, Any] = {"dir": directory, "mesh": {}}
+    stage: dict[str, Any] = {"name": trainer, "trainer": trainer}
+    seen: set[str] = set()
+    problems = []
+    for key, text in flags:
+        if text is None and kinds.get(key, FLAG) != FLAG:
+            problems.append(f"--{key}: needs a value")
+            continue
+        value = True if text is None else parse_value(text)
+        if key == "dir":
+            table["dir"] = text
+        elif key.startswith("mesh."):
+            table["mesh"][key.removeprefix("mesh.")] = value
+        else:
+            problems += _put(stage, key, value, again=key in seen, many=kinds.get(key, "").startswith("list"))
+        seen.add(key)
+    if problems:
+        raise InputError(*problems)
+    return assemble({**table, "stage": [stage]}, base=Path.cwd())
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(field, value) of `--field value`, `--field=value`, `--some-field` and a bare `--flag`: value None."""
+    position = 0
+    while position < len(arguments):
+        word = arguments[position]
+        position += 1
+        if not word.startswith("-") or _NUMBER.match(word):
+            raise InputError(f"{word}: not a flag; write --FIELD {word}")
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if equals:
+            yield name, value
+        elif position < len(arguments) and _is_value(arguments[position]):
+            yield name, arguments[position]
+            position += 1
+        else:
+            yield name, None
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or word == "-" or _NUMBER.match(word) is not None
+
+
+def _put(stage: dict[str, Any], key: str, value: Any, *, again: bool, many: bool) -> list[str]:
+    """Set a dotted field; the problems with that."""
+    *tables, last = key.split(".")
+    inner = stage
+    for name in tables:
+        held = inner.setdefault(name, {})
+        if isinstance(held, str):
+            held = inner[name] = {"name": held}
+        if not isinstance(held, dict):
+            return [f"--{key}: --{name} already has a value that is not a table"]
+        inner = held
+    if not again:
+        if isinstance(inner.get(last), Mapping) and isinstance(value, str):
+            inner[last]["name"] = value  # --loss.epsilon 0.1 came before --loss dapo
+        else:
+            inner[last] = [value] if many and not isinstance(value, list) else value
+    elif isinstance(inner[last], list):
+        inner[last] += value if isinstance(value, list) else [value]
+    else:
+        inner[last] = [inner[last], value]
+    return []
+
+
+def _print_fields(trainer: str, config: type[TrainerConfig]) -> None:
+    table = Table(title=f"rlhf train {trainer}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("flag", no_wrap=True)
+    table.add_column("value; default")
+    for field in fields(config):
+        default = "" if field.default is None else f"; {to_value(field.default)}"
+        about = f"\n{field.description}" if field.description else ""
+        table.add_row(f"--{field.name}", f"{field.type}{field.bounds}{default}{about}")
+    typer.echo(f"rlhf train {trainer} --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN\n")
+    show(table)
+
+
+__all__ = ["pipeline_from_flags", "train"]

@@ -1,0 +1,21 @@
+"""Configuration: strict, frozen, and with every problem reported at once, in the words of the user's file."""
+
+from rlhf_core.config.build import FieldDoc as FieldDoc
+from rlhf_core.config.build import build as build
+from rlhf_core.config.build import fields as fields
+from rlhf_core.config.build import parse_value as parse_value
+from rlhf_core.config.options import Component as Component
+from rlhf_core.config.options import Options as Options
+from rlhf_core.config.paths import ArtifactKinds as ArtifactKinds
+from rlhf_core.config.trainer import TrainerConfig as TrainerConfig
+
+__all__ = [
+    "ArtifactKinds",
+    "Component",
+    "FieldDoc",
+    "Options",
+    "TrainerConfig",
+    "build",
+    "fields",
+    "parse_value",
+]

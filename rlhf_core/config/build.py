@@ -1,0 +1,196 @@
+"""From a table of a file or flags to a configuration, with everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rlhf_core.config.options import Component, Options
+from rlhf_core.config.problems import Problem, explain, join, settle
+from rlhf_core.config.trainer import TrainerConfig
+from rlhf_core.contracts import Kind
+
+C = TypeVar("C", bound=Options)
+
+
+class Names(Protocol):
+    """What `build` asks of a registry."""
+
+    def check(
+        self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Sequence[str] = ()
+    ) -> list[tuple[str, str]]:
+        """(dotted path below the component, message) for everything wrong with a name and its options.
+
+        also: names that the trainer, not the component, takes in the same table; meant by a near miss.
+        """
+        ...
+
+
+def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: Names | None = None) -> C:
+    """A configuration from a table.
+
+    where: what messages put before a field, such as "stage 'policy'".
+    registry: checks the names and options of components; None: they are left unchecked.
+    Raises InputError with one line for every unknown field, wrong type, value out of range, name given twice,
+    and unknown component or option.
+    """
+    given, problems = cls._expand(data)
+    config = None
+    try:
+        config = cls.model_validate(given)
+    except ValidationError as error:
+        problems += explain(cls, error, given)
+    if registry is not None:
+        for path, kind, owner, component in components(cls, given):
+            options = {key: value for key, value in component.items() if key not in owner.model_fields}
+            found = registry.check(kind, component["name"], options, also=list(owner.model_fields))
+            problems += [Problem(join(path, at), message) for at, message in found]
+    settle(problems, where)
+    assert config is not None
+    return config
+
+
+Found = tuple[str, Kind[Any], type[Component], dict[str, Any]]
+
+
+def components(cls: type[Options], table: Mapping[str, Any]) -> Iterator[Found]:
+    """(dotted path, kind, class, {name, ...}) of every component in a table of `cls`, defaults included.
+
+    Entries that are no components are left out: validation reports them.
+    """
+    for name, field in cls.model_fields.items():
+        value = table[name] if name in table else field.get_default(call_default_factory=True)
+        yield from _walk(_annotation(field), value, name)
+
+
+def _walk(annotation: Any, value: Any, path: str) -> Iterator[Found]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
+        if kind is None:
+            yield from _walk(arguments[0], value, path)
+        elif (component := _component(value)) is not None:
+            yield path, kind, arguments[0], component
+    elif isinstance(annotation, type) and issubclass(annotation, Options):
+        if isinstance(value, Mapping | Options):
+            table = value if isinstance(value, Mapping) else dict(value)
+            for at, kind, owner, component in components(annotation, table):
+                yield join(path, at), kind, owner, component
+    elif origin in (list, tuple):
+        for index, item in enumerate(value if isinstance(value, list | tuple) else ()):
+            yield from _walk(arguments[0], item, join(path, index))
+    elif origin in (Union, UnionType):
+        for arm in arguments:
+            yield from _walk(arm, value, path)
+
+
+def _component(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, Component):
+        return {**dict(value), **value.options}
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        return None
+    return table if isinstance(table, dict) else dict(table)
+
+
+def _annotation(field: FieldInfo) -> Any:
+    """A field's annotation with the notes that pydantic takes off its outermost layer."""
+    notes = tuple(note for note in field.metadata if isinstance(note, Kind))
+    return Annotated[(field.annotation, *notes)] if notes else field.annotation
+
+
+class FieldDoc(NamedTuple):
+    """One line of a field list: type in words; default as `to_dict` gives it; description with units.
+
+    bounds: `, > 0, ≤ 1`, to be put after the type.
+    """
+
+    name: str
+    type: str
+    default: Any
+    description: str
+    bounds: str = ""
+
+
+def fields(cls: type[Options]) -> list[FieldDoc]:
+    """The fields of a configuration class, and after them the flat names that stand for nested ones."""
+    rows = []
+    for name, field in cls.model_fields.items():
+        words, about = _words(_annotation(field)), field.description or ""
+        rows.append(FieldDoc(name, words, _default(field), about, _bounds(field)))
+    if issubclass(cls, TrainerConfig):
+        for name, (nested, key, *default) in cls._flat().items():
+            inner = getattr(cls.model_fields[nested].annotation, "model_fields", {}).get(key)
+            words = _words(_annotation(inner)) if inner else "option"
+            value = default[0] if default else (_default(cls.model_fields[nested]) or {}).get(key)
+            limits = _bounds(inner) if inner else ""
+            rows.append(FieldDoc(name, words, value, f"short for {nested}.{key}", limits))
+    return rows
+
+
+def _bounds(field: FieldInfo) -> str:
+    """From the field's own limits."""
+    said = [
+        f", {sign} {getattr(note, name):g}"
+        for note in field.metadata
+        for name, sign in _BOUNDS.items()
+        if isinstance(getattr(note, name, None), int | float)
+    ]
+    return "".join(said)
+
+
+def _default(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return None
+    return default.to_dict() if isinstance(default, Options) else default
+
+
+_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Any: "anything",
+}
+
+
+def _words(annotation: Any) -> str:
+    """An annotation as the reader of a manual wants it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
+        return kind.name if kind else _words(arguments[0])
+    if origin is Literal:
+        return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments)
+    if origin in (list, tuple):
+        return f"list of {_words(arguments[0])}" if arguments[0] is not Any else "list"
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if annotation is None or annotation is type(None):
+        return "none"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Options)):
+        return "table"
+    return (
+        " | ".join(map(_words, arguments)) if arguments else str(getattr(annotation, "__name__", annotation))
+    )
+
+
+def parse_value(text: str) -> Any:
+    """The value of `--set field=VALUE`: a TOML literal, none, or else the text itself."""
+    if text.strip().lower() == "none":
+        return None
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, or nested too deeply
+        return text
+    value = table.pop("value")
+    return text if table or isinstance(value, datetime.date | datetime.time) else value

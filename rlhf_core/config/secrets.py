@@ -1,0 +1,116 @@
+"""Keep passwords and keys out of everything that a run writes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhf_core.config.build import components
+from rlhf_core.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_core.config.options import Options
+    from rlhf_core.contracts import Kind
+
+HIDDEN = "**********"
+"""Stands in written configurations where a secret was given."""
+SECRET_NAME = re.compile(
+    r"(.*_)?(api_?key|secret(_key)?|passw(or)?d|passphrase|credentials?|private_key|access_key|"
+    r"(access|auth|api|hf|bearer|refresh)_token)|token|authorization",
+    re.IGNORECASE,
+)
+"""Names of options whose text is taken for a secret, whatever their type."""
+MIN_SCRUBBED = 6
+"""Shorter values are not searched for in messages: they would hide ordinary words."""
+_known: set[str] = set()
+
+
+class Secrets(Protocol):
+    """What `public_table` asks of a registry."""
+
+    def secret_options(self, kind: Kind[Any], name: str, /) -> frozenset[str]:
+        """The options of a component that hold a SecretStr."""
+        ...
+
+
+def reads_environment(value: Any) -> bool:
+    """Whether a value is `{ env = "NAME" }`, or a table or list that holds one."""
+    if isinstance(value, Mapping):
+        return _variable(value) is not None or any(reads_environment(each) for each in value.values())
+    return isinstance(value, list | tuple) and any(reads_environment(each) for each in value)
+
+
+def is_hidden(value: Any) -> bool:
+    """Whether a value is what `public_table` writes in place of a secret, or a table or list that holds it."""
+    if isinstance(value, Mapping):
+        return any(map(is_hidden, value.values()))
+    return (
+        value == HIDDEN
+        if isinstance(value, str)
+        else isinstance(value, list | tuple) and any(map(is_hidden, value))
+    )
+
+
+def from_environment(value: Any) -> Any:
+    """Replace every `{ env = "NAME" }` by the text of that environment variable.
+
+    The text is remembered for `scrub`. Raises InputError for a variable that is not set.
+    """
+    if isinstance(value, Mapping):
+        name = _variable(value)
+        if name is None:
+            return {key: from_environment(each) for key, each in value.items()}
+        if name not in os.environ:
+            raise InputError(f"the environment variable {name} is not set; export {name}=…")
+        return remember(os.environ[name])
+    if isinstance(value, list | tuple):
+        return [from_environment(each) for each in value]
+    return value
+
+
+def remember(secret: str) -> str:
+    """Remember a secret, so that `scrub` finds it; returns it."""
+    if len(secret) >= MIN_SCRUBBED:
+        _known.add(secret)
+    return secret
+
+
+def scrub(text: str) -> str:
+    """Hide every secret of this process in a message, such as one that quotes a request."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def public_table(config: Options, registry: Secrets) -> dict[str, Any]:
+    """The configuration as it may be written to disk: `to_dict` without the texts of secrets.
+
+    Hidden are options whose type is SecretStr and texts under a name that says what they are, such as `api_key`.
+    An `{ env = "NAME" }` stays as it is.
+    """
+    table = config.to_dict()
+    for _, kind, _, component in components(type(config), table):
+        for option in registry.secret_options(kind, component["name"]) & set(component):
+            if isinstance(component[option], str):
+                component[option] = _hide(component[option])
+    return {name: _without_secrets(name, value) for name, value in table.items()}
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(str(key), each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_without_secrets(name, each) for each in value]
+    return _hide(value) if isinstance(value, str) and SECRET_NAME.fullmatch(name) else value
+
+
+def _hide(secret: str) -> str:
+    remember(secret)
+    return HIDDEN
+
+
+def _variable(value: Mapping[Any, Any]) -> str | None:
+    name = value.get("env")
+    return name if set(value) == {"env"} and isinstance(name, str) and name else None

@@ -1,0 +1,282 @@
+"""The configuration that all trainers share, and the flat names that expand into its nested tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from rlhf_core.config.aliases import PART_NAMES, expand, inherited
+from rlhf_core.config.options import Component, Options
+from rlhf_core.config.other_names import TRL_ABSENT, TRL_NAMES
+from rlhf_core.config.problems import Problem
+from rlhf_core.config.validators import constant, day, patterns, seconds, template_kwargs, text
+from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
+
+
+class LoraOptions(Options):
+    """Adapters beside linear layers, trained in place of the model's own parameters (Hu et al. 2021)."""
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = {
+        "r": "rank",
+        "lora_alpha": "alpha",
+        "lora_dropout": "dropout",
+        "target_modules": "targets",
+    }
+
+    rank: int = Field(8, ge=1, description="of the product that is added to a kernel")
+    alpha: float = Field(16.0, gt=0, description="the product is multiplied by alpha / rank")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of a layer's inputs that its adapter does not see, while training"
+    )
+    use_rslora: bool = Field(False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023)")
+    targets: str | list[str] = Field(
+        "all-linear",
+        description="all linear layers, or their names or regular expressions of their dotted paths",
+    )
+
+
+Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
+COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
+"""The fields that ask for evaluations to be compared with one another."""
+
+PathText = Annotated[str, BeforeValidator(text)]
+
+
+class TrainerConfig(Options):
+    """What every trainer can be told. A trainer extends it with fields of its own.
+
+    `FLAT` maps a short name to the nested field and key it stands for, and optionally to what reading it
+    gives where a component leaves it out: {"epsilon": ("loss", "epsilon", 0.2)}. `ALIASES` maps other
+    spellings to names. `UNUSED` says of a shared field that this trainer does not read what does its work; a value is
+    then a warning. All three add to those of the parent class.
+    """
+
+    FLAT: ClassVar[Mapping[str, Flat]] = {}
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "clip_grad": "max_grad_norm",
+        "max_length": "max_sequence_length",
+        "metrics_to_show_in_rich_pbar": "progress_metrics",
+        "peft_config": "lora",
+        "repo_id": "model",
+        "dataset_name": "train_data",
+    }
+    UNUSED: ClassVar[Mapping[str, str]] = {}
+    ELSEWHERE: ClassVar[Mapping[str, str]] = TRL_NAMES
+    ABSENT: ClassVar[Mapping[str, str]] = TRL_ABSENT
+
+    model: Annotated[str | dict[str, Any] | None, BeforeValidator(text)] = Field(
+        None,
+        description="a directory, a hub name, an earlier stage's STAGE.OUTPUT, or a table for a fresh model",
+    )
+    model_revision: str | None = Field(
+        None, description="branch, tag or commit of a model of the hub; none: its main branch"
+    )
+    train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
+        None,
+        description="a file, a dataset name, a table { name, path, weight, split, columns }, or a list of these",
+    )
+    eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
+        None, description="as train_data, held out; none: nothing is evaluated"
+    )
+    columns: dict[str, str] | None = Field(
+        None,
+        description='columns that the data has under other names, { prompt = "question" }; a table\'s own `columns` '
+        "go before",
+    )
+    learning_rate: float = Field(5e-5, ge=0, description="at its peak")
+    learning_rate_end: float | None = Field(
+        None, ge=0, description="at the last update, for schedules that fall; none: 0"
+    )
+    scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(constant)] = Field(
+        "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
+    )
+    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises")
+    weight_decay: float = Field(0.01, ge=0, description="per unit of learning rate; not on norms and biases")
+    max_grad_norm: Annotated[float | None, AfterValidator(lambda x: x or None)] = Field(
+        1.0, ge=0, description="global norm that gradients are clipped to; 0 or none: no clipping"
+    )
+    optimizer: Annotated[Component, OPTIMIZER] = Field(
+        Component(name="adamw"), description="by name, with options"
+    )
+    num_train_epochs: int | float = Field(10, gt=0, description="passes over the training data")
+    max_training_steps: int | None = Field(None, ge=1, description="updates, instead of epochs")
+    total_batch_size: int = Field(32, ge=1, description="examples of one update; for grpo, completions")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="parts an update is computed in; changes memory, not the result"
+    )
+    max_sequence_length: int = Field(1024, ge=2, description="tokens of an example, prompt included")
+    overlong: Literal["filter", "truncate"] = Field("filter", description="what happens to longer examples")
+    truncation_mode: Literal["keep_end", "keep_start"] = Field(
+        "keep_end", description="which end of a longer example is kept, where it is truncated"
+    )
+    shuffle_train_dataset: bool = Field(True, description="a new order every epoch")
+    shuffle_seed_train: int | None = Field(None, ge=0, description="of that order; none: the stage's seed")
+    eval_batch_size: int | None = Field(None, ge=1, description="examples; none: total_batch_size")
+    evaluation_steps: int | None = Field(
+        None, ge=1, description="updates between evaluations; none: only at the end"
+    )
+    eval_on_start: bool = Field(False, description="evaluate before the first update too")
+    max_evaluation_steps: int | None = Field(None, ge=1, description="batches of an evaluation; none: all")
+    early_stopping_patience: int | None = Field(
+        None,
+        ge=1,
+        description="evaluations without a better one after which training ends; none: it does not",
+    )
+    load_best_model_at_end: bool = Field(
+        False, description="the trained model is that of the best evaluation, not that of the last update"
+    )
+    metric_for_best_model: str | None = Field(
+        None,
+        description="what is compared; none: eval_accuracy, eval_reward or eval_loss, the first there is",
+    )
+    greater_is_better: bool | None = Field(
+        None, description="which way; none: lower for a loss, error, perplexity or kl, greater for the rest"
+    )
+    save_steps: int | None = Field(None, ge=1, description="updates between checkpoints; none: by time")
+    save_interval_minutes: float | None = Field(
+        None, gt=0, description="minutes between checkpoints; none: 10, or with save_steps by updates alone"
+    )
+    save_total_limit: int | None = Field(
+        None, ge=1, description="newest checkpoints kept, and the best; none: all"
+    )
+    save_directory: PathText | None = Field(
+        None, description="where a trainer that is run from Python writes; none: a fresh temporary directory"
+    )
+    training_time_limit: Annotated[float | None, BeforeValidator(seconds)] = Field(
+        None,
+        gt=0,
+        description="seconds, or text such as '2h30m'; training then ends with what it has learned",
+    )
+    log_steps: int = Field(10, ge=1, description="updates between logged metrics")
+    progress_bar_type: Literal["rich", "tqdm", "json"] = Field("rich", description="what the console shows")
+    progress_metrics: list[str] | None = Field(
+        None, description="metrics beside the progress bar; none: loss, reward and accuracy"
+    )
+    track_memory: bool | float = Field(
+        False,
+        ge=0,
+        description="log peak memory as memory/...; a number, EasyDeL's interval, is as good as true",
+    )
+    logger: list[Annotated[Component, LOGGER]] = Field([], description="loggers besides metrics.jsonl")
+    frozen_parameters: Annotated[str | list[str], AfterValidator(patterns)] | None = Field(
+        None, description="regular expressions; parameters whose dotted path matches one are not trained"
+    )
+    disable_dropout: bool = Field(
+        True,
+        description="models are trained without their dropout, adapters with lora.dropout; false is a warning where "
+        "config.json asks for some",
+    )
+    dataset_num_proc: int | None = Field(
+        None, ge=1, description="one process tokenises, with a thread a core; another number is a warning"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="of the computation; none: float32 on CPUs, bfloat16 on accelerators. Parameters, logits and "
+        "losses are float32",
+    )
+    attention: Annotated[Component, ATTENTION] = Field(
+        Component(name="auto"),
+        description="of rows, by name: xla, blocks (skips what no token sees), cudnn; auto: on CPUs blocks where it "
+        "pays, else xla",
+    )
+    stored_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None,
+        description="of the saved weights, which evaluations read too; none: that of the files the model came from, "
+        "float32 of a fresh one. Adapters are float32",
+    )
+    verify: bool = Field(
+        True, description="compare an artifact that the model is read from with the hashes in its manifest"
+    )
+    remat: Literal["auto", "none", "dots", "full"] = Field(
+        "auto",
+        description="what the backward pass recomputes, to save memory: 'dots' all but products with weights, 'full' "
+        "whole layers, 'auto' dots where activations are large",
+    )
+    seed: int | None = Field(
+        None,
+        ge=0,
+        description="of fresh weights, the order of rows, dropout and samples; none: the pipeline's",
+    )
+    lora: LoraOptions | None = Field(
+        None, description="train adapters with these options; none: all parameters are trained"
+    )
+    chat_template: PathText | None = Field(
+        None,
+        description="how conversations become text; none: the tokenizer's own; 'plain': each turn under its role's "
+        "name; or a Jinja file",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_kwargs)] = Field(
+        {},
+        description="variables for the chat template, such as { enable_thinking = false }; a row's column of this name "
+        "adds to them",
+    )
+    template_date: Annotated[str, AfterValidator(day)] | None = Field(
+        None,
+        description="the day that a chat template with strftime_now writes, such as '2026-01-31'; none: the one that "
+        "the model was trained with, else the day on which the run began",
+    )
+    prompt_repeated: bool | None = Field(
+        None,
+        description="whether completions in the data begin with the text of their prompt, which is then taken off; "
+        "none: they do not, and a file in which most do is refused",
+    )
+
+    @model_validator(mode="after")
+    def _has_evaluations_to_compare(self) -> Self:
+        if self.compares is None and self.greater_is_better is not None:
+            raise ValueError(
+                f"greater_is_better says nothing without {', '.join(COMPARING[:-1])} or {COMPARING[-1]}"
+            )
+        if self.compares is not None and self.evaluation_steps is None:
+            raise ValueError(f"{self.compares} needs evaluation_steps, the updates between evaluations")
+        return self
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        for name, target in cls._flat().items():
+            if name in cls.model_fields or target[0] not in cls.model_fields:
+                raise TypeError(
+                    f"{cls.__name__}.FLAT: '{name}' must be no field, and '{target[0]}' must be one"
+                )
+
+    @property
+    def compares(self) -> str | None:
+        """The first of `COMPARING` that is given; None where none is."""
+        return next((name for name in COMPARING if getattr(self, name)), None)
+
+    @property
+    def use_wandb(self) -> bool:
+        """Whether wandb is among the loggers; `use_wandb=True` puts it there."""
+        return any(logger.name == "wandb" for logger in self.logger)
+
+    @classmethod
+    def _flat(cls) -> dict[str, Flat]:
+        return inherited(cls, "FLAT")
+
+    @classmethod
+    def _aliases(cls) -> dict[str, str]:
+        return inherited(cls, "ALIASES")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [*super().names(), *cls._flat(), *cls._aliases(), *PART_NAMES]
+
+    if not TYPE_CHECKING:  # a type checker should keep telling a misspelt field
+
+        def __getattr__(self, name: str) -> Any:
+            cls = type(self)
+            if name in cls._aliases():
+                return getattr(self, cls._aliases()[name])
+            if name in cls._flat():
+                field, key, *default = cls._flat()[name]
+                return getattr(getattr(self, field), key, *default)
+            return super().__getattr__(name)
+
+    @classmethod
+    def _expand(
+        cls, data: Mapping[str, Any], base: Self | None = None
+    ) -> tuple[dict[str, Any], list[Problem]]:
+        return expand(data, cls, base)

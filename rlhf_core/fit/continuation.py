@@ -1,0 +1,145 @@
+"""What a checkpoint says of the run it belongs to, compared before a run goes on from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.errors import InputError
+from rlhf_core.stage import differences, experiment
+
+if TYPE_CHECKING:
+    from rlhf_core.checkpoint import Restored
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.fit.batches import Feed
+    from rlhf_core.optimizers import Schedule
+    from rlhf_core.stage import Stage
+
+ROWS = "data_rows"
+"""The name of the rows' digests among a checkpoint's arrays."""
+RATES = 17
+"""Past updates whose learning rate is kept, to tell whether another length of the run changes them."""
+SHOWN = 5
+
+
+class Continuation:
+    """One loop's part of every checkpoint: the experiment, a digest per row of the data, past learning rates."""
+
+    def __init__(self, stage: Stage, config: TrainerConfig, feed: Feed, schedule: Schedule) -> None:
+        self.stage, self.config, self.feed, self.schedule = stage, config, feed, schedule
+
+    @cached_property
+    def experiment(self) -> differences.Record:
+        """As the stage was started with it; else what can be told of a trainer that was called by itself."""
+        stage = self.stage
+        if stage.experiment is not None:
+            return stage.experiment
+        return experiment.of_objects(stage.name, stage.seed, self.config, stage.inputs, stage.registry)
+
+    @cached_property
+    def rows(self) -> NDArray[np.uint64]:
+        return self.feed.data.row_digests()
+
+    def host(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after `step` updates holds, as JSON."""
+        return {
+            "experiment": {"digest": differences.digest(self.experiment), **self.experiment},
+            "rows": len(self.rows),
+            "total": self.feed.total,
+            "rates": {str(at): self._rate(at) for at in _sampled(step)},
+        }
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {ROWS: self.rows}
+
+    def accept(self, found: Restored) -> None:
+        """Raise InputError where a checkpoint belongs to another run; warn of what may differ.
+
+        Called before the state is read.
+        """
+        self._require_experiment(found)
+        if found.step > self.feed.total:
+            self._refuse(
+                found,
+                f"it has made more updates than the {self.feed.total:,} that are asked for; give at least as many",
+            )
+        if found.host["total"] != self.feed.total:
+            self._require_rates(found)
+        self._require_rows(found)
+
+    def _require_experiment(self, found: Restored) -> None:
+        kept = found.host.get("experiment")
+        if kept is None:
+            self._refuse(found, "it was written by another version of this suite, which did not record that")
+        if kept["digest"] == differences.digest(self.experiment):
+            return
+        refused = differences.compare(kept, self.experiment).refused
+        if refused:
+            self._refuse(found, *map(str, refused))
+
+    def _require_rates(self, found: Restored) -> None:
+        for at, rate in found.host["rates"].items():
+            now = self._rate(int(at))
+            if not np.isclose(rate, now, rtol=1e-5, atol=0.0):
+                self._refuse(
+                    found,
+                    f"with {self.feed.total:,} updates in place of {found.host['total']:,}, update {int(at) + 1} would "
+                    f"have had a learning rate of {now:.6g} rather than {rate:.6g}; give back the length it had, or "
+                    'use scheduler = "constant" for runs that are to be extended',
+                )
+
+    def _require_rows(self, found: Restored) -> None:
+        before, now = found.arrays[ROWS], self.rows
+        if len(before) != len(now):
+            self._refuse(
+                found,
+                f"train_data: it had {len(before):,} rows for training and has {len(now):,} now; give back the rows "
+                "that were added or left out",
+            )
+        changed = np.flatnonzero(before != now)
+        if not len(changed):
+            return
+        drawn = np.intersect1d(changed, self.feed.drawn(found.step, found.host["feed"]))
+        if len(drawn):
+            self._refuse(
+                found,
+                f"train_data: {self._listed(drawn)} changed after it was trained on; give back what was there",
+            )
+        if self.stage.is_main:
+            warnings.warn(
+                f"stage '{self.stage.name}'.train_data: {self._listed(changed)} changed since the checkpoint at update "
+                f"{found.step}; no update has drawn it yet, so the run goes on with what is there now",
+                stacklevel=2,
+            )
+
+    def _listed(self, rows: NDArray[np.int64]) -> str:
+        names = [self.feed.data.where(int(i)) for i in rows[:SHOWN]]
+        more = f" and {len(rows) - SHOWN:,} more rows" if len(rows) > SHOWN else ""
+        return ", ".join(names) + more
+
+    def _refuse(self, found: Restored, *problems: str) -> NoReturn:
+        name = f"stage '{self.stage.name}'"
+        raise InputError(
+            *(f"{name}.{problem}" if ": " in problem else f"{name}: {problem}" for problem in problems),
+            f"{name}: the checkpoint at update {found.step} belongs to another run: give back what it had, use another "
+            f"directory, or delete {self.stage.dir}",
+        )
+
+    def _rate(self, step: int) -> float:
+        return float(self.schedule(jnp.int32(step)))
+
+
+def _sampled(step: int) -> list[int]:
+    """Some of the updates before `step`, the first and the last among them."""
+    return sorted({int(at) for at in np.linspace(0, step - 1, RATES)}) if step > 0 else []
+
+
+def without_rows(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A checkpoint's arrays without those of the loop itself."""
+    return {name: array for name, array in arrays.items() if name != ROWS}

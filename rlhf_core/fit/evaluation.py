@@ -1,0 +1,79 @@
+"""Evaluating in the middle of training: the metrics of held-out data, and a failure that does not end the run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from rlhf_core.errors import InputError, RunError, Stopped, raised
+from rlhf_core.fit.in_turn import in_turn
+from rlhf_core.metrics import Metric, merge, read
+from rlhf_core.packing.rows import Packed
+from rlhf_core.runtime.agreement import any_of
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.state import TrainState
+    from rlhf_core.step import Objective
+
+HERE = str(Path(__file__).parent)
+
+
+def evaluator(
+    objective: Objective,
+    mesh: Mesh,
+    batches: Sequence[Packed],
+    *,
+    stored: Callable[[Any], Any] = lambda params: params,
+    say: Callable[[str], None] | None = None,
+) -> Callable[[TrainState], dict[str, float]]:
+    """A function of the state: the objective's loss and metrics over `batches`, every example once, no gradient.
+
+    stored: makes of the state's parameters what is read, such as `model.as_stored`, so that what is evaluated is saved.
+    say: told how far an evaluation is that takes longer than a few seconds, such as `stage.say`.
+    """
+    forward = jax.jit(objective)
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        total: dict[str, Metric] = {}
+        params = stored(state.params)
+        for _, (loss, metrics) in in_turn(lambda batch: forward(params, batch), mesh, batches, say):
+            total = merge(total, {**metrics, "loss": loss})
+        return read(total)
+
+    return evaluate
+
+
+def evaluated(
+    evaluate: Callable[[TrainState], dict[str, float]], state: TrainState, count: int, stage: str
+) -> dict[str, float] | None:
+    """Call `evaluate` after `count` updates; None, with a warning, where it raises or returns no metrics.
+
+    What it raises before the first update is raised: nothing is lost yet, and what is wrong with its settings is told
+    before hours of training. With several processes the same holds of errors that all of them agree on, RunError and
+    InputError; another one may have left the others in the middle of a computation, and is raised.
+    """
+    failure: Exception | None = None
+    metrics: dict[str, float] = {}
+    try:
+        metrics = {f"eval_{name}": value for name, value in evaluate(state).items()}
+    except Stopped:
+        raise
+    except Exception as error:
+        if count == 0 or (jax.process_count() > 1 and not isinstance(error, RunError | InputError)):
+            raise
+        failure = error
+    if not any_of(failure is not None)[0]:
+        return metrics
+    reason = str(failure) if isinstance(failure, RunError | InputError) else ""
+    reason = reason or (raised(failure, HERE) if failure else "it failed in another process, which says why")
+    warnings.warn(
+        f"stage '{stage}': the evaluation after update {count} failed and is left out, training goes on: {reason}",
+        stacklevel=2,
+    )
+    return None

@@ -1,0 +1,64 @@
+"""Which rows of an update made its loss or gradient not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.errors import RunError
+from rlhf_core.mesh import put_rows
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.fit.batches import Update
+    from rlhf_core.packing.rows import Packed
+    from rlhf_core.stage import Stage
+    from rlhf_core.state import TrainState
+    from rlhf_core.step import Programs
+
+
+def not_finite(
+    steps: Programs, state: TrainState, update: Update, shapes: Sequence[Packed], mesh: Mesh
+) -> list[str]:
+    """The rows whose own loss or gradient is not finite, with the examples in them.
+
+    shapes: an empty micro-batch of every shape; each row is computed by itself in one, with the programs at hand.
+    """
+    empty = {batch.rows.tokens.shape: batch for batch in shapes}
+    found = []
+    for number, batch in enumerate(update.batches):
+        blank = empty[batch.rows.tokens.shape]
+        for row in range(len(batch.example)):
+            examples = sorted({int(i) for i in batch.example[row] if i >= 0})
+            if not examples:
+                continue
+            alone = jax.tree.map(lambda x, b, r=row: _only(x, b, r), batch, blank)
+            done = steps.accumulate(state, put_rows(mesh, alone), None, number)
+            leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
+            if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
+                names = ", ".join(update.where(i) for i in examples)
+                found.append(f"row {row} of micro-batch {number} ({names})")
+    return found
+
+
+def not_finite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunError:
+    """Say that the update after `step` others was none, which rows it comes from, and what to do."""
+    listed = "; ".join(culprits[:5]) + (f"; and {len(culprits) - 5} more" if len(culprits) > 5 else "")
+    return RunError(
+        f"stage '{stage.name}': loss or gradient of update {step + 1} is not finite. "
+        f"It comes from {listed or 'the sum of its rows, each of which is finite by itself'}. "
+        f"The state before it is kept in {stage.dir / 'checkpoints'}. "
+        + ("Lower learning_rate, set max_grad_norm, look" if step else "Look")
+        + " at these examples, or try a loss of your own with rlhf_core.testing."
+    )
+
+
+def _only(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:
+    out = np.array(blank)
+    out[row] = x[row]
+    return out

@@ -1,0 +1,97 @@
+"""How far a training loop has come, as its checkpoints keep it."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from rlhf_core.checkpoint import Checkpoints
+from rlhf_core.fit.best import Best
+from rlhf_core.fit.continuation import Continuation, without_rows
+from rlhf_core.fit.logged import Interval
+from rlhf_core.stage import files
+from rlhf_core.state import TrainState, abstract_state
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.fit.batches import Feed
+    from rlhf_core.optimizers import Schedule
+    from rlhf_core.stage import Stage
+
+DEFAULT_SAVE_MINUTES = 10.0
+
+
+class Progress:
+    """What a run has done beside its state, and where both are saved.
+
+    metrics: the newest value of each. tokens, elapsed (seconds): so far. interval: since the last logged step. best: of
+    the evaluations. newest: the step of the newest checkpoint, −1 without one. reported: whether that step was logged
+    and evaluated before it was saved.
+    """
+
+    def __init__(self, stage: Stage, config: TrainerConfig, feed: Feed, schedule: Schedule) -> None:
+        self.stage, self.config, self.feed = stage, config, feed
+        self.continuation = Continuation(stage, config, feed, schedule)
+        self.checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
+        self.metrics: dict[str, float] = {}
+        self.tokens = 0
+        self.elapsed = 0.0
+        self.interval = Interval()
+        self.best = Best(config, stage)
+        self.newest = -1
+        self.reported = True
+        self.saved_at = time.perf_counter()
+
+    def restore(self, state: TrainState) -> tuple[int, TrainState]:
+        """Go on from the newest whole checkpoint: the updates done, and the state; 0 and `state` where there is none.
+
+        Cuts the stage's files to what they had then.
+        """
+        found = self.checkpoints.restore(abstract_state(state.trained()), accept=self.continuation.accept)
+        if found is not None:
+            self.newest, self.reported = found.step, found.host.get("reported", True)
+            self.tokens, self.elapsed = found.host["tokens"], found.host["elapsed"]
+            self.interval = Interval.from_json(found.host["interval"])
+            self.feed.restore(found.step, found.host["feed"], without_rows(found.arrays))
+            self.best.restore(found.host["best"])
+            kept = found.host["metrics"]
+            self.metrics = {name: math.nan if value is None else value for name, value in kept.items()}
+            self.stage.metrics.update(self.metrics)
+            state = state.with_trained(found.state)
+        if self.stage.is_main:
+            files.cut(self.stage.dir, self.newest if self.reported else self.newest - 1)
+        return max(self.newest, 0), state
+
+    def save(self, step: int, state: TrainState, *, reported: bool = True, wait: bool = False) -> None:
+        """Save what was reached after `step` updates; `wait` until it is on the disk."""
+        host, arrays = self.feed.snapshot(step)
+        kept = {
+            "feed": host,
+            **self.continuation.host(step),
+            "tokens": self.tokens,
+            "elapsed": self.elapsed,
+            "interval": self.interval.to_json(),
+            "best": self.best.to_json(),
+            "metrics": {name: float(x) if math.isfinite(x) else None for name, x in self.metrics.items()},
+            "reported": reported,
+        }
+        directory = self.stage.dir
+        self.checkpoints.save(
+            step,
+            state.trained(),
+            host=kept,
+            arrays={**arrays, **self.continuation.arrays()},
+            protect=self.best.step,
+            block=wait,
+            before=lambda: files.sync(directory),
+        )
+        self.newest, self.saved_at = step, time.perf_counter()
+
+    def due(self, count: int) -> bool:
+        """Whether the config asks for a checkpoint after `count` updates."""
+        minutes = self.config.save_interval_minutes
+        if minutes is None and self.config.save_steps is None:
+            minutes = DEFAULT_SAVE_MINUTES
+        by_time = minutes is not None and time.perf_counter() - self.saved_at >= 60 * minutes
+        return by_time or (self.config.save_steps is not None and count % self.config.save_steps == 0)

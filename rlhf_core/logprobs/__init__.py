@@ -1,0 +1,121 @@
+"""Log-probabilities and entropies of tokens, without ever holding the logits of a whole batch.
+
+`token_logps` goes from hidden states through the unembedding to one number a token. The logits exist for a block of
+the vocabulary, or a chunk of the tokens, at a time, in the forward and again in the backward pass; none is
+[rows, tokens, vocabulary].
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.logprobs.by_tokens import over_tokens
+from rlhf_core.logprobs.by_vocabulary import over_vocabulary
+from rlhf_core.logprobs.logits import Settings
+from rlhf_core.logprobs.logits import unembed as unembed
+
+CHUNK_BYTES = {"cpu": 16 * 2**20}
+"""Float32 logits at a time, bytes a device. On a CPU they are best read while in the caches."""
+CHUNK_BYTES_ACCELERATOR = 512 * 2**20
+"""The same where there is no entry above."""
+CHUNK_TOKENS = 128
+"""The fewest tokens of a chunk, a device: each chunk reads and writes the whole kernel's float32 gradient."""
+
+
+BLOCK_WORDS = 128
+"""A block of the vocabulary is a multiple of this."""
+
+
+def token_logps(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array | np.ndarray,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    block: int | None = None,
+    entropy: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """log p(target) and the entropy of p, where p = softmax(cap(hidden · kernel) / temperature), in nats.
+
+    hidden: float32 or bfloat16 [rows, K, D], each the state that predicts its target.
+    kernel: float32 or bfloat16 [D, V], the unembedding.
+    targets: int32 [rows, K] in [0, V), or -1: that token's results are 0 and pass no gradient.
+    temperature: positive. softcap: cap(x) = softcap · tanh(x / softcap); None: cap(x) = x.
+    chunk: tokens of each row whose logits are in memory at once. block: words of the vocabulary for which all tokens'
+        logits are. At most one of the two; None chooses by the size of the logits, a block on one device and a chunk
+        on several, whose vocabulary may be spread.
+    entropy: compute H = -Σ p log p as well.
+
+    Returns (log-probs float32 [rows, K], entropies float32 [rows, K], zeros without `entropy`). Products are
+    taken in hidden's dtype and summed in float32, and all that follows is float32. Gradients of both results
+    reach hidden and kernel: with l the logits after cap and temperature and g, h the cotangents,
+    dl = g (onehot - p) - h p (log p + H).
+
+    Chunks run along K and never across rows: rows spread over a mesh stay where they are.
+    Raises ValueError for shapes that do not fit and a temperature, softcap, chunk or block that is not positive.
+    """
+    if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[-1] != kernel.shape[0]:
+        raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {hidden.shape}, {kernel.shape}")
+    if tuple(targets.shape) != hidden.shape[:2]:
+        raise ValueError(f"targets [rows, K] do not fit hidden {hidden.shape}: {tuple(targets.shape)}")
+    if min(temperature, *(x for x in (softcap, chunk, block) if x is not None), 1) <= 0:
+        raise ValueError(
+            f"temperature {temperature}, softcap {softcap}, chunk {chunk} and block {block} must be positive"
+        )
+    if chunk is not None and block is not None:
+        raise ValueError("give chunk or block, not both")
+    (rows, length, _), words = hidden.shape, kernel.shape[1]
+    blocks = block is not None or (chunk is None and jax.device_count() == 1)
+    if blocks:
+        size = block_size(rows * length, words) if block is None else min(block, words)
+    else:
+        size = chunk_size(rows, length, words) if chunk is None else min(chunk, max(length, 1))
+    settings = Settings(float(temperature), None if softcap is None else float(softcap), size, entropy)
+    return (over_vocabulary if blocks else over_tokens)(
+        hidden, kernel, jnp.asarray(targets, jnp.int32), settings
+    )
+
+
+def block_size(tokens: int, vocab: int) -> int:
+    """Words of one block: CHUNK_BYTES of logits, but BLOCK_WORDS at least. Blocks of one call are of like size."""
+    largest = max(BLOCK_WORDS, _budget() // (4 * max(tokens, 1)))
+    words = math.ceil(vocab / math.ceil(vocab / largest))
+    return min(vocab, math.ceil(words / BLOCK_WORDS) * BLOCK_WORDS)
+
+
+def chunk_size(rows: int, length: int, vocab: int) -> int:
+    """Tokens of each row in one chunk: CHUNK_BYTES of logits a device, but CHUNK_TOKENS at least.
+
+    rows, length, vocab: global sizes. The mesh is taken to span all devices. The chunks of one call are of
+    nearly equal size, so that filling up the last one costs little.
+    """
+    tokens = max(CHUNK_TOKENS, _budget() // (4 * vocab)) * jax.device_count()
+    largest = max(1, tokens // max(rows, 1))
+    return max(1, math.ceil(length / math.ceil(max(length, 1) / largest)))
+
+
+def _budget() -> int:
+    return CHUNK_BYTES.get(jax.default_backend(), CHUNK_BYTES_ACCELERATOR)
+
+
+def logps_from_logits(logits: jax.Array, targets: jax.Array | np.ndarray) -> jax.Array:
+    """log softmax(logits)[target] in nats, float32 [...].
+
+    logits: float [..., V], taken to float32 first. targets: int32 [...], or -1: the result is 0, no gradient.
+    """
+    targets = jnp.asarray(targets, jnp.int32)
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(targets >= 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
+
+
+def entropy_from_logits(logits: jax.Array) -> jax.Array:
+    """-Σ p log p of p = softmax(logits), nats, float32 [...]. logits: float [..., V], -inf where p is 0."""
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.sum(jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p), axis=-1)

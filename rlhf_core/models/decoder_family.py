@@ -1,0 +1,40 @@
+"""Families that the decoder reads, as one component of the kind MODEL."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from rlhf_core.contracts import ModelFamily
+from rlhf_core.models import decoder, weights
+from rlhf_core.models.families import ARCHITECTURES, Architecture
+from rlhf_core.models.hf_config import parse
+
+
+def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
+    """The decoder for the families of `architectures`, by the `model_type` of their config.json.
+
+    A package that knows such a family registers it: registry.add(MODEL, "name", decoder_family({...})).
+    """
+    return ModelFamily(
+        name=tuple(architectures),
+        parse=functools.partial(parse, architectures=architectures),
+        abstract=decoder.abstract,
+        axes=decoder.axes,
+        init=decoder.init,
+        hidden=decoder.hidden,
+        hidden_at=decoder.hidden_at,
+        unembedding=decoder.unembedding,
+        score=decoder.score,
+        prefill=decoder.prefill,
+        ring=decoder.ring,
+        prepare=decoder.prepare,
+        decode=decoder.decode,
+        load=weights.load,
+        save=weights.save,
+        adapt=decoder.adapt,
+    )
+
+
+DECODER = decoder_family(ARCHITECTURES)
+"""Core's own families."""

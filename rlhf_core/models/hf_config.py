@@ -1,0 +1,321 @@
+"""From a Hugging Face config.json, as transformers 4 or 5 writes it, to what the decoder computes.
+
+Whatever the decoder cannot honour is an error naming the field and its value, never a silent guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_core.contracts import AttentionOver
+from rlhf_core.errors import InputError, near
+from rlhf_core.models.config import DecoderConfig, Head, Remat, Rope, RopeKind
+from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
+from rlhf_core.models.fields import Fields, shown
+
+ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+UNUSED = {"finetuned", "original_max_position_embeddings"}
+NEEDED: Mapping[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+OPTIONAL: Mapping[RopeKind, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("attention_factor", "factor"),
+}
+
+
+def read_ropes(
+    read: Fields, rules: Architecture, kinds: Sequence[str], turned: Sequence[bool], head_dim: int
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """(the different rotary embeddings, which of them each layer has: empty where all have the first).
+
+    kinds: FULL or SLIDING a layer; turned: whether the layer has a rotary embedding at all.
+    """
+    tables = _tables(read)
+    made = {kind: _rope(read, rules, *tables[kind], head_dim) for kind in dict.fromkeys(kinds)}
+    layers = [made[kind] if turn else Rope("none") for kind, turn in zip(kinds, turned, strict=True)]
+    distinct = tuple(dict.fromkeys(layers))
+    return distinct, tuple(distinct.index(rope) for rope in layers) if len(distinct) > 1 else ()
+
+
+def _tables(read: Fields) -> dict[str, tuple[str, dict[str, Any]]]:
+    """{kind of layer: (where its table is, the table, `rope_theta` in it)}."""
+    modern, legacy = read.get("rope_parameters"), read.get("rope_scaling")
+    if modern and legacy and modern != legacy:
+        read.problem("rope_parameters and rope_scaling both say how to turn positions; keep one of them")
+    where, table = ("rope_parameters", modern) if modern else ("rope_scaling", legacy or {})
+    parts: dict[str, Any] = {FULL: table, SLIDING: table}
+    names = {FULL: where, SLIDING: where}
+    if isinstance(table, Mapping) and (FULL in table or SLIDING in table):
+        for stranger in set(table) - {FULL, SLIDING}:
+            read.problem(f"{where}.{stranger} is not supported beside {FULL} and {SLIDING}")
+        parts = {kind: table.get(kind) or {} for kind in parts}
+        names = {kind: f"{where}.{kind}" for kind in parts}
+    elif read.has("rope_local_base_freq"):
+        if modern:
+            read.problem(f"rope_parameters must have the tables {FULL} and {SLIDING}")
+        parts[SLIDING] = {}
+    out = {}
+    for kind, part in parts.items():
+        if not isinstance(part, Mapping):
+            read.problem(f"{names[kind]} must be a table; it is {shown(part)}")
+            part = {}
+        local = kind == SLIDING and read.has("rope_local_base_freq")
+        theta = read.number("rope_local_base_freq" if local else "rope_theta", 10_000.0)
+        out[kind] = names[kind], {"rope_theta": theta, **{k: v for k, v in part.items() if v is not None}}
+    return out
+
+
+def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], head_dim: int) -> Rope:
+    named: Any = table.get("rope_type", table.get("type")) or "default"
+    kind: RopeKind = "longrope" if named in rules.longrope else named
+    known = [name for name in NEEDED if name != "longrope" or rules.longrope]
+    if kind not in known:
+        read.problem(f"{where}.rope_type {shown(kind)} is not supported; the decoder has {', '.join(known)}")
+        return Rope()
+    used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
+    for name in sorted(set(table) - used - ALWAYS - UNUSED):
+        read.problem(f"{where}.{name} {shown(table[name])} has no meaning for rope_type {shown(kind)}")
+    missing = [name for name in NEEDED[kind] if table.get(name) is None]
+    for name in missing:
+        read.problem(f"{where}.{name} is missing")
+    share = table.get("partial_rotary_factor", read.get("partial_rotary_factor"))
+    share = 1.0 if share is None else share
+    if share != 1 and not (rules.partial_rotary and isinstance(share, float) and 0 < share < 1):
+        read.problem(
+            f"{where}.partial_rotary_factor other than 1 is not supported here; it is {shown(share)}"
+        )
+        share = 1.0
+    if share != 1 and int(head_dim * share) % 2:
+        read.problem(
+            f"{where}.partial_rotary_factor {shown(share)} of head_dim {head_dim} is not an even number"
+        )
+    # As in transformers, the file's own field goes before the table's.
+    longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
+    numbers = Fields({**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used))
+    for name in sorted((used | {"rope_theta"}) - {"short_factor", "long_factor", "truncate"}):
+        numbers.positive(name)
+    length = numbers.whole(original, longest)
+    read.problems += [line.replace("config.json: ", f"config.json: {where}.") for line in numbers.problems]
+    if missing or numbers.problems:
+        return Rope()
+    rope = Rope(
+        kind,
+        float(table["rope_theta"]),
+        float(table.get("factor", 1.0)),
+        float(table.get("low_freq_factor", 1.0)),
+        float(table.get("high_freq_factor", 4.0)),
+        length,
+        share=float(share),
+    )
+    if kind == "yarn":
+        return _yarn(rope, table)
+    return _longrope(read, where, rope, table, longest, head_dim) if kind == "longrope" else rope
+
+
+def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:
+    """Logits are `magnitude`² larger: 0.1 ln(factor) + 1, or a ratio of two of that form with other slopes."""
+
+    def gain(slope: float) -> float:
+        return 0.1 * slope * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    magnitude = table.get("attention_factor")
+    if magnitude is None:
+        up, down = table.get("mscale"), table.get("mscale_all_dim")
+        magnitude = gain(up) / gain(down) if up and down else gain(1.0)
+    return Rope(
+        rope.kind,
+        rope.theta,
+        rope.factor,
+        original_length=rope.original_length,
+        beta_fast=float(table.get("beta_fast") or 32),
+        beta_slow=float(table.get("beta_slow") or 1),
+        truncate=bool(table.get("truncate", True)),
+        magnitude=float(magnitude),
+        share=rope.share,
+    )
+
+
+def _longrope(
+    read: Fields, where: str, rope: Rope, table: Mapping[str, Any], longest: int, head_dim: int
+) -> Rope:
+    """The frequencies of short contexts; the long ones would turn a sequence by what else is in its batch."""
+    divisors, pairs = table["short_factor"], int(head_dim * rope.share) // 2
+    numeric = isinstance(divisors, list) and all(isinstance(x, int | float) for x in divisors)
+    if not numeric or len(divisors) != pairs:
+        read.problem(f"{where}.short_factor must be a list of {pairs} numbers; it is {shown(divisors)}")
+        return Rope()
+    magnitude, factor = table.get("attention_factor"), table.get("factor", longest / rope.original_length)
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(rope.original_length)) if factor > 1 else 1.0
+    return Rope(
+        rope.kind,
+        rope.theta,
+        original_length=rope.original_length,
+        magnitude=float(magnitude),
+        divisors=tuple(float(x) for x in divisors),
+        share=rope.share,
+    )
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""Names of one field: families and versions of transformers differ in which they write."""
+MOST_LAYERS = 10_000
+MOST_EXPERTS = 10_000
+MOST_PARAMETERS = 10**14
+"""Beyond any model: a config.json with more is damaged, and no machine could hold what it describes."""
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+
+def parse(
+    hf_config: Mapping[str, Any],
+    head: Head = "lm",
+    *,
+    dtype: str | None = None,
+    remat: Remat = "auto",
+    attention: AttentionOver | None = None,
+    architectures: Mapping[str, Architecture] = ARCHITECTURES,
+) -> DecoderConfig:
+    """The decoder that a config.json describes; dtype, remat and attention are as in `DecoderConfig`.
+
+    Raises InputError with one line a problem: an unknown `model_type`, a missing or mistyped field, or one whose
+    value the decoder cannot honour.
+    """
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in architectures:
+        known = ", ".join(sorted(architectures))
+        raise InputError(
+            f"config.json: model_type {model_type!r} is not supported; the decoder reads {known}."
+            f"{near(model_type, architectures)}"
+        )
+    rules = architectures[model_type]
+    read = Fields(hf_config, rules.defaults)
+    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    layers = read.whole("num_hidden_layers", most=MOST_LAYERS)
+    kv_heads, head_dim = read.whole("num_key_value_heads", heads), _head_dim(read, hidden, heads)
+    if not read.problems:
+        _check_heads(read, heads, kv_heads, head_dim)
+    kinds, windows = _windows(read, rules, model_type, layers)
+    ropes, layer_ropes = read_ropes(read, rules, kinds, turned_layers(read, layers), head_dim)
+    experts = _experts(read)
+    scalar = read.positive("query_pre_attn_scalar")
+    config = DecoderConfig(
+        model_type=model_type,
+        head=head,
+        vocab_size=read.whole("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read.whole(rules.expert_size if experts else "intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        activation=_activation(read, rules),
+        tied=read.switch("tie_word_embeddings"),
+        qkv_bias=read.switch(rules.qkv_bias),
+        o_bias=read.switch(rules.o_bias),
+        mlp_bias=read.switch(rules.mlp_bias),
+        qk_norm=rules.qk_norm,
+        query_scale=None if scalar is None else scalar**-0.5,
+        norms=rules.norms,
+        norm_offset=rules.norm_offset,
+        fused=rules.fused,
+        embedding_scale=math.sqrt(hidden) if rules.scaled_embedding else 1.0,
+        attention_softcap=read.positive("attn_logit_softcapping"),
+        logit_softcap=read.positive("final_logit_softcapping"),
+        windows=windows,
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        experts=experts,
+        experts_per_token=read.whole("num_experts_per_tok") if experts else 0,
+        normalise_experts=read.switch(rules.normalise_experts),
+        weight_names=tuple(rules.weight_names.items()),
+        initializer_range=read.number("initializer_range", 0.02),
+        remat=remat,
+        dtype=dtype,
+        attention=attention,
+    )
+    if config.experts_per_token > experts:
+        read.problem(
+            f"num_experts_per_tok {config.experts_per_token} is more than there are experts, {experts}"
+        )
+    if not read.problems and (count := _parameters(config)) > MOST_PARAMETERS:
+        read.problem(f"its sizes make a model of {count:.2g} parameters; which of them is wrong?")
+    read.check_unknown(model_type)
+    if read.problems:
+        raise InputError(*dict.fromkeys(read.problems))
+    return config
+
+
+def _parameters(config: DecoderConfig) -> int:
+    """About how many parameters the model has."""
+    heads = config.num_heads + config.num_kv_heads
+    layer = 2 * heads * config.head_dim + 3 * config.intermediate_size * max(config.experts, 1)
+    return config.hidden_size * (config.vocab_size + config.num_layers * layer)
+
+
+def _head_dim(read: Fields, hidden: int, heads: int) -> int:
+    if read.get("head_dim") is not None:
+        return read.whole("head_dim")
+    if hidden % heads and not read.problems:
+        read.problem(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}: set head_dim")
+    return max(hidden // heads, 1)
+
+
+def _check_heads(read: Fields, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        read.problem(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        read.problem(f"head_dim {head_dim} must be even for rotary embeddings")
+
+
+def _activation(read: Fields, rules: Architecture) -> str:
+    name = read.get(rules.activation) or "silu"
+    if name not in ACTIVATIONS:
+        read.problem(
+            f"{rules.activation} {shown(name)} is not supported; choose one of {', '.join(ACTIVATIONS)}"
+        )
+    elif read.data.get("hidden_act", name) not in (name, None):
+        read.problem(
+            f"hidden_act {read.data['hidden_act']!r} is not {rules.activation} {shown(name)}: remove one"
+        )
+    return str(name)
+
+
+def _windows(
+    read: Fields, rules: Architecture, model_type: str, layers: int
+) -> tuple[list[str], tuple[int | None, ...]]:
+    """(FULL or SLIDING a layer, its window a layer)."""
+    kinds = [FULL] * layers if rules.layer_types is None else rules.layer_types(read, layers)
+    given = read.get("layer_types")
+    if given is not None and (
+        not isinstance(given, list)
+        or len(given) != layers
+        or any(kind not in (FULL, SLIDING) for kind in given)
+    ):
+        read.problem(
+            f"layer_types must be {FULL} or {SLIDING}, one for each of {layers} layers; it is {shown(given)}"
+        )
+    elif given is not None and rules.layer_types_decide:
+        kinds = given
+        if SLIDING in kinds and read.get("use_sliding_window") is False:
+            read.problem(f"layer_types has {SLIDING}, but use_sliding_window is false")
+    elif given is not None and given != kinds:
+        read.problem(f"layer_types {shown(given)} is not supported in {model_type}: its layers are {kinds!r}")
+    window = read.whole("sliding_window") if SLIDING in kinds else None
+    return kinds, tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _experts(read: Fields) -> int:
+    """How many; 0 for a family without."""
+    names = [name for name in EXPERT_COUNTS if read.has(name)]
+    given = {name: read.data[name] for name in names if read.data.get(name) is not None}
+    if len(set(map(str, given.values()))) > 1:
+        read.problem(" and ".join(f"{name} {shown(value)}" for name, value in given.items()) + " differ")
+    return read.whole(next(iter(given or names)), most=MOST_EXPERTS) if names else 0

@@ -1,0 +1,98 @@
+"""What objectives read from a model over packed rows: log-probabilities of trained tokens, scores of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.contracts import LossOutput
+from rlhf_core.errors import InputError, RunError, place, raised
+from rlhf_core.logprobs import token_logps
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Definition
+    from rlhf_core.packing.rows import Packed
+
+
+def trained_logps(
+    model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, entropy: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy at every trained token, float32 [rows, trained], nats; 0 where unused.
+
+    Hidden states are compacted before the head, so that neither the head nor a loss sees a token that is not trained.
+    With entropy=False the second array is zeros.
+    """
+    rows = batch.rows
+    hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
+    at = jnp.maximum(batch.trained, 0)
+    predicts = jnp.maximum(jnp.take_along_axis(rows.parent, at, axis=1), 0)
+    states = jnp.take_along_axis(hidden, predicts[:, :, None], axis=1)
+    targets = jnp.where(batch.trained >= 0, jnp.take_along_axis(rows.tokens, at, axis=1), -1)
+    kernel, softcap = model.unembedding(params)
+    return token_logps(states, kernel, targets, temperature=temperature, softcap=softcap, entropy=entropy)
+
+
+def trained_weight(batch: Packed) -> jax.Array:
+    """The weight of every trained token, float32 [rows, trained]; 0 where unused."""
+    weight = jnp.take_along_axis(batch.rows.weight, jnp.maximum(batch.trained, 0), axis=1)
+    return jnp.where(batch.trained >= 0, weight, 0.0)
+
+
+def trained_sequence(batch: Packed) -> jax.Array:
+    """Which sequence of its row every trained token belongs to, int32 [rows, trained]; 0 where unused."""
+    return jnp.maximum(jnp.take_along_axis(batch.rows.sequence, jnp.maximum(batch.trained, 0), axis=1), 0)
+
+
+def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
+    """The reward head at every sequence's last token, float32 [rows, sequences]; meaningless where `last` is -1."""
+    rows = batch.rows
+    ends = jnp.maximum(batch.last, 0)
+    return model.score(params, model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, ends))
+
+
+def loss_output(
+    loss: Callable[[Any], LossOutput],
+    inputs: Any,
+    shape: Sequence[int],
+    *,
+    what: str,
+    element: str,
+    caller: str,
+) -> LossOutput:
+    """What a loss returns for its inputs. Raises InputError where it raises, or returns no value an element.
+
+    shape: of the inputs. what: the loss, such as "policy loss 'dapo'". element: what one value is of, such as "token".
+    caller: the file that this is called in.
+    """
+    try:
+        out = loss(inputs)
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        here = (str(Path(__file__).parent), str(Path(caller).parent))
+        if isinstance(error, jax.errors.JAXTypeError):
+            raise InputError(
+                f"{what} asks for a number that is not known while it is compiled ({type(error).__name__}): "
+                f"write jnp in place of np, jnp.where in place of if, and no float(){place(error, *here)}"
+            ) from error
+        raise InputError(f"{what} {raised(error, *here)}") from error
+    if not isinstance(out, LossOutput):
+        got = "an array" if isinstance(out, jax.Array) else type(out).__name__
+        raise InputError(f"{what} returned {got}; wanted is LossOutput(loss, metrics)")
+    wanted = f"wanted is a number a {element}, {list(shape)} as its inputs are: leave the mean to the trainer"
+    if jnp.shape(out.loss) != tuple(shape):
+        raise InputError(f"{what} returned an array of shape {list(jnp.shape(out.loss))}; {wanted}")
+    if not isinstance(out.metrics, Mapping):
+        got = type(out.metrics).__name__
+        raise InputError(f"{what} returned metrics of type {got}; wanted are names with arrays, as a dict")
+    for name, value in out.metrics.items():
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise InputError(f"{what} returned {type(value).__name__} as metric {name!r}; {wanted}")
+        if value.shape != tuple(shape):
+            raise InputError(f"{what} returned metric {name!r} of shape {list(value.shape)}; {wanted}")
+    return out

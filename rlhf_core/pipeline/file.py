@@ -1,0 +1,303 @@
+"""Reading a pipeline: the TOML file, `--set` and flags, and the rules for relative paths."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import TrainerConfig, parse_value
+from rlhf_core.config.paths import is_input_field
+from rlhf_core.errors import InputError, exists, near, near_file, reading
+
+TOP_LEVEL = ("dir", "seed", "mesh", "stage")
+STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+DATA_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst"}
+_KEY_STEP = re.compile(r"([A-Za-z0-9_-]+)((?:\[\d+\])*)")
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """One [[stage]] as written, paths made absolute. `options` holds all but `name` and `trainer`."""
+
+    name: str
+    trainer: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PipelineFile:
+    """A pipeline as written, with `--set` and `--dir` applied.
+
+    problems: what is already known to be wrong.
+    path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {"data" | "fsdp" | "tensor":
+    size}.
+    """
+
+    path: Path | None
+    dir: Path
+    seed: int
+    mesh: Mapping[str, int]
+    stages: tuple[StageTable, ...]
+    problems: tuple[str, ...] = field(default=())
+
+
+def read(path: str | Path, *, sets: Sequence[str] = (), dir: str | Path | None = None) -> PipelineFile:
+    """Read a pipeline file.
+
+    sets: `stage.field=value` or `seed=1`, applied in order. dir: in place of the file's. Paths in the file
+    are relative to the file; `dir`, and paths in `sets`, to the current directory. Raises InputError where
+    there is no such file or it is not TOML; other problems are kept, to be told together with those of the
+    plan.
+    """
+    path = Path(path)
+    return assemble(_parse(path), base=path.resolve().parent, path=path, sets=sets, dir=dir)
+
+
+def assemble(
+    table: Mapping[str, Any],
+    *,
+    base: Path,
+    path: Path | None = None,
+    sets: Sequence[str] = (),
+    dir: str | Path | None = None,
+) -> PipelineFile:
+    """A pipeline from its TOML table; relative paths in it are relative to `base`."""
+    problems: list[str] = []
+    tables = _stage_tables(table, problems)
+    top = {key: value for key, value in table.items() if key != "stage"}
+    for text in sets:
+        _apply(text, top, tables, problems)
+    for key in top:
+        if key not in TOP_LEVEL:
+            problems.append(f"{key}: unknown field of a pipeline.{near(key, TOP_LEVEL)}")
+    stages: list[StageTable] = []
+    for index, options in enumerate(tables):
+        name, trainer = options.pop("name", None), options.pop("trainer", None)
+        if not isinstance(name, str) or not STAGE_NAME.fullmatch(name) or name in TOP_LEVEL:
+            problems.append(
+                f'stage {index + 1}: name: missing; add name = "policy", say'
+                if name is None
+                else f"stage {index + 1}: name: {name!r} cannot name a stage; use letters, digits, - and _"
+            )
+            name = f"{index + 1}" if name is None else str(name)
+        if not isinstance(trainer, str):
+            problems.append(f"stage '{name}'.trainer: missing; add trainer = \"sft\", say")
+            trainer = ""
+        if any(stage.name == name for stage in stages):
+            problems.append(f"stage '{name}': two stages have this name; rename one")
+        resolved = {
+            key: resolve_paths(key, value, base, f"stage '{name}'.{key}", problems)
+            for key, value in options.items()
+        }
+        model = resolved.get("model")
+        if isinstance(model, str) and re.fullmatch(r"[^/.]+", model):  # no OWNER/NAME, no STAGE.OUTPUT
+            resolved["model"] = _existing(model, base, f"stage '{name}'.model", problems)
+        stages.append(StageTable(name, trainer, resolved))
+    if not stages:
+        problems.append("stage: the pipeline has none; add a [[stage]] table with name and trainer")
+    return PipelineFile(
+        path=path,
+        dir=_directory(top.get("dir") if dir is None else dir, problems),
+        seed=_seed(top.get("seed", 0), problems),
+        mesh=_mesh(top.get("mesh", {}), problems),
+        stages=tuple(stages),
+        problems=tuple(problems),
+    )
+
+
+def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list[str]) -> Any:
+    """`value` with the paths in it made absolute; a path that must exist and does not is a problem.
+
+    What is neither there nor looks like a path stays: a hub name, a `datasets` name, or another stage's
+    output.
+    """
+    if isinstance(value, Mapping):
+        return {k: resolve_paths(k, v, base, f"{where}.{k}", problems) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
+    field = TrainerConfig.ALIASES.get(field, field)
+    if not isinstance(value, str):
+        return value
+    if not value:
+        if is_input_field(field):
+            problems.append(f"{where}: is empty; give a path or a name, or leave it out")
+        return value
+    if field == "save_directory":
+        return _absolute(value, base)
+    if field == "name" or field == "rewards":
+        file, colon, attribute = value.partition(":")
+        if not (colon and file.endswith(".py")):
+            return value
+        return _absolute(file, base) + colon + attribute  # the registry tells a missing one
+    if field == "chat_template":
+        return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
+    if is_input_field(field):
+        if os.path.lexists(base / Path(value).expanduser()):
+            return _absolute(value, base)
+        if _looks_like_a_path(value, base):
+            return _existing(value, base, where, problems)
+    return value
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        with reading(path):
+            try:
+                return tomllib.loads(text)
+            except tomllib.TOMLDecodeError as error:
+                message, _, at = str(error).partition(" (at ")
+                line = f" {at.rstrip(')')}" if at else ""
+                raise InputError(f"{path}{line}: not valid TOML: {message}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: no such file.{near_file(path)}") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a directory; give the pipeline file in it") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def _stage_tables(table: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    stages = table.get("stage", [])
+    if isinstance(stages, list) and all(isinstance(stage, Mapping) for stage in stages):
+        return [dict(stage) for stage in stages]
+    problems.append("stage: write each stage as a [[stage]] table, with two brackets")
+    return []
+
+
+def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problems: list[str]) -> None:
+    """Apply one `--set`; the paths in its value are relative to the current directory."""
+    key, equals, raw = text.partition("=")
+    steps: list[str | int] = []
+    for part in key.strip().split("."):
+        match = _KEY_STEP.fullmatch(part)
+        if not match or not equals:
+            problems.append(f"--set {text}: write stage.field=value, or seed=1")
+            return
+        steps += [match[1], *(int(number) for number in re.findall(r"\d+", match[2]))]
+    by_name = {str(stage.get("name")): stage for stage in stages}
+    value: Any = parse_value(raw.strip())
+    head = str(steps[0])
+    if head in by_name and len(steps) > 1:
+        # What is wrong with the path is told once, when the whole stage's paths are resolved.
+        value = resolve_paths(
+            next(str(s) for s in reversed(steps) if not _is_index(s)), value, Path.cwd(), "", []
+        )
+        target = by_name[head]
+        steps = steps[1:]
+    elif head in TOP_LEVEL and head != "stage":
+        target = top
+    else:
+        known = [*by_name, "seed", "mesh", "dir"]
+        wrong = f"no stage '{head}'.{near(head, known)} Stages: {', '.join(by_name) or 'none'}"
+        if head in by_name:
+            wrong = f"'{head}' is a stage: write {head}.field=value"
+        problems.append(f"--set {text}: {wrong}")
+        return
+    try:
+        _assign(target, steps, value)
+    except LookupError as error:
+        problems.append(f"--set {text}: {error.args[0]}")
+
+
+def _assign(target: Any, steps: Sequence[str | int], value: Any, at: str = "") -> None:
+    """Set `value` at `steps`, in copies of what is on the way, where "dapo" is {name = "dapo"}.
+
+    An entry of a list is given as rewards[1] or rewards.1. at: the steps before. Raises LookupError, with words, where
+    there is nothing to set.
+    """
+    step, *rest = steps
+    if isinstance(target, list):
+        step = _index(step, target, at)
+    elif isinstance(step, int):
+        raise LookupError(f"'{at}' is a table, which has no entry {step}; write {at}.field")
+    here = f"{at}[{step}]" if isinstance(step, int) else f"{at}.{step}".lstrip(".")
+    if rest:
+        inner = target[step] if isinstance(step, int) else target.get(step, {})
+        if isinstance(inner, str) and not _is_index(rest[0]):
+            inner = {"name": inner}
+        if _is_index(rest[0]) and inner == {}:
+            raise LookupError(f"'{here}' has no entry {rest[0]}: it is not given in the file")
+        if not isinstance(inner, Mapping | list):
+            raise LookupError(f"'{here}' is {inner!r}, which has no '{rest[0]}'")
+        inner = list(inner) if isinstance(inner, list) else dict(inner)
+        _assign(inner, rest, value, here)
+        value = inner
+    target[step] = value
+
+
+def _is_index(step: str | int) -> bool:
+    return isinstance(step, int) or step.isdecimal()
+
+
+def _index(step: str | int, entries: Sequence[Any], at: str) -> int:
+    """The number of an entry in a list. Raises LookupError, naming those there are."""
+    known = f"it has {len(entries)}, numbered from 0"
+    if not _is_index(step):
+        raise LookupError(f"'{at}' is a list: write {at}[0].{step}; {known}")
+    if int(step) >= len(entries):
+        raise LookupError(f"'{at}' has no entry {int(step)}: {known}")
+    return int(step)
+
+
+def _directory(value: Any, problems: list[str]) -> Path:
+    if isinstance(value, str | Path) and str(value):
+        return Path(_absolute(str(value), Path.cwd()))
+    problems.append('dir: missing; add dir = "runs/first" to the file, or give --dir')
+    return Path.cwd() / "runs"
+
+
+def _seed(value: Any, problems: list[str]) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32:
+        return value
+    problems.append(f"seed: a whole number from 0 to 2^32 - 1; got {value!r}")
+    return 0
+
+
+def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
+    axes = ("data", "fsdp", "tensor")
+    if not isinstance(value, Mapping):
+        problems.append(f"mesh: write mesh = {{ data = -1, fsdp = 1, tensor = 1 }}; got {value!r}")
+        return {}
+    sizes = {}
+    for axis, size in value.items():
+        if axis not in axes:
+            problems.append(f"mesh.{axis}: unknown axis.{near(axis, axes)} Axes: {', '.join(axes)}")
+        elif not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
+            problems.append(
+                f"mesh.{axis}: a positive number of devices, or -1 for what is left; got {size!r}"
+            )
+        else:
+            sizes[axis] = size
+    if list(({"data": -1} | sizes).values()).count(-1) > 1:
+        told = ", ".join(f"{axis} = {size}" for axis, size in ({"data": -1} | sizes).items())
+        problems.append(f"mesh: only one size may be -1 (data is, where it is not given); got {told}")
+    return sizes
+
+
+def _absolute(value: str, base: Path) -> str:
+    return os.path.normpath(base / Path(value).expanduser())
+
+
+def _looks_like_a_path(value: str, base: Path) -> bool:
+    """Rather than the name of something on the hub, `name` or `owner/name`."""
+    if value.startswith(("/", "./", "../", "~")) or value in (".", ".."):
+        return True
+    if value.endswith("/") or value.count("/") > 1 or Path(value).suffix in DATA_SUFFIXES:
+        return True
+    return "/" in value and (base / value).parent.is_dir()
+
+
+def _existing(value: str, base: Path, where: str, problems: list[str], *, also: Sequence[str] = ()) -> str:
+    """also: words that do as well as a path."""
+    path = Path(_absolute(value, base))
+    if not exists(path):
+        problems.append(f"{where}: no such file: {path}.{near(value, also) or near_file(path)}")
+    return str(path)

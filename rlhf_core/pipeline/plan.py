@@ -1,0 +1,314 @@
+"""From a pipeline as written to stages ready to run, or to every problem there is, all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import Component, build
+from rlhf_core.config.build import components
+from rlhf_core.config.paths import artifact_kinds, is_model_field, noted_kinds
+from rlhf_core.contracts import REWARD, TRAINER, Trainer
+from rlhf_core.errors import InputError, exists, near
+from rlhf_core.pipeline.file import PipelineFile, StageTable
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.plugins import Host
+
+LONGEST_NAME, LONGEST_PATH = 255, 3900
+"""Bytes of a file's name, and of a run directory's path, which leaves room for the files in it."""
+LANGUAGE_MODEL, REWARD_MODEL = "language_model", "reward_model"
+
+
+@dataclass(frozen=True)
+class Input:
+    """Something a stage reads from disk.
+
+    path: absolute; of an artifact that an earlier stage of the pipeline still has to make, where `reference`,
+    its STAGE.OUTPUT, is not None.
+    """
+
+    path: Path
+    reference: str | None = None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage, checked.
+
+    config: as its trainer gets it, references replaced by the paths of the artifacts.
+    written: the same before that, as the resolved pipeline shows it.
+    inputs: {dotted path in the config: Input}.
+    preview: `config` with a model that this pipeline still has to make replaced by the one it is made from,
+    which has the same shapes and tokenizer.
+    """
+
+    name: str
+    trainer_name: str
+    trainer: Trainer
+    config: TrainerConfig
+    written: TrainerConfig
+    preview: TrainerConfig
+    inputs: Mapping[str, Input]
+    dir: Path
+    seed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline without known problems. dir: absolute. mesh: {axis: devices}, -1 for what is left."""
+
+    path: Path | None
+    dir: Path
+    seed: int
+    mesh: Mapping[str, int]
+    stages: tuple[StagePlan, ...]
+
+
+@dataclass
+class _Known:
+    """What the stages above offer. outputs: {stage: {output: kind}}, None where its trainer is not known."""
+
+    dir: Path
+    names: Sequence[str]
+    outputs: dict[str, Mapping[str, str] | None] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
+
+    def references(self) -> list[str]:
+        return [f"{stage}.{output}" for stage, outputs in self.outputs.items() for output in outputs or ()]
+
+
+def plan(file: PipelineFile, host: Host) -> Plan:
+    """Check everything that can be checked without a device.
+
+    Raises InputError with every problem of every stage, one line each: unknown trainers, fields, components
+    and options, wrong types, missing files, dangling references and references of the wrong kind.
+    """
+    problems = [*file.problems, *_directory(file.dir)]
+    known = _Known(file.dir, [table.name for table in file.stages])
+    stages = []
+    for table in file.stages:
+        stage = _stage(table, file, host, known, problems)
+        if stage is not None:
+            stages.append(stage)
+    if problems:
+        raise InputError(*_in_order(problems, known.names))
+    return Plan(file.path, file.dir, file.seed, file.mesh, tuple(stages))
+
+
+def _directory(path: Path) -> list[str]:
+    """What keeps a run from being written at `path`."""
+    if (
+        any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts)
+        or len(os.fsencode(path)) > LONGEST_PATH
+    ):
+        return [f"dir: {str(path)[:60]}… is longer than a file system takes; give another --dir"]
+    if "\0" in str(path):
+        return ["dir: has a NUL character; give another --dir"]
+    there = path
+    while not exists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        return [f"dir: {there} is not a directory; give another --dir"]
+    if not os.access(there, os.W_OK | os.X_OK):
+        return [f"dir: no permission to write to {there}; give another --dir"]
+    return []
+
+
+def _in_order(problems: Sequence[str], stages: Sequence[str]) -> list[str]:
+    """Each problem once, those of the pipeline first, then those of its stages as they are written."""
+
+    def place(problem: str) -> int:
+        return next((i for i, name in enumerate(stages) if problem.startswith(f"stage '{name}'")), -1)
+
+    return sorted(dict.fromkeys(problems), key=place)
+
+
+def _stage(
+    table: StageTable, file: PipelineFile, host: Host, known: _Known, problems: list[str]
+) -> StagePlan | None:
+    where = f"stage '{table.name}'"
+    trainer: Trainer | None = None
+    if table.trainer:
+        try:
+            trainer = host.registry.get(TRAINER, table.trainer)
+        except InputError as error:
+            problems += [f"{where}.trainer: {problem}" for problem in error.problems]
+    outputs = None if trainer is None else dict(trainer.outputs)
+    written, given = None, dict(table.options)
+    if trainer is not None:
+        try:
+            asked = _with_default_names(trainer.config, table.options)
+            written = build(trainer.config, asked, where=where, registry=host.registry)
+            given = written.to_dict()
+        except InputError as error:
+            problems += error.problems
+    inputs: dict[str, Input] = {}
+
+    def kinds(dotted: str) -> tuple[str, ...]:
+        return () if trainer is None else _kinds(trainer.config, given, host, dotted)
+
+    replaced = {
+        key: _references(key, value, key, where, outputs, known, inputs, problems, kinds)
+        for key, value in given.items()
+    }
+    known.outputs[table.name] = outputs
+    for name in outputs or ():  # of two stages with one name, which is told already, the first counts
+        known.models.setdefault(f"{table.name}.{name}", replaced.get("model"))
+    if trainer is None or written is None:
+        return None
+    config = written.replace(**{key: value for key, value in replaced.items() if value != given[key]})
+    source = config.model
+    while isinstance(source, str) and (made := _made_by(source, known)) is not None:
+        source = known.models[made]
+    return StagePlan(
+        name=table.name,
+        trainer_name=table.trainer,
+        trainer=trainer,
+        config=config,
+        written=written,
+        preview=config if source == config.model else config.replace(model=source),
+        inputs=inputs,
+        dir=file.dir / table.name,
+        seed=file.seed if config.seed is None else config.seed,
+    )
+
+
+def _kinds(config: type[TrainerConfig], given: Mapping[str, Any], host: Host, dotted: str) -> tuple[str, ...]:
+    """The kinds of artifact that a field takes: as the configuration says, or the component whose option it is."""
+    for path, kind, owner, component in components(config, given):
+        option = dotted.removeprefix(f"{path}.")
+        if option != dotted and option not in owner.model_fields:
+            found = host.registry.option_field(kind, component["name"], option)
+            if found is not None and (noted := noted_kinds(found)):
+                return noted
+    return artifact_kinds(config, dotted)
+
+
+def _with_default_names(config: type[TrainerConfig], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`loss = { epsilon = 0.1 }` without a name changes the default component, which is put in."""
+    table = dict(given)
+    named_flat = {
+        field for name, (field, key, *_) in config._flat().items() if key == "name" and name in given
+    }
+    for name, value in given.items():
+        default = config.model_fields[name].default if name in config.model_fields else None
+        if isinstance(default, Component) and isinstance(value, Mapping) and name not in named_flat:
+            table[name] = dict(value) if "name" in value else {**default.to_dict(), **value}
+    return table
+
+
+def _references(
+    key: str,
+    value: Any,
+    dotted: str,
+    where: str,
+    outputs: Mapping[str, str] | None,
+    known: _Known,
+    inputs: dict[str, Input],
+    problems: list[str],
+    kinds: Callable[[str], tuple[str, ...]],
+    *,
+    inside: bool = False,
+) -> Any:
+    """`value` with STAGE.OUTPUT in model fields replaced by paths; every input found is put in `inputs`.
+
+    kinds: of artifact that the field at a dotted path takes; none: any.
+    """
+    if isinstance(value, Mapping):
+        return {
+            k: _references(
+                k, v, f"{dotted}.{k}", where, outputs, known, inputs, problems, kinds, inside=key != "model"
+            )
+            for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            _references(key, v, f"{dotted}[{i}]", where, outputs, known, inputs, problems, kinds, inside=True)
+            for i, v in enumerate(value)
+        ]
+    if not isinstance(value, str):
+        return value
+    file, colon, _ = value.partition(":")
+    path = Path(file if colon and file.endswith(".py") else value)
+    if not is_model_field(key):
+        if path.is_absolute() and exists(path) and key != "save_directory":
+            inputs[dotted] = Input(path)
+        return value
+    reference, kind = None, None
+    if not path.is_absolute():
+        reference, problem = _find(value, known)
+        if problem:
+            problems.append(f"{where}.{dotted}: {problem}")
+        if reference is None:
+            return value
+        stage, _, output = value.partition(".")
+        kind = (known.outputs[stage] or {})[output]
+        path = known.dir / stage / "artifacts" / output
+    elif exists(path):
+        kind = _artifact_kind(path)
+    else:
+        return value
+    if dotted == "model" and outputs is not None and kind not in (None, LANGUAGE_MODEL, *outputs.values()):
+        problems.append(
+            f"{where}.model: {value} is a {kind}; a trainer that makes a {' and a '.join(outputs.values())} "
+            f"starts from a {LANGUAGE_MODEL}"
+        )
+    if inside and dotted.startswith(f"{REWARD.name}s[") and key == "model" and not (takes := kinds(dotted)):
+        if kind not in (None, REWARD_MODEL):
+            problems.append(f"{where}.{dotted}: {value} is a {kind}; a reward needs a {REWARD_MODEL}")
+    elif dotted != "model" and kind is not None and (takes := kinds(dotted)) and kind not in takes:
+        problems.append(f"{where}.{dotted}: {value} is a {kind}; this field needs a {' or a '.join(takes)}")
+    inputs[dotted] = Input(path, reference)
+    return str(path)
+
+
+def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
+    """(the reference, a problem): both None for what is no reference at all, such as a hub name."""
+    stage, dot, output = value.partition(".")
+    if value in known.references():
+        return value, None
+    if "/" in value or not dot or "." in output:
+        return None, None
+    if stage in known.outputs:
+        outputs = known.outputs[stage]
+        if outputs is None:
+            return None, None  # its trainer is unknown, which is told already
+        return (
+            None,
+            f"stage '{stage}' has no output '{output}'.{near(output, outputs)} It has: {', '.join(outputs)}",
+        )
+    if stage in known.names:
+        return (
+            None,
+            f"'{value}': stage '{stage}' is not before this one; move it up, stages run in the order written",
+        )
+    available = ", ".join(known.references()) or "none"
+    meant = [each for each in known.references() if near(stage, [each.partition(".")[0]])]
+    return None, f"no artifact '{value}' before this stage.{near(value, meant)} Available: {available}"
+
+
+def _made_by(path: str, known: _Known) -> str | None:
+    """The STAGE.OUTPUT whose artifact, not there yet, `path` will be."""
+    for reference in known.models:
+        stage, _, output = reference.partition(".")
+        target = known.dir / stage / "artifacts" / output
+        if Path(path) == target and not exists(target):
+            return reference
+    return None
+
+
+def _artifact_kind(path: Path) -> str | None:
+    try:
+        manifest = json.loads((path / "rlhf_artifact.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return (
+            None  # an ordinary Hugging Face directory; a damaged manifest is told when the artifact is read
+        )
+    kind = manifest.get("kind") if isinstance(manifest, dict) else None
+    return kind if isinstance(kind, str) else None

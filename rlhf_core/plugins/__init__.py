@@ -1,0 +1,211 @@
+"""Finding plugins: installed distributions by entry point, unpackaged files, and objects."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import os
+import re
+import types
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pluggy
+from packaging.requirements import InvalidRequirement, Requirement
+
+from rlhf_core import __version__
+from rlhf_core.errors import InputError, near, raised
+from rlhf_core.plugins import hooks
+from rlhf_core.plugins.component import HERE, load_file
+from rlhf_core.plugins.hooks import hookimpl as hookimpl
+from rlhf_core.plugins.registry import CollisionError, Registry
+from rlhf_core.plugins.registry import PluginInfo as PluginInfo
+from rlhf_core.runtime import distributions
+
+GROUP = distributions.GROUP
+DISABLE = "RLHF_DISABLE_PLUGINS"
+HOOKS = tuple(name for name in vars(hooks) if name.startswith("rlhf_"))
+
+
+class PluginWarning(UserWarning):
+    """A plugin could not be loaded; everything else works."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The loaded plugins: pm notifies them, registry has their components, plugins lists all, failed too."""
+
+    pm: pluggy.PluginManager
+    registry: Registry
+    plugins: list[PluginInfo]
+
+    @property
+    def hook(self) -> Any:
+        """`host.hook.rlhf_step_end(stage=..., step=..., metrics=...)` calls every implementation."""
+        return self.pm.hook
+
+
+def bare() -> Host:
+    """A host without any plugin."""
+    host = Host(pluggy.PluginManager("rlhf"), Registry(), [])
+    host.pm.add_hookspecs(hooks)
+    host.pm.hook.rlhf_register.call_historic(kwargs={"registry": host.registry})
+    return host
+
+
+def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
+    """Load every installed plugin, then the files, then the objects.
+
+    An installed plugin that fails is a PluginWarning and leaves nothing behind; a file or object that fails
+    raises InputError, since someone asked for it. The environment variable RLHF_DISABLE_PLUGINS lists plugins
+    to leave out, by entry point or distribution, separated by commas.
+    """
+    host = bare()
+    points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, _owner(p)))
+    disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
+    for point in points:
+        if (path := distributions.remains(point)) is not None:
+            warnings.warn(
+                f"plugin '{point.name}' is left out: {path} was only half uninstalled; delete that directory",
+                PluginWarning,
+                stacklevel=2,
+            )
+    points = [point for point in points if distributions.remains(point) is None]
+    known = {name for point in points for name in _called(point)}
+    for name in sorted(disabled - known):
+        warnings.warn(
+            f"{DISABLE}: no plugin is called '{name}'.{near(name, known)}", PluginWarning, stacklevel=2
+        )
+    for point in points:
+        info = _info(point, "disabled") if _called(point) & disabled else _load_point(host, point, points)
+        if info.state == "failed":
+            warnings.warn(str(info.error), PluginWarning, stacklevel=2)
+        if info.state == "disabled":
+            host.registry.disabled.append(info.name)
+        host.plugins.append(info)
+    for file in files:
+        _load_given(host, load_file(Path(file)), str(file))
+    for thing in objects:
+        _load_given(host, thing, getattr(thing, "__name__", type(thing).__name__))
+    return host
+
+
+@functools.cache
+def installed() -> Registry:
+    """Load every installed plugin, once per process, for whoever was given no registry; return their components."""
+    return load().registry
+
+
+def _load_given(host: Host, plugin: object, name: str) -> None:
+    try:
+        _register(host, plugin, name, None)
+    except CollisionError:
+        raise
+    except InputError as error:
+        raise InputError(*(f"plugin {name}: {problem}" for problem in error.problems)) from error
+    except Exception as error:
+        raise InputError(f"plugin {name}: {raised(error, HERE)}") from error
+    components = host.registry.owned(name)
+    host.plugins.append(PluginInfo(name, None, None, "loaded", components=components))
+
+
+def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> PluginInfo:
+    try:
+        rivals = sorted(_owner(other) for other in points if other.name == point.name)
+        if len(rivals) > 1:
+            raise InputError(f"{' and '.join(rivals)} both have an entry point '{point.name}'; uninstall one")
+        _check_pin(point)
+        _register(host, point.load(), _owner(point), point.name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, CollisionError):
+            host.registry.contest(error)
+        told = error.problems if isinstance(error, InputError) else [f"it {raised(error, HERE)}"]
+        message = (
+            f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(told).rstrip('.')}. "
+            f"Uninstall it or set {DISABLE}={point.name}."
+        )
+        info = _info(point, "failed", error=message)
+        host.registry.failures.append(info)
+        return info
+    return _info(point, "loaded", components=host.registry.owned(_owner(point)))
+
+
+def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
+    """Hand a plugin to pluggy, which calls its `rlhf_register`, and keep nothing of it if that fails."""
+    require_hooks(host.pm, plugin)
+    try:
+        with host.registry.transaction(owner):
+            # A name of its own for messages, where pluggy would take a number.
+            host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
+    except BaseException as error:
+        for registered, known in host.pm.list_name_plugin():
+            if known is plugin:
+                host.pm.unregister(name=registered)
+        if isinstance(error, pluggy.PluginValidationError):
+            said = " ".join(str(error).split())
+            raise InputError(
+                f"{said}; a hook's arguments are called as in rlhf_register(registry)"
+            ) from error
+        raise
+
+
+def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
+    """Raise InputError for what pluggy would pass over in silence: no hook, an undecorated or an unknown one."""
+    found, problems = 0, []
+    for name in list(vars(plugin)) if isinstance(plugin, types.ModuleType) else dir(plugin):
+        options = pm.parse_hookimpl_opts(plugin, name)
+        if options is not None:
+            found += 1
+            hook = options.get("specname") or name
+            if hook not in HOOKS and not options.get("optionalhook"):
+                problems.append(f"unknown hook '{hook}'.{near(hook, HOOKS)} Hooks: {', '.join(HOOKS)}")
+        elif name.startswith("rlhf_") and inspect.isroutine(getattr(plugin, name)):
+            problems.append(
+                f"{name} would never be called, since it has no @hookimpl; add it or rename {name}"
+            )
+    if not found and not problems:
+        problems.append("it has no hook; define rlhf_register(registry) and put @hookimpl on it")
+    if problems:
+        raise InputError(*problems)
+
+
+def _check_pin(point: EntryPoint) -> None:
+    """Refuse a distribution that asks for another version of rlhf-core."""
+    for text in (point.dist.requires if point.dist else None) or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue  # another library's, and pip's to judge
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if _canonical(requirement.name) != "rlhf-core" or not applies:
+            continue
+        if not requirement.specifier.contains(__version__, prereleases=True):
+            raise InputError(
+                f"it needs rlhf-core {requirement.specifier}, and {__version__} is installed; "
+                "install versions that fit"
+            )
+
+
+def _owner(point: EntryPoint) -> str:
+    dist = distributions.installed(point)
+    return f"{dist.name} {dist.version}" if dist else point.value
+
+
+def _called(point: EntryPoint) -> set[str]:
+    """The names under which a plugin can be disabled."""
+    dist = distributions.installed(point)
+    return {_canonical(point.name)} | ({_canonical(dist.name)} if dist else set())
+
+
+def _info(point: EntryPoint, state: Any, **rest: Any) -> PluginInfo:
+    dist = distributions.installed(point)
+    return PluginInfo(point.name, dist.name if dist else None, dist.version if dist else None, state, **rest)
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -1,0 +1,319 @@
+"""What a registered thing can be told: a dataclass's fields, or a function's keyword parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
+
+from rlhf_core.config import Options, TrainerConfig
+from rlhf_core.config.problems import Problem, explain, lines, unknown
+from rlhf_core.config.secrets import from_environment, is_hidden, reads_environment, remember
+from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, near_file, raised
+from rlhf_core.workers.named import file_module_name
+
+
+def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
+    """The parameters that are options: all of what makes a component; of a component, those with defaults."""
+    try:
+        signature = inspect.signature(thing)
+    except ValueError as error:
+        raise InputError(f"{what}: its parameters cannot be read: {error}") from None
+    makes = kind.factory or inspect.isclass(thing)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = [p for p in signature.parameters.values() if p.kind in by_keyword]
+    if makes:
+        return found
+    return [p for p in found if p.default is not p.empty and p.name not in kind.arguments]
+
+
+def option_model(thing: Any, parameter: inspect.Parameter, what: str) -> type[Options]:
+    try:
+        annotation = _annotation(thing, parameter)
+        return create_model("Option", __base__=Options, value=(annotation, ...))
+    except (NameError, TypeError, SyntaxError, PydanticUserError) as error:
+        raise InputError(
+            f"{what}: the type of option '{parameter.name}' cannot be read: {error}. "
+            "Import it outside of TYPE_CHECKING, or use a simpler one"
+        ) from None
+
+
+def _annotation(thing: Any, parameter: inspect.Parameter) -> Any:
+    """The type of an option; without an annotation, that of its default."""
+    annotation, name = parameter.annotation, parameter.name
+    if annotation is parameter.empty:
+        default = type(parameter.default)
+        return {bool: bool, int: int | float, float: float, str: str}.get(default, Any)
+    if not isinstance(annotation, str):
+        return annotation
+    if inspect.isclass(thing):
+        home = next((base for base in thing.__mro__ if name in inspect.get_annotations(base)), thing)
+        scope = vars(sys.modules[home.__module__])
+    else:
+        scope = inspect.unwrap(thing).__globals__
+    # One option at a time: those of the call may name types that only a type checker imports.
+    holder = types.new_class("Holder", exec_body=lambda body: body.update(__annotations__={name: annotation}))
+    return typing.get_type_hints(holder, globalns=scope, include_extras=True)[name]
+
+
+HERE = str(Path(__file__).parent)
+_FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of the registry.
+
+    thing: as it was added. owner: the plugin that added it, in words.
+    options: {option: a model with the one field `value`}, or None for a finished object, which takes none.
+    required: options without a default.
+    """
+
+    kind: Kind[Any]
+    name: str
+    thing: Any
+    owner: str
+    options: Mapping[str, type[Options]] | None
+    required: frozenset[str] = frozenset()
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """Options whose type is pydantic's SecretStr, or allows it."""
+        return frozenset(
+            name
+            for name, model in (self.options or {}).items()
+            if _allows(model.model_fields["value"].annotation, SecretStr)
+        )
+
+    def make(self, options: Mapping[str, Any]) -> Any:
+        """The component. Raises InputError for options that do not fit."""
+        values, problems = self._read(options)
+        if problems:
+            raise InputError(*lines(problems, f"{self.kind.name} '{self.name}'"))
+        return self._made(values)
+
+    def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
+        """What `make` would object to; things that open files (kinds with `factory`, but for loggers) are not made.
+
+        also: further names that a near miss may have meant.
+        """
+        values, problems = self._read(options, also)
+        made = self.kind == LOGGER or (inspect.isclass(self.thing) and not self.kind.factory)
+        if not problems and (made or self.kind.attributes):
+            try:
+                self._made(values)
+            except InputError as error:
+                problems += [Problem("", message) for message in error.problems]
+        return problems
+
+    def _made(self, values: Mapping[str, Any]) -> Any:
+        component = self._call(values)
+        for name in self.kind.attributes:
+            self.kind.attribute(component, name)
+        return component
+
+    def _call(self, values: Mapping[str, Any]) -> Any:
+        if self.options is None:
+            return self.thing
+        if not (self.kind.factory or inspect.isclass(self.thing)):
+            return functools.partial(self.thing, **values) if values else self.thing
+        try:
+            return self.thing(**values)
+        except ValueError as error:
+            raise InputError(f"{self.kind.name} '{self.name}': {error}") from error
+        except Exception as error:
+            if isinstance(error, InputError | RunError | Stopped) or disk_full(error):
+                raise
+            raise InputError(f"{self.kind.name} '{self.name}' {raised(error, HERE)}") from error
+
+    def _read(
+        self, options: Mapping[str, Any], also: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], list[Problem]]:
+        models = self.options or {}
+        values, problems = {}, []
+        for name, value in options.items():
+            if name not in models:
+                problems.append(
+                    Problem(
+                        name, unknown(name, [*models, *also], f"option for {self.kind.name} '{self.name}'")
+                    )
+                )
+                continue
+            try:
+                values[name] = _hashable(_read_value(models[name], value))
+            except InputError as error:
+                problems += [Problem(name, message) for message in error.problems]
+            except ValidationError as error:
+                found = explain(models[name], error, {"value": value})
+                problems += [Problem(name + at.removeprefix("value"), said) for at, said, _ in found]
+        problems += [
+            Problem(name, "missing; it has no default") for name in sorted(self.required - set(options))
+        ]
+        return values, problems
+
+
+def _read_value(model: type[Options], value: Any) -> Any:
+    """The value of an option, with what `{ env = "NAME" }` names in its place where the option takes no such table.
+
+    Raises InputError for a variable that is not set and for what `public_table` wrote in place of a secret, pydantic's
+    ValidationError for what does not fit.
+    """
+
+    def validated(given: Any) -> Any:
+        return model.model_validate({"value": given}).value  # type: ignore[attr-defined]  # its fields are made at run time
+
+    if is_hidden(value):
+        raise InputError('was hidden when this was written; give it again, best as { env = "NAME" }')
+    if reads_environment(value):
+        with suppress(ValidationError):
+            if model.model_fields["value"].annotation is not Any:
+                return validated(value)
+        value = from_environment(value)
+    read = validated(value)
+    if isinstance(read, SecretStr):
+        remember(read.get_secret_value())
+    return read
+
+
+def describe(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
+    """The entry for a thing. Raises InputError where it cannot be a component of that kind."""
+    what = f"{kind.name} '{name}' ({qualified(thing)})"
+    wanted = _FINISHED.get(kind)
+    if wanted is not None or isinstance(thing, tuple(_FINISHED.values())):
+        if wanted is None or not isinstance(thing, wanted):
+            expected = f"a finished {wanted.__name__}" if wanted else "a dataclass or a function"
+            raise InputError(f"{what}: expected {expected}, got {type(thing).__name__}")
+        if isinstance(thing, Trainer) and not _is_config(thing.config):
+            raise InputError(
+                f"{what}: its config must be a class that extends TrainerConfig, got {thing.config!r}"
+            )
+        return Entry(kind, name, thing, owner, None)
+    if inspect.isclass(thing):
+        _check_class(kind, thing, what)
+    elif not _is_function(thing):
+        if kind.arguments and not callable(thing):
+            raise InputError(f"{what}: expected a dataclass or a function, got {type(thing).__name__}")
+        _check_attributes(kind, thing, _fields(thing), what)
+        return Entry(kind, name, thing, owner, None)
+    models, required = {}, set()
+    for parameter in parameters(kind, thing, what):
+        if parameter.name == "name" and parameter.default is parameter.empty:
+            raise InputError(
+                f"{what}: in a file 'name' is the component's own; call the option something else"
+            )
+        models[parameter.name] = option_model(thing, parameter, what)
+        if parameter.default is parameter.empty:
+            required.add(parameter.name)
+    _check_attributes(kind, thing, models.keys() | _fields(thing), what)
+    return Entry(kind, name, thing, owner, models, frozenset(required))
+
+
+def qualified(thing: Any) -> str:
+    """Where a thing is defined, `module.Name`."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _is_config(config: Any) -> bool:
+    return inspect.isclass(config) and issubclass(config, TrainerConfig)
+
+
+def _is_function(thing: Any) -> bool:
+    # A jitted function is an object that wraps one.
+    return inspect.isroutine(thing) or inspect.isroutine(getattr(thing, "__wrapped__", None))
+
+
+def _check_class(kind: Kind[Any], thing: type, what: str) -> None:
+    if not dataclasses.is_dataclass(thing):
+        if kind.factory:
+            return
+        raise InputError(f"{what}: a class must be a dataclass; put @dataclass(frozen=True) on it")
+    if kind.constant and not thing.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise InputError(
+            f"{what}: jit closes over it, so it must be frozen; put @dataclass(frozen=True) on it"
+        )
+    if kind.arguments and not any("__call__" in vars(base) for base in thing.__mro__):
+        raise InputError(f"{what}: it has no __call__({', '.join(kind.arguments)})")
+
+
+def _check_attributes(kind: Kind[Any], thing: Any, options: Collection[str], what: str) -> None:
+    if problems := list(kind.attribute_problems(thing, options)):
+        raise InputError(*(f"{what}: {problem}" for problem in problems))
+
+
+def _fields(thing: Any) -> set[str]:
+    return {each.name for each in dataclasses.fields(thing)} if dataclasses.is_dataclass(thing) else set()
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def _allows(annotation: Any, wanted: type) -> bool:
+    return annotation is wanted or any(_allows(each, wanted) for each in typing.get_args(annotation))
+
+
+def load_file(path: Path) -> types.ModuleType:
+    """A Python file that is not installed, as a module; the same file again, unchanged, is the same module.
+
+    Raises InputError where it is missing or fails, naming the line.
+    """
+    try:
+        path, whole = path.resolve(), path.resolve().is_file()
+    except (OSError, ValueError):  # too long, or with a NUL byte
+        whole = False
+    if not whole:
+        raise InputError(f"{path}: no such file.{near_file(path)}")
+    name = file_module_name(path, path.read_bytes())
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        at = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+        ]
+        line = f" line {at[-1]}" if at else ""
+        raise InputError(f"{path}{line}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """`module:function` or `file.py:function`. Raises InputError where there is no such thing."""
+    home, _, attribute = name.rpartition(":")
+    if home.endswith(".py"):
+        module = load_file(Path(home))
+    else:
+        try:
+            module = importlib.import_module(home)
+        except Exception as error:
+            hint = f"; for a file, write {home}.py:{attribute}" if Path(f"{home}.py").is_file() else ""
+            raise InputError(
+                f"'{name}': cannot import {home}: {type(error).__name__}: {error}{hint}"
+            ) from error
+    if not hasattr(module, attribute):
+        raise InputError(f"'{name}': {home} has no '{attribute}'.{near(attribute, vars(module))}")
+    found = getattr(module, attribute)
+    if not callable(found):
+        raise InputError(f"'{name}': {attribute} is of type {type(found).__name__}, not a function")
+    return found

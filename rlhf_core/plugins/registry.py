@@ -1,0 +1,204 @@
+"""Names to components. Kinds are open, a name has one owner, and what is misspelt is an error that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
+
+from pydantic.fields import FieldInfo
+
+from rlhf_core.contracts import REWARD, TRAINER, Kind
+from rlhf_core.errors import InputError, near
+from rlhf_core.plugins.component import Entry, describe, load_function, qualified
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """One plugin, as `rlhf plugins` lists it.
+
+    name: of its entry point, or the file or object it is.
+    distribution, version: None where it is not installed.
+    error: why it failed, and the way out. components: {kind: [names]}.
+    """
+
+    name: str
+    distribution: str | None
+    version: str | None
+    state: Literal["loaded", "failed", "disabled"]
+    error: str | None = None
+    components: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+class CollisionError(InputError):
+    """A name that two owners registered for one kind."""
+
+    def __init__(self, kind: Kind[Any], name: str, message: str) -> None:
+        super().__init__(message)
+        self.kind, self.name = kind, name
+
+
+class Registry:
+    """Where plugins add named components, and trainers get them.
+
+    failures: plugins that could not be loaded; their causes are quoted when a name is missing.
+    disabled: names of plugins that were left out on request; they are mentioned then too.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Kind[Any], dict[str, Entry]] = {}
+        self._contested: dict[tuple[Kind[Any], str], str] = {}
+        self._owner: str | None = None
+        self.failures: list[PluginInfo] = []
+        self.disabled: list[str] = []
+
+    def add(self, kind: Kind[T], name: str, thing: T | Callable[..., T]) -> None:
+        """Register a component.
+
+        thing: a dataclass, whose fields are the options (frozen for losses and advantages); a function, whose
+        keyword parameters with defaults, other than the call's own arguments, are; or a finished object, such
+        as a `Trainer`. For kinds with `factory`, a class or function that makes the component.
+        An option called `name` can only be given from Python: in a file that is the component's.
+        Raises InputError where the name is taken, naming both owners, or the thing cannot be of that kind.
+        """
+        if not isinstance(kind, Kind):
+            raise InputError(
+                f"registry.add({kind!r}, …): that is no kind; import one, such as rlhf_core.REWARD"
+            )
+        if not name or ":" in name:
+            raise InputError(f"{kind.name} '{name}' ({qualified(thing)}): a name is not empty and has no ':'")
+        for known in self._entries:
+            if known.name == kind.name and known != kind:
+                raise InputError(
+                    f"{kind.name} '{name}' ({qualified(thing)}): another kind is called '{kind.name}' too; "
+                    "rename one of the kinds"
+                )
+        entry = describe(kind, name, thing, self._owner or qualified(thing))
+        first = self._entries.get(kind, {}).get(name)
+        if first is not None:
+            raise CollisionError(
+                kind,
+                name,
+                f"{kind.name} '{name}' is registered twice: {qualified(first.thing)} by {first.owner}, and "
+                f"{qualified(thing)} by {entry.owner}. Rename one, or disable a plugin with "
+                "RLHF_DISABLE_PLUGINS=NAME",
+            )
+        self._entries.setdefault(kind, {})[name] = entry
+
+    def get(self, kind: Kind[T], name: str, /, **options: Any) -> T:
+        """The component of that name, made with the options.
+
+        A reward may also be `module:function` or `file.py:function`, relative to the current directory.
+        Raises InputError for an unknown name or option.
+        """
+        component: T = self._entry(kind, name).make(options)
+        return component
+
+    def check(
+        self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Sequence[str] = ()
+    ) -> list[tuple[str, str]]:
+        """(dotted path below the component, message) for everything `get` would object to.
+
+        also: names that the trainer takes in the same table, which a near miss may have meant.
+        """
+        try:
+            entry = self._entry(kind, name)
+        except InputError as error:
+            return [("name", message) for message in error.problems]
+        return [(problem.path, problem.message) for problem in entry.check(options, also)]
+
+    def option_field(self, kind: Kind[Any], name: str, option: str) -> FieldInfo | None:
+        """How an option of a component is declared; None where there is no such component or option."""
+        try:
+            models = self._entry(kind, name).options or {}
+        except InputError:
+            return None
+        return models[option].model_fields["value"] if option in models else None
+
+    def secret_options(self, kind: Kind[Any], name: str, /) -> frozenset[str]:
+        """The options of a component that hold a SecretStr; none for a name that is not registered."""
+        try:
+            return self._entry(kind, name).secrets
+        except InputError:
+            return frozenset()
+
+    def options(self, kind: Kind[Any], name: str) -> list[str]:
+        """Return the options of a component, sorted. Raises InputError for an unknown name."""
+        return sorted(self._entry(kind, name).options or {})
+
+    def names(self, kind: Kind[Any]) -> list[str]:
+        """Every registered name of a kind, sorted."""
+        return sorted(self._entries.get(kind, {}))
+
+    def kinds(self) -> list[Kind[Any]]:
+        """Every kind that has a component, sorted by name."""
+        return sorted((kind for kind in self._entries if self._entries[kind]), key=lambda kind: kind.name)
+
+    def owner(self, kind: Kind[Any], name: str) -> str:
+        """Who registered a name, in words. Raises InputError for an unknown one."""
+        return self._entry(kind, name).owner
+
+    def source(self, kind: Kind[Any], name: str) -> tuple[Any, str]:
+        """What was registered under a name, and by whom. Raises InputError for an unknown name."""
+        entry = self._entry(kind, name)
+        return entry.thing, entry.owner
+
+    def owned(self, owner: str) -> dict[str, list[str]]:
+        """{kind: [names]} that one owner registered."""
+        found = {
+            kind.name: [name for name in self.names(kind) if self._entries[kind][name].owner == owner]
+            for kind in self.kinds()
+        }
+        return {kind: names for kind, names in found.items() if names}
+
+    @contextmanager
+    def transaction(self, owner: str) -> Iterator[None]:
+        """Everything added inside belongs to `owner`; if something is raised, nothing of it stays."""
+        before = {kind: dict(entries) for kind, entries in self._entries.items()}
+        outer, self._owner = self._owner, owner
+        try:
+            yield
+        except BaseException:
+            self._entries = before
+            raise
+        finally:
+            self._owner = outer
+
+    def contest(self, collision: CollisionError) -> None:
+        """Make a name that two plugins claim an error to use: which loaded first must decide nothing."""
+        self._contested[collision.kind, collision.name] = str(collision)
+
+    def _entry(self, kind: Kind[Any], name: str) -> Entry:
+        if (kind, name) in self._contested:
+            raise InputError(self._contested[kind, name])
+        entries = self._entries.get(kind, {})
+        if name in entries:
+            return entries[name]
+        if kind == REWARD and ":" in name:
+            return describe(kind, name, load_function(name), name)
+        raise InputError(self._missing(kind, name))
+
+    def _missing(self, kind: Kind[Any], name: str) -> str:
+        installed = self.names(kind)
+        # Short names of methods are alike by chance: what a trainer is asked for must not be guessed.
+        alike = kind != TRAINER or get_close_matches(name, installed, n=1, cutoff=0.7)
+        hint = near(name, installed) if alike else ""
+        message = f"no {kind.name} named '{name}'.{hint}"
+        message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
+        elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
+        if elsewhere:
+            message += f" '{name}' is of another kind: {', '.join(elsewhere)}."
+        if kind == REWARD:
+            message += " A function of yours is module:function or file.py:function."
+        if not ((alike and hint) or elsewhere or self.failures or self.disabled):
+            package = f"rlhf-{name.replace('_', '-')}"
+            message += (
+                f" Install the package that has it, as a rule {package}, or give its file with --plugin."
+            )
+        if self.disabled:
+            message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
+        return " ".join([message, *(str(plugin.error) for plugin in self.failures)])

@@ -1,0 +1,133 @@
+"""The page of several runs: the same metric of the same stage in one chart, a colour a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_core.report import charts
+from rlhf_core.report.charts import Chart, Line, lines
+from rlhf_core.report.pages import LEAST, Page, in_order, machine, render, slug, stretches
+from rlhf_core.report.read import Run, StageRun
+
+PLACES = {"dir", "model.tokenizer", "train_data", "eval_data"}
+"""Fields that name places, which differ from run to run without a difference in what is computed."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A stage in every run that has it. last: (metric, [value of each run, None where it has none]).
+
+    differences: (field, [its value in each run]).
+    """
+
+    name: str
+    id: str
+    runs: tuple[StageRun | None, ...]
+    last: tuple[tuple[str, tuple[float | None, ...]], ...]
+    differences: tuple[tuple[str, tuple[str, ...]], ...]
+    groups: tuple[tuple[str, tuple[Chart, ...]], ...]
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page as HTML. Runs are told apart by the end of their paths."""
+    made = Page(problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems])
+    labels = names([run.dir.as_posix() for run in runs])
+    stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
+    curves = sum(
+        len(points.steps) >= LEAST for run in runs for s in run.stages for points in s.metrics.values()
+    )
+    cut = stretches(curves)
+    compared: list[Compared] = []
+    for name in stages:
+        own = [next((stage for stage in run.stages if stage.name == name), None) for run in runs]
+        compared.append(_compared(name, own, labels, made, cut, [each.id for each in compared]))
+    longest = max((len(p.steps) for run in runs for s in run.stages for p in s.metrics.values()), default=0)
+    return render(
+        "compare.html.j2",
+        made,
+        title=" · ".join(labels),
+        runs=list(zip(labels, runs, map(machine, runs), strict=True)),
+        stages=compared,
+        thinned=cut if longest > 2 * cut else 0,
+        longest=longest,
+    )
+
+
+def names(paths: Sequence[str]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart; numbered where the same path is given twice."""
+    parts = [path.strip("/").split("/") for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(part[-count:]) for part in parts]
+        if len(set(short)) == len(set(paths)):
+            break
+    return [name if short.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(short, 1)]
+
+
+def _compared(
+    name: str, own: list[StageRun | None], labels: list[str], made: Page, cut: int, taken: list[str]
+) -> Compared:
+    id = slug(f"stage-{name}", taken)
+    there = [stage for stage in own if stage is not None]
+    metrics = list(dict.fromkeys(metric for stage in there for metric in stage.metrics))
+    found: dict[str, list[Chart]] = {}
+    count = 0
+    for kind, together in charts.charts(metrics):
+        for metric in together:
+            drawn = [
+                Line(label, stage.metrics[metric], colour)
+                for colour, (label, stage) in enumerate(zip(labels, own, strict=True))
+                if stage is not None and metric in stage.metrics and len(stage.metrics[metric].steps) >= LEAST
+            ]
+            if drawn:
+                title = kind.title if together == [metric] else metric
+                chart = lines(f"{id}-{count}", title, drawn, cut, log=kind.log)
+                found.setdefault(kind.group, []).append(made.add(chart))
+                count += 1
+    last = [
+        (
+            metric,
+            tuple(
+                None if s is None or metric not in s.metrics else float(s.metrics[metric].values[-1])
+                for s in own
+            ),
+        )
+        for key in charts.key_metrics(metrics)
+        for metric in (key, charts.EVAL + key)
+        if metric in metrics
+    ]
+    ordered = tuple((title, tuple(charts)) for title, charts in in_order(found))
+    return Compared(name, id, tuple(own), tuple(last), tuple(_differences(own)), ordered)
+
+
+def _differences(own: Sequence[StageRun | None]) -> list[tuple[str, tuple[str, ...]]]:
+    """Fields of the configuration, and the seed, that are not the same in all runs; of places, the last part counts."""
+    configs = [
+        {}
+        if s is None
+        else {"seed": s.record.get("seed"), "trainer": s.trainer, **charts.flat(_without_seed(s))}
+        for s in own
+    ]
+    fields = dict.fromkeys(field for config in configs for field in config)
+    rows = []
+    for field in fields:
+        values = [config.get(field) for config in configs]
+        compared = [
+            os.path.basename(str(v)) if field in PLACES else json.dumps(v, default=str) for v in values
+        ]
+        if len(set(compared)) > 1:
+            rows.append((field, tuple(_written(v) for v in values)))
+    return rows
+
+
+def _written(value: object) -> str:
+    if value in (None, [], {}):
+        return "–"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _without_seed(stage: StageRun) -> dict[str, object]:
+    """The stage's own `seed` is empty where the pipeline's counts, which the record has resolved."""
+    return {key: value for key, value in stage.config.items() if key != "seed"}

@@ -1,0 +1,197 @@
+"""Call reward functions: together, within their time, and with one outcome on every process."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from rlhf_core.contracts import RewardInputs
+from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.rewards.function import part_of
+from rlhf_core.rewards.unreadable import UnreadableError
+from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
+
+if TYPE_CHECKING:
+    from rlhf_core.rewards.function import Reward
+
+Outcome = np.ndarray | BaseException | None
+"""What came of a call: float64 [N], what was raised, or None where another process makes the call."""
+DONE, SKIPPED, STOPPED = 0, 1, 2
+HERE = str(Path(__file__).parent.parent)
+SECONDS_TO_FIND_ROW = 5.0
+
+
+def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True) -> np.ndarray:
+    """Every function on every completion: float64 [N, functions], NaN where one does not apply or its call is skipped.
+
+    Asynchronous functions and those in worker processes run at the same time, after the others. Of several processes
+    the first calls the functions, and the others get its values bit for bit; objects with `setup` are called last, on
+    all processes, one after another. Every process makes this call and returns, or raises, the same.
+
+    Raises RunError, with the label and where it can be told the row, for whatever a function raises (with on_error
+    "skip" only for values that are no rewards), and, if `needed`, where no function applies to any completion. Counts
+    skipped calls in `Reward.failures`. Of rows that a reward cannot read, "skip" leaves out only those.
+    """
+    outcomes = _call(rewards, inputs)
+    states = _agreed([_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)])
+    table = np.full((len(inputs.completions), len(rewards)), np.nan)
+    skipped = []
+    for f, (reward, outcome, state) in enumerate(zip(rewards, outcomes, states, strict=True)):
+        if state == STOPPED:
+            if isinstance(outcome, UnreadableError):
+                raise InputError(*_by_row(reward, outcome, inputs)) from outcome
+            if isinstance(outcome, RunError | InputError):
+                raise outcome
+            row = _culprit(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
+            raise RunError(failure(reward, outcome) + row) from (
+                outcome if isinstance(outcome, BaseException) else None
+            )
+        if state == SKIPPED:
+            if isinstance(outcome, UnreadableError):
+                skipped.append(_by_row(reward, outcome, inputs)[0])
+                table[:, f] = reward.checked(outcome.values, len(table))
+            else:
+                skipped.append(failure(reward, outcome))
+            if not reward.failures:
+                warnings.warn(f"{skipped[-1]}; such calls are left out and counted", stacklevel=2)
+            reward.failures += 1
+        elif isinstance(outcome, np.ndarray):
+            table[:, f] = outcome
+    table = _of_first_process(table)
+    if needed and np.isnan(table).all():
+        raise RunError(
+            "; ".join(
+                [
+                    "no reward function applies to any completion of the rollout: there is nothing to learn from",
+                    *skipped,
+                ]
+            )
+        )
+    return table
+
+
+def _state(reward: Reward, outcome: Outcome) -> int:
+    if not isinstance(outcome, BaseException):
+        return DONE
+    wrong_values = isinstance(outcome, RunError | InputError) and not isinstance(outcome, UnreadableError)
+    return SKIPPED if reward.on_error == "skip" and not wrong_values else STOPPED
+
+
+def failure(reward: Reward, outcome: Outcome) -> str:
+    """Name the reward and say how its call failed."""
+    if isinstance(outcome, TooSlowError):
+        how = f"took longer than its timeout of {reward.timeout:g} s"
+    elif isinstance(outcome, DiedError):
+        how = f"could not be called: {outcome}"
+    elif isinstance(outcome, RaisedError):
+        how = str(outcome)
+    elif isinstance(outcome, BaseException):
+        how = raised(outcome, HERE)
+    else:
+        how = "failed in another process, whose output says why"
+    return f"reward '{reward.label}' {how}"
+
+
+def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> list[str]:
+    """What is wrong, row by row; a row has several completions."""
+    lines = [
+        f"{inputs.places[i] if inputs.places else f'completion {i}'}: reward '{reward.label}': {text}"
+        for i, text in outcome.rows.items()
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _agreed(states: Sequence[int]) -> np.ndarray:
+    """The worst state of each reward on any process, so that all go on or none does."""
+    if jax.process_count() == 1:
+        return np.array(states)
+    return np.asarray(multihost_utils.process_allgather(np.array(states, np.int32))).max(axis=0)
+
+
+def _of_first_process(table: np.ndarray) -> np.ndarray:
+    """The first process's float64 table, as it is: sent as float64, jax would round it to float32."""
+    if jax.process_count() == 1:
+        return table
+    return np.array(multihost_utils.broadcast_one_to_all(table.view(np.uint32))).view(np.float64)
+
+
+def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
+    """One outcome per reward. Objects with `setup` compute on the mesh: in the same order on every process."""
+    functions = [f for f, reward in enumerate(rewards) if not reward.collective]
+    groups = [functions if jax.process_index() == 0 else []]
+    groups += [[f] for f, reward in enumerate(rewards) if reward.collective]
+    outcomes: list[Outcome] = [None] * len(rewards)
+    for group in groups:
+        if group:
+            called = run_async(call_together([rewards[f] for f in group], inputs))
+            for f, outcome in zip(group, called, strict=True):
+                outcomes[f] = outcome
+    return outcomes
+
+
+async def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
+    """Call functions at the same time, on the event loop; one outcome each."""
+    # Functions that hold the loop come first: no other's time runs meanwhile.
+    order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
+    called = await asyncio.gather(*(_one(rewards[f], inputs) for f in order), return_exceptions=True)
+    outcomes = dict(zip(order, called, strict=True))
+    return [outcomes[f] for f in range(len(rewards))]
+
+
+async def _one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
+    """float64 [N]; NaN where the function does not apply. Raises RunError where it returns something else."""
+    if reward.in_workers:
+        parts = reward.parts(inputs)
+        pool = reward.pool()
+        futures = [
+            asyncio.wrap_future(pool.submit(named=reward.arguments(part), seconds=reward.timeout))
+            for part in parts
+        ]
+        returned = await asyncio.gather(*futures)
+        return np.concatenate(
+            [
+                reward.checked(values, len(part.completions))
+                for values, part in zip(returned, parts, strict=True)
+            ]
+        )
+    try:
+        async with asyncio.timeout(reward.timeout) as limit:
+            values = reward.function(**reward.arguments(inputs))
+            while inspect.isawaitable(values):
+                values = await values
+    except TimeoutError as error:
+        if not limit.expired():  # the function's own
+            raise
+        raise TooSlowError from error
+    return reward.checked(values, len(inputs.completions))
+
+
+def _culprit(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:
+    """` for prompts.jsonl row 17`: the row of the first completion for which, alone, a plain function raises the same.
+
+    Empty where there is none or it does so for all, where calls cost time or money, and where values depend on what was
+    seen before.
+    """
+    if isinstance(error, TooSlowError | DiedError) or reward.asynchronous or reward.collective:
+        return ""
+    if hasattr(reward.function, "snapshot"):
+        return ""
+    began, failing, passes = time.monotonic(), -1, False
+    for i in range(len(inputs.completions)):
+        (again,) = run_async(call_together([reward], part_of(inputs, i, i + 1)))
+        same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
+        failing, passes = i if same and failing < 0 else failing, passes or not same
+        if failing >= 0 and passes:  # what fails for all of them is no fault of a row
+            return f" for {inputs.places[failing] if inputs.places else f'completion {failing}'}"
+        if time.monotonic() - began > SECONDS_TO_FIND_ROW:
+            break
+    return ""

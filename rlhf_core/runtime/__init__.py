@@ -1,0 +1,102 @@
+"""Settings of the process, made before anything is computed: memory, and a cache of compiled programs."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.runtime import launch
+
+MIN_COMPILE_SECONDS = 0.05
+OPTIMIZATION = "--xla_backend_optimization_level"
+_MALLOPT = {  # numbers from glibc's malloc.h
+    "M_TRIM_THRESHOLD": (-1, -1),  # never: any positive number ends at 2 GiB
+    "M_TOP_PAD": (-2, 2**28),
+    "M_MMAP_MAX": (-4, 0),
+    "M_ARENA_MAX": (-8, 1),
+}
+
+
+def prepare() -> None:
+    """Set up allocator, compiler and its cache and join the job's other processes; calling again is harmless.
+
+    Starts no backend in a job of one process, so that the number of devices can still be set.
+    """
+    if computes_on_cpu():
+        keep_freed_memory()
+        compile_quickly()
+    use_compilation_cache()
+    launch.join()
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what is freed and hand it out again; False where the C library is another one.
+
+    XLA on CPU allocates its buffers anew in every step. By default glibc maps each from the kernel and gives
+    it back when freed, so that every page of it is faulted in and zeroed again: up to a fifth of a step.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018  (musl has a mallopt that does nothing)
+    except (OSError, AttributeError):
+        return False
+    accepted = [mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in _MALLOPT.values()]
+    return all(accepted)
+
+
+def compile_quickly() -> None:
+    """Ask LLVM for level 1 of 3, unless `XLA_FLAGS` names a level. No effect once a backend was started.
+
+    Products are a library's; of what is left, the kernels of a step run as fast as at level 3, and compile in two
+    thirds of the time.
+    """
+    if OPTIMIZATION not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {OPTIMIZATION}=1".strip()
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in `$XDG_CACHE_HOME/rlhf/compilation`.
+
+    What the user set, by `JAX_COMPILATION_CACHE_DIR` and its like or through `jax.config`, stands as it is.
+    """
+    import jax
+
+    config: Any = jax.config
+    minimum = "jax_persistent_cache_min_compile_time_secs"
+    if minimum.upper() not in os.environ and getattr(config, minimum) == 1.0:  # jax's default
+        config.update(minimum, MIN_COMPILE_SECONDS)
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.jax_compilation_cache_dir is not None:
+        return
+    directory = cache_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to: compile afresh every time
+        return
+    config.update("jax_compilation_cache_dir", str(directory))
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept by default. By the XDG rules a relative path counts as unset."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():
+        root = Path.home() / ".cache"
+    return root / "rlhf" / "compilation"
+
+
+def computes_on_cpu() -> bool:
+    """Whether jax will pick the CPU, told without starting a backend: by its setting or what is installed."""
+    import jax
+
+    config: Any = jax.config
+    chosen: str | None = config.jax_platforms
+    if chosen:
+        return chosen.split(",")[0] == "cpu"
+    installed = entry_points(group="jax_plugins") or importlib.util.find_spec("jax_plugins")
+    return not installed and importlib.util.find_spec("libtpu") is None

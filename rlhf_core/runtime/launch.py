@@ -1,0 +1,269 @@
+"""Becoming one process of a job of several: waiting for the others, and joining them through jax."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.runtime import peers, signals
+from rlhf_core.runtime.causes import code_of
+from rlhf_core.runtime.launchers import Place, find
+from rlhf_core.runtime.links import is_gone, receive, send
+
+JOIN_SECONDS = "RLHF_JOIN_SECONDS"
+DEFAULT_JOIN_SECONDS = 300.0
+TELL_AFTER_SECONDS = 20.0
+TAKEN_PORT_SECONDS = 10.0
+"""How long a port may be taken: by the run before on this machine, which is ending."""
+STRANGER_SECONDS = 15.0
+"""How long something that is no process of ours may answer at the address, before it is given up."""
+ANSWER_SECONDS = 10.0
+HEARTBEAT_SECONDS = 25
+CONNECT_SECONDS = 60
+
+
+def join() -> bool:
+    """Become one of the processes of a multi-process job; False where a launcher started this one alone.
+
+    Nothing here schedules work: SLURM (`srun`), Open MPI (`mpirun`), Kubernetes indexed jobs and TPU pods are
+    detected. Anything else sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in every process.
+
+    Raises InputError where those variables cannot be right; RunError where the port is taken or a process does not
+    come within RLHF_JOIN_SECONDS (300).
+    """
+    import jax
+
+    if jax.distributed.is_initialized():
+        _watch_joined()
+        return True
+    place = find(os.environ)
+    if place is None:
+        return False
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        raise InputError(
+            f"{place}: jax has computed something before the processes joined; call rlhf_core.runtime.prepare() "
+            "in the first line of the script"
+        )
+    # It would take SIGTERM for itself, with a handler below Python's.
+    jax.config.update("jax_enable_preemption_service", False)
+    links = gather(place) if place.process == 0 else {0: reach(place)}
+    peers.watch(place.process, place.count, links)
+    _hold_aborts()
+    given = inspect.signature(jax.distributed.initialize).parameters
+    limits: dict[str, Any] = {
+        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
+        "initialization_timeout": CONNECT_SECONDS,
+    }
+    jax.distributed.initialize(
+        place.address,
+        place.count,
+        place.process,
+        place.devices,
+        **{name: value for name, value in limits.items() if name in given},
+    )
+    return True
+
+
+def join_seconds() -> float:
+    """How long a process waits for the others to come."""
+    text = os.environ.get(JOIN_SECONDS) or str(DEFAULT_JOIN_SECONDS)
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{JOIN_SECONDS}: {text!r} is not a number of seconds") from None
+
+
+def gather(place: Place) -> dict[int, socket.socket]:
+    """On the first process: the connection of each other one, made at the coordinator's address.
+
+    The port is free again afterwards, for jax. Every process hears at once that all of them are there.
+    """
+    links: dict[int, socket.socket] = {}
+    waiting = _Waiting(place, lambda: "process " + _numbers(set(range(1, place.count)) - set(links)))
+    try:
+        with _listen(place, waiting) as listener:
+            listener.settimeout(peers.POLL_SECONDS)
+            while len(links) < place.count - 1:
+                waiting.check()
+                for number in [n for n, link in links.items() if is_gone(link)]:
+                    links.pop(number).close()  # its launcher may start it again
+                try:
+                    link, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                came = _greet(place, link)
+                if came is not None:
+                    if came in links:
+                        raise RunError(
+                            f"{place}: two processes say that they are number {came}; give each another number"
+                        )
+                    links[came] = link
+        for link in links.values():
+            send(link, {"go": True})
+    except BaseException as error:
+        for link in links.values():
+            send(link, {"ended": code_of(error), "process": 0})
+        raise
+    return links
+
+
+@contextmanager
+def _listen(place: Place, waiting: _Waiting) -> Iterator[socket.socket]:
+    until = time.monotonic() + TAKEN_PORT_SECONDS
+    while True:
+        try:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            listener = socket.create_server(
+                ("", place.port), family=family, dualstack_ipv6=both, backlog=4096
+            )
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RunError(
+                    f"{place}: port {place.port} of {socket.gethostname()} cannot be opened ({error.strerror}); "
+                    "give another one in JAX_COORDINATOR_ADDRESS (JAX_COORDINATOR_PORT under SLURM and Open MPI)"
+                ) from error
+        waiting.check()
+        time.sleep(peers.POLL_SECONDS)
+    with listener:
+        yield listener
+
+
+def _greet(place: Place, link: socket.socket) -> int | None:
+    """The number of the process that has connected; None, with the connection closed, for anything else."""
+    hello = receive(link, seconds=5)
+    number = hello.get("process") if hello else None
+    if hello is None or hello.get("rlhf") != peers.PROTOCOL or not isinstance(number, int):
+        link.close()
+        return None
+    if hello.get("count") != place.count or not 0 < number < place.count:
+        link.close()
+        raise RunError(
+            f"{place}: a process on {hello.get('host')} says that it is process {number} of {hello.get('count')}; "
+            "give all of them the same JAX_NUM_PROCESSES, and each its own JAX_PROCESS_ID"
+        )
+    send(link, {"welcome": True})
+    return number
+
+
+def reach(place: Place) -> socket.socket:
+    """On every other process: its connection to the first one, as soon as all processes are there."""
+    why, stranger_since = "nothing answers", None
+
+    def missing() -> str:
+        return f"process 0, which is not there: {why}"
+
+    waiting = _Waiting(place, missing)
+    hello = {
+        "rlhf": peers.PROTOCOL,
+        "process": place.process,
+        "count": place.count,
+        "host": socket.gethostname(),
+    }
+    while True:
+        waiting.check()
+        try:
+            link = socket.create_connection((place.host, place.port), timeout=5)
+        except OSError as error:
+            why = str(error.strerror or error)
+            time.sleep(peers.POLL_SECONDS)
+            continue
+        send(link, hello)
+        answer = receive(link, seconds=ANSWER_SECONDS)
+        if answer is not None and answer.get("welcome"):
+            waiting.missing = lambda: "those that process 0 names"
+            if _all_there(link, place, waiting):
+                return link
+            stranger_since, why = None, "it has gone again"
+            waiting.missing = missing
+        else:
+            stranger_since = stranger_since or time.monotonic()
+            why = "something else answers"
+            if time.monotonic() - stranger_since > STRANGER_SECONDS:
+                raise RunError(
+                    f"{place}: what answers at {place.address} is not process 0; see its output, or give another port"
+                )
+        link.close()
+        time.sleep(peers.POLL_SECONDS)
+
+
+def _all_there(link: socket.socket, place: Place, waiting: _Waiting) -> bool:
+    """Wait for the first process to say so; False where it is gone, and may be started again."""
+    while not is_gone(link):
+        message = receive(link, seconds=peers.POLL_SECONDS)
+        if message and message.get("go"):
+            return True
+        if message and "ended" in message:
+            peers.end_after(place.process, place.count, message)
+        waiting.check(grace=10)
+    return False
+
+
+class _Waiting:
+    """Waiting for other processes: told after a while, ended by a signal or when the time is up.
+
+    missing: who is not there, in words.
+    """
+
+    def __init__(self, place: Place, missing: Callable[[], str]) -> None:
+        self.place, self.missing = place, missing
+        self.seconds, self.began, self.told = join_seconds(), time.monotonic(), False
+
+    def check(self, grace: float = 0.0) -> None:
+        signals.stop_if_asked(f"while {self.place} waited for the others")
+        waited = time.monotonic() - self.began
+        if waited > self.seconds + grace:
+            raise RunError(
+                f"{self.place} has waited {self.seconds:g} s at {self.place.address} for {self.missing()}; "
+                f"see what became of it. {JOIN_SECONDS} sets how long to wait"
+            )
+        if waited > TELL_AFTER_SECONDS and not self.told:
+            self.told = True
+            warnings.warn(
+                f"{self.place} waits at {self.place.address} for {self.missing()}; "
+                f"at most {self.seconds:g} s ({JOIN_SECONDS})",
+                stacklevel=2,
+            )
+
+
+def _numbers(numbers: set[int]) -> str:
+    listed = [str(number) for number in sorted(numbers)]
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def _watch_joined() -> None:
+    """Watch the other processes of a job that was joined before, by a script's own `jax.distributed.initialize`."""
+    if peers.watched():
+        return
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    try:
+        host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
+        peers.meet(state.client, host, int(state.process_id), int(state.num_processes))
+        _hold_aborts()
+    except (AttributeError, TypeError):  # of another jax: its own heartbeats are left
+        return
+
+
+def _hold_aborts() -> None:
+    """Have jax's threads abort the process six seconds late.
+
+    They do so where the first process is gone. By then the thread that listens to it has ended this one, with a
+    message and an exit code. The handler is C's own `sleep`, whose argument is the number of the signal, 6.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))

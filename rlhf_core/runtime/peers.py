@@ -1,0 +1,285 @@
+"""The processes of one job watch each other: where one ends, the others end soon, and one of them says why.
+
+Each has a connection to the first one. A process that fails says so before it ends; one that is killed is noticed by
+its connection, which the kernel closes. The others may be inside a collective then, which never returns: a thread ends
+them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from rlhf_core.runtime import signals
+from rlhf_core.runtime.causes import Cause, code_of
+from rlhf_core.runtime.links import is_gone, parsed, receive, send
+
+PROTOCOL = 1
+POLL_SECONDS = 0.3
+GRACE_SECONDS = 5.0
+"""From hearing that another process failed until this one is ended: time to fail of itself, for the same reason."""
+WRITING_SECONDS, STOPPING_SECONDS = 15.0, 600.0
+"""How long an end waits for files that are being written: where another process failed, and where it was stopped."""
+LEAVE_SECONDS = 20.0
+
+
+class _Watch:
+    def __init__(self, process: int, count: int) -> None:
+        self.process, self.count = process, count
+        self.links: dict[int, socket.socket] = {}
+        self.left: set[int] = set()
+        self.cause: Cause | None = None
+        self.said: set[str] = set()
+        self.answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.running = 0  # how many `running` are entered, each inside the other
+        self.run, self.left_run = 0, -1  # the number of the newest run, and of the last one that raised
+        self.writing = 0
+        self.ended = False
+        self.lock = threading.Lock()
+
+    def add(self, number: int, link: socket.socket) -> None:
+        link.settimeout(None)
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):  # a machine that is off, or cut off, closes nothing
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.links[number] = link
+        threading.Thread(target=self._listen, args=(number, link), daemon=True, name=f"peer {number}").start()
+
+    def _listen(self, number: int, link: socket.socket) -> None:
+        with suppress(OSError), link.makefile("rb") as lines:
+            for line in lines:
+                self._hear(number, parsed(line) or {})
+        self.answers.put(True)  # who is gone prints nothing more
+        if number not in self.left:
+            self.left.add(number)
+            self._tell({"ended": 1, "process": number, "killed": True}, but=number)
+            self._end_soon(Cause(number, 1, killed=True))
+
+    def _hear(self, number: int, message: dict[str, Any]) -> None:
+        if "bye" in message:
+            self.left.add(number)
+        elif "ask" in message:
+            with self.lock:
+                speak = message["ask"] not in self.said
+                self.said.add(message["ask"])
+            send(self.links[number], {"speak": speak})
+        elif "speak" in message:
+            self.answers.put(bool(message["speak"]))
+        elif "ended" in message:
+            killed, who = bool(message.get("killed")), int(message["process"])
+            if who == number:
+                self.left.add(number)
+            self.said.update(message.get("said", ()))
+            self._tell(message, but=number)
+            self._end_soon(Cause(who, int(message["ended"]), int(message.get("run", 0)), killed=killed))
+
+    def _tell(self, message: Mapping[str, Any], but: int | None = None) -> None:
+        """To all from the first process, to the first from another one, which passes it on."""
+        for number, link in list(self.links.items()):
+            if number != but:
+                send(link, message)
+
+    def _end_soon(self, cause: Cause) -> None:
+        with self.lock:
+            past = (
+                not cause.killed and cause.run <= self.left_run
+            )  # all have left that run, and a script goes on
+            if self.cause is not None or self.ended or past:
+                return
+            self.cause = cause
+        if cause.code == 75:
+            signals.ask()
+        threading.Thread(target=self._end, args=(cause,), daemon=True, name="peer's end").start()
+
+    def _end(self, cause: Cause) -> None:
+        while self.run < cause.run and not cause.killed:  # what comes before the run needs no other process
+            time.sleep(POLL_SECONDS)
+        if not cause.killed:
+            time.sleep(GRACE_SECONDS)
+        stopping = cause.code == 75 and not cause.killed
+        until = time.monotonic() + (STOPPING_SECONDS if stopping else WRITING_SECONDS)
+        while self.writing and time.monotonic() < until:
+            time.sleep(0.05)
+            if stopping and not self.writing:
+                time.sleep(GRACE_SECONDS)
+        with self.lock:
+            if self.ended:
+                return
+            if not cause.killed and cause.run <= self.left_run:
+                self.cause = None
+                return
+            self.ended = True
+        self.leave(cause.code, cause.line(self.process, self.count))
+
+    def leave(self, code: int, message: str) -> NoReturn:
+        """End the process without what Python and jax do at the end, which waits for processes that are gone."""
+        _print(message)
+        self.tell_end(code)
+        if self.process == 0:  # the others lose jax's service with it
+            until = time.monotonic() + LEAVE_SECONDS
+            while time.monotonic() < until and any(not is_gone(link) for link in self.links.values()):
+                time.sleep(0.05)
+        os._exit(code)
+
+    def tell_end(self, code: int) -> None:
+        self._tell({"ended": code, "process": self.process, "run": self.run, "said": sorted(self.said)})
+
+    def may_say(self, message: str) -> bool:
+        """Whether no other process has said the same."""
+        with self.lock:
+            if message in self.said:
+                return False
+            self.said.add(message)
+        if self.process == 0 or 0 not in self.links:
+            return True
+        send(self.links[0], {"ask": message})  # also where it has failed: it may be about to print the same
+        try:
+            return self.answers.get(timeout=LEAVE_SECONDS / 2)
+        except queue.Empty:
+            return True
+
+
+_watch: _Watch | None = None
+
+
+def watched() -> bool:
+    """Whether this is one of several processes that watch each other."""
+    return _watch is not None
+
+
+def watch(process: int, count: int, links: Mapping[int, socket.socket]) -> None:
+    """Watch the processes at the other ends of these connections, until the end of this one."""
+    global _watch
+    _watch = _Watch(process, count)
+    for number, link in links.items():
+        _watch.add(number, link)
+    os.register_at_fork(after_in_child=_forget)
+    atexit.register(_at_exit)
+
+
+def meet(client: Any, host: str, process: int, count: int) -> None:
+    """As `watch`, for a job that is joined already: where to connect is told through jax's key-value store."""
+    watch(process, count, {})
+    own = _watch
+    assert own is not None
+    if process == 0:
+        listener = socket.create_server(("", 0), backlog=4096)
+        client.key_value_set("rlhf/peers", f"{host}:{listener.getsockname()[1]}")
+
+    def connect() -> None:
+        with suppress(Exception):  # without: jax's heartbeats notice a process that is gone, later
+            if process != 0:
+                name, _, port = client.blocking_key_value_get("rlhf/peers", 300_000).rpartition(":")
+                link = socket.create_connection((name, int(port)), timeout=20)
+                send(link, {"rlhf": PROTOCOL, "process": process, "count": count})
+                own.add(0, link)
+                return
+            with listener:
+                while len(own.links) < count - 1:
+                    link, _ = listener.accept()
+                    hello = receive(link, seconds=5) or {}
+                    if hello.get("rlhf") == PROTOCOL and isinstance(hello.get("process"), int):
+                        own.add(hello["process"], link)
+
+    threading.Thread(target=connect, daemon=True, name="peers").start()
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """A run of this process, which ends with those of the others; what it raises is told to them."""
+    if _watch is None:
+        yield
+        return
+    if not _watch.running:
+        _watch.run += 1
+    _watch.running += 1
+    try:
+        yield
+    except BaseException as error:
+        if _watch.running == 1 and not _watch.cause:
+            _watch.tell_end(code_of(error))
+        if _watch.running == 1:
+            _watch.left_run = _watch.run
+        raise
+    finally:
+        _watch.running -= 1
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Files are being written that need no other process: an end that another one causes waits for them."""
+    if _watch is None:
+        yield
+        return
+    _watch.writing += 1
+    try:
+        yield
+    finally:
+        _watch.writing -= 1
+
+
+def end(code: int, message: str) -> None:
+    """End a failed or stopped process of several: `message` once per job, then exit. Returns in a job of one."""
+    if _watch is None:
+        return
+    if code not in (2, 75):
+        time.sleep(0.5)  # a collective may have failed because another process did, which is heard just now
+    with _watch.lock:
+        if _watch.ended:  # the thread is ending it
+            threading.Event().wait()
+        _watch.ended = True
+        cause = _watch.cause
+    if cause is not None and (cause.killed or code not in (2, 75)):
+        _watch.leave(cause.code, cause.line(_watch.process, _watch.count))
+    if cause is not None and code == 75 and not signals.received():
+        message = cause.line(
+            _watch.process, _watch.count
+        )  # the process that was sent the signal says the rest
+    elif not _watch.may_say(message):
+        message = ""
+    _watch.leave(code, message)
+
+
+def end_after(process: int, count: int, message: Mapping[str, Any]) -> NoReturn:
+    """End a process that had not joined yet, since the first one has ended."""
+    cause = Cause(int(message["process"]), int(message["ended"]), killed=False)
+    _print(cause.line(process, count))
+    os._exit(cause.code)
+
+
+def _at_exit() -> None:
+    """A script that ends by an exception ends the others; one that ends well waits for them in jax's barrier."""
+    if _watch is None:
+        return
+    raised: BaseException | None = getattr(sys, "last_value", None)
+    if raised is not None:
+        _watch.ended = True
+        _watch.leave(code_of(raised), "")
+    _watch._tell({"bye": True})
+
+
+def _forget() -> None:
+    """Close the connections in a forked child, which would keep them open after this process has died."""
+    global _watch
+    if _watch is not None:
+        for link in _watch.links.values():
+            link.close()
+    _watch = None
+
+
+def _print(message: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        if message:
+            sys.stderr.write(message.rstrip("\n") + "\n")
+        sys.stderr.flush()

@@ -1,0 +1,138 @@
+"""A trainer run from Python, outside a pipeline: its arguments, and what it leaves."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+
+from rlhf_core import plugins, runtime
+from rlhf_core.config.other_names import OTHER_NAMES, TRL_NAMES
+from rlhf_core.contracts import TRAINER, Artifact
+from rlhf_core.errors import InputError, near
+from rlhf_core.loggers.callbacks import listen
+from rlhf_core.mesh import make_mesh
+from rlhf_core.runtime import peers
+from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.runtime.signals import stop_signals
+from rlhf_core.stage import Stage, experiment
+from rlhf_core.stage.recorded import Asked, held, run_recorded
+from rlhf_core.stage.text_settings import day_begun
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+
+C = TypeVar("C", bound="TrainerConfig")
+SPELLINGS = {
+    "arguments": "config",
+    "args": "config",
+    "processing_class": "tokenizer",
+    "reward_funcs": "rewards",
+}
+INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks")
+"""What a trainer class is handed beside its config."""
+
+
+def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
+    """A trainer class's arguments, with the other spellings that users of other libraries type.
+
+    Raises InputError for a name nobody knows or given twice, TypeError for a config of another class.
+    """
+    inputs = dict(inputs)
+    for spelling, name in SPELLINGS.items():
+        if spelling not in inputs:
+            continue
+        value = inputs.pop(spelling)
+        if name == "config":
+            if config is not None and value is not None:
+                raise InputError(f"{spelling}: the config is given twice")
+            config = value if config is None else config
+        elif inputs.get(name) is not None:
+            raise InputError(f"{spelling}: {name} is given twice")
+        else:
+            inputs[name] = value
+    config = cls() if config is None else config
+    if not isinstance(config, cls):
+        raise TypeError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
+    if callable(inputs.get("rewards")) or isinstance(inputs.get("rewards"), str):
+        inputs["rewards"] = [inputs["rewards"]]
+    if unknown := sorted(set(inputs) - set(INPUTS)):
+        raise InputError(
+            *(
+                f"{name}: unknown argument of the trainer of {cls.__name__}{_meant(name, cls)}"
+                for name in unknown
+            )
+        )
+    return config, inputs
+
+
+def _meant(name: str, cls: type[TrainerConfig]) -> str:
+    ours = {**OTHER_NAMES, **TRL_NAMES}.get(name, name).partition(".")[0]
+    if ours in INPUTS:
+        return f"; write {ours}"
+    if ours in cls.names():
+        return f"; it is a field of the config: {cls.__name__}({ours}=…)"
+    return f".{near(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a trainer run from Python leaves: its main artifact, all of them by output name, and the last metrics."""
+
+    artifact: Artifact
+    artifacts: Mapping[str, Artifact]
+    metrics: Mapping[str, float]
+
+
+def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
+    """Load the plugins and run one trainer outside a pipeline.
+
+    inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
+        `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called as the loggers are.
+    Writes to `config.save_directory`, or to a fresh temporary directory, all that a pipeline writes of a stage, and its
+    events.jsonl. Continues a run that was interrupted there; of one that is done, returns what it has left. Raises
+    InputError where the directory is in use, or holds a run of another model, data, rewards or settings.
+    """
+    with stop_signals(redeliver=True):
+        runtime.prepare()
+        with peers.running():
+            return _run_alone(trainer, config, inputs)
+
+
+def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> Result:
+    host = plugins.load()
+    component = host.registry.get(TRAINER, trainer)
+    is_main = jax.process_index() == 0
+    callbacks = inputs.pop("callbacks", None) or ()
+    if is_main:
+        listen(host, callbacks)
+    made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
+    directory = Path(text_of_first(str(config.save_directory or made)))
+    stage = Stage(
+        name=trainer,
+        dir=directory,
+        seed=config.seed if config.seed is not None else 0,
+        mesh=make_mesh(),
+        is_main=is_main,
+        registry=host.registry,
+        hook=host.hook,
+        inputs={name: value for name, value in inputs.items() if value is not None},
+        template_date=day_begun(directory),  # before a record of this start is written
+    )
+    fix = f"give those back, use another save_directory, or delete {directory} to train anew"
+
+    def ask() -> list[Asked]:
+        now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
+        return [Asked(trainer, directory, now, fix=fix)]
+
+    with held(directory, ask, field="save_directory") as records:
+        record, now = records[trainer]
+        done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
+        ended = run_recorded(
+            component, config, stage, host, record, now, notes=directory, say=stage.say, done=done
+        )
+    return Result(next(iter(ended.artifacts.values())), ended.artifacts, ended.metrics)

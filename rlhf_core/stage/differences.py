@@ -1,0 +1,192 @@
+"""What two records of an experiment differ in, and which of it makes them different experiments.
+
+A record has three parts. *Refused*: the trainer, the seed, the fields that change what is computed, what the stage
+reads, the code of its components. *Warned of*: versions, and the fields in `MAY_CHANGE`. *Ignored*: the fields in
+`UNCOMPARED`, and secrets.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlhf_core.config.secrets import HIDDEN
+from rlhf_core.data.source import digest as hashed
+
+Record = Mapping[str, Any]
+"""JSON: `trainer`, `seed`, `config` (nested), `inputs` {field: {path, reference, identity}}, `code` {field: {name,
+owner, hash}}, `versions` {distribution: version}."""
+KEYS = ("trainer", "seed", "config", "inputs", "code", "versions")
+UNCOMPARED = frozenset(
+    {
+        "logger",
+        "use_wandb",
+        "progress_bar_type",
+        "progress_metrics",
+        "track_memory",
+        "save_total_limit",
+        "save_directory",
+        "dataset_num_proc",
+    }
+)
+"""Fields that say how a run is watched and kept, and that processes may have different values of."""
+LENGTH = ("max_training_steps", "num_train_epochs")
+"""Fields that say how long a stage trains; they may change where the updates already made stay what they were."""
+MAY_CHANGE = frozenset(
+    {
+        *LENGTH,
+        "log_steps",
+        "num_preview_samples",
+        "save_steps",
+        "save_interval_minutes",
+        "training_time_limit",
+        "verify",
+    }
+)
+"""Fields that may change on the way, with a warning; every process of a job must have the same."""
+WHOLE_RUN = ("linear", "cosine")
+"""Schedules in which every learning rate depends on the length of the run."""
+
+
+class Difference(NamedTuple):
+    """One thing in which two records differ.
+
+    field: dotted. before, now: in words. said: the whole difference in words, where these do not say it.
+    """
+
+    field: str
+    before: str
+    now: str
+    said: str = ""
+
+    def __str__(self) -> str:
+        return self.said or f"{self.field}: then {self.before}, now {self.now}"
+
+
+class Differences(NamedTuple):
+    """refused: they make another experiment of it. warned: they do not. data: training data whose contents differ."""
+
+    refused: list[Difference]
+    warned: list[Difference]
+    data: list[Difference]
+
+
+def digest(record: Record) -> str:
+    """Hash the part of a record that is refused; training data, which is compared by row, left out."""
+    config = {k: v for k, v in flat(record["config"]).items() if is_compared(k) and root(k) not in MAY_CHANGE}
+    kept = {
+        "trainer": record["trainer"],
+        "seed": record["seed"],
+        "config": {key: value for key, value in config.items() if key not in record["inputs"]},
+        "inputs": {k: v["identity"] for k, v in record["inputs"].items() if not is_training_data(k)},
+        "code": {k: v["hash"] for k, v in record["code"].items()},
+    }
+    return hashed(json.dumps(kept, sort_keys=True))
+
+
+def compare(before: Record, now: Record) -> Differences:
+    """Everything in which two records differ. Inputs that are not there yet are not compared."""
+    refused: list[Difference] = []
+    warned: list[Difference] = []
+    data: list[Difference] = []
+    for key in ("trainer", "seed"):
+        if before[key] != now[key]:
+            refused.append(Difference(key, str(before[key]), str(now[key])))
+    if before["trainer"] != now["trainer"]:
+        return Differences(refused, warned, data)
+    then, asked = flat(before["config"]), flat(now["config"])
+    inputs = {*before["inputs"], *now["inputs"]}
+    for key in sorted({*then, *asked}):
+        if is_compared(key) and key not in inputs and then.get(key) != asked.get(key):
+            part = warned if root(key) in MAY_CHANGE else refused
+            part.append(Difference(key, _shown(then.get(key)), _shown(asked.get(key))))
+    for key in sorted(inputs):
+        was, is_now = before["inputs"].get(key), now["inputs"].get(key)
+        if difference := _changed_input(key, was, is_now, then, asked):
+            (data if was and is_now and is_training_data(key) else refused).append(difference)
+    for key in sorted({*before["code"], *now["code"]}):
+        was, is_now = before["code"].get(key), now["code"].get(key)
+        if was and is_now and was["hash"] != is_now["hash"] and was["owner"] == is_now["owner"]:
+            owner = f" ({was['owner']})" if was["owner"] else ""
+            said = f"{key}: the code of '{is_now['name']}'{owner} has changed since"
+            refused.append(Difference(key, was["hash"][:12], is_now["hash"][:12], said))
+        elif bool(was) != bool(is_now) and key.startswith("rewards["):
+            names = (_shown(each and each["name"]) for each in (was, is_now))
+            refused.append(Difference(key, *names))
+    for name in sorted({*before["versions"]}):
+        was, is_now = before["versions"][name], now["versions"].get(name, "absent")
+        if was != is_now:  # one that has come since is no difference: the stage has run without it
+            warned.append(Difference(name, was, is_now, f"{name} {was}, now {is_now}"))
+    return Differences(_once(refused), warned, data)
+
+
+def is_training_data(field: str) -> bool:
+    return root(field) == "train_data"
+
+
+def fixed_length(before: Record, now: Record) -> str | None:
+    """Why a stage cannot train for another length than it was begun with; None where it can."""
+    scheduler = now["config"].get("scheduler")
+    if scheduler not in WHOLE_RUN:
+        return None
+    return (
+        f'scheduler = "{scheduler}" spreads the learning rate over the whole run, so the updates already made would '
+        'have had other rates; a run can be extended with scheduler = "constant"'
+    )
+
+
+def planned_updates(config: Mapping[str, Any], per_epoch: float) -> int:
+    """Updates of a run with this configuration, where an epoch has so many."""
+    most = config.get("max_training_steps")
+    return int(most) if most is not None else math.ceil(config["num_train_epochs"] * per_epoch)
+
+
+def _changed_input(
+    key: str, was: Any, is_now: Any, then: Mapping[str, Any], asked: Mapping[str, Any]
+) -> Difference | None:
+    before, now = _words(was, then.get(key)), _words(is_now, asked.get(key))
+    if was is None or is_now is None:
+        return Difference(key, before, now)
+    if is_now["identity"] is None or was["identity"] is None or is_now["identity"] == was["identity"]:
+        return None
+    shown_before, shown_now = (each["reference"] or each["path"] for each in (was, is_now))
+    if shown_before == shown_now:
+        return Difference(key, before, now, f"{key}: the contents of {shown_now} have changed since")
+    said = f"{key}: then {shown_before}, now {shown_now}, and their contents differ"
+    return Difference(key, before, now, said)
+
+
+def _words(given: Any, written: Any) -> str:
+    return _shown(written) if given is None or given["path"] else str(given["reference"])
+
+
+def _once(differences: list[Difference]) -> list[Difference]:
+    """An input's difference says what those of its parts say."""
+    return list({str(each): each for each in differences}.values())
+
+
+def root(key: str) -> str:
+    return key.split(".")[0].split("[")[0]
+
+
+def is_compared(key: str) -> bool:
+    return root(key) not in UNCOMPARED and key != "seed"
+
+
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """{dotted path: leaf}; an empty table or list is a leaf. Secrets are left out."""
+    if value == HIDDEN or (isinstance(value, Mapping) and set(value) == {"env"}):
+        return {}
+    if isinstance(value, Mapping) and value:
+        items = [(f"{key}.{k}" if key else str(k), v) for k, v in value.items()]
+    elif isinstance(value, list | tuple) and value:
+        items = [(f"{key}[{i}]", v) for i, v in enumerate(value)]
+    else:
+        return {key: None if value in ([], {}, ()) else value}
+    return {k: v for name, item in items for k, v in flat(item, name).items()}
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value)

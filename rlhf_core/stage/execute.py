@@ -1,0 +1,169 @@
+"""One stage run from its first event to its last, for pipelines and for the Python doors alike."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from rlhf_core import artifacts, workers
+from rlhf_core.contracts import LOGGER, Artifact, Trainer
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, raised
+from rlhf_core.loggers import Console, JsonLines
+from rlhf_core.plugins.component import HERE
+from rlhf_core.plugins.hooks import hookimpl
+from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.runtime.disk_errors import attempt
+from rlhf_core.runtime.files import make_directory, remove_leftovers
+from rlhf_core.stage import files
+from rlhf_core.stage.text_settings import template_date
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.plugins import Host
+    from rlhf_core.stage import Stage
+
+
+def execute(
+    trainer: Trainer,
+    config: TrainerConfig,
+    stage: Stage,
+    host: Host,
+    *,
+    finished: Callable[[dict[str, Artifact]], None] | None = None,
+) -> dict[str, Artifact]:
+    """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; every declared output, {name: Artifact}.
+
+    The loggers that `config` names listen during this stage only, and worker processes end with it.
+    `rlhf_stage_end` comes last whatever happened, and what was raised is raised after it. finished: called before it,
+    with the outputs, where every one is there. Raises RunError where the trainer returned without an output it
+    declares.
+    """
+    stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
+    attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
+    if stage.is_main:
+        for directory in (stage.dir, *(stage.dir / name for name in files.FOLDERS)):
+            remove_leftovers(directory)
+    listeners = make_loggers(config, stage) if stage.is_main else {}
+    listeners["newest metrics"] = _Newest()
+    for name, listener in reversed(listeners.items()):  # pluggy calls the newest first
+        host.pm.register(listener, name=name)
+    error: BaseException | None = None
+    try:
+        host.hook.rlhf_stage_start(stage=stage)
+        trainer.run(config, stage)
+        outputs = read_outputs(trainer, stage)
+        if stage.is_main:
+            files.sync(stage.dir)
+        if finished is not None:
+            finished(outputs)
+        return outputs
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        try:
+            host.hook.rlhf_stage_end(stage=stage, error=error)
+        except RunError as failed:
+            if error is None:
+                raise
+            warnings.warn(str(failed), stacklevel=2)
+        finally:
+            for listener in listeners.values():
+                host.pm.unregister(listener)
+            workers.close()
+
+
+class _Newest:
+    """A listener that keeps the newest value of every metric in `stage.metrics`."""
+
+    @hookimpl
+    def rlhf_step_end(self, stage: Stage, metrics: Mapping[str, float]) -> None:
+        stage.metrics.update(metrics)
+
+
+def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
+    """{name in messages: logger}: metrics.jsonl, the console in the form that `progress_bar_type` names, and what
+    `logger` lists. Ours come first, so that none of the others can keep a row from them.
+    """
+    configured = {each.name for each in config.logger}
+    found: dict[str, Any] = {}
+    if "jsonl" not in configured:
+        found["logger 'jsonl'"] = JsonLines()
+    if "console" not in configured:
+        found["logger 'console'"] = Console(config.progress_bar_type, config.progress_metrics)
+    for index, each in enumerate(config.logger):
+        name = f"logger '{each.name}'"
+        name = f"{name} (logger[{index}])" if name in found else name
+        found[name] = stage.registry.get(LOGGER, each.name, **each.options)
+    return found
+
+
+def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
+    """What `trainer` declares, read back and verified. Raises RunError for an output that is missing or damaged."""
+    outputs = {}
+    for name, kind in trainer.outputs.items():
+        path = stage.dir / "artifacts" / name
+        if not path.exists():
+            raise RunError(f"stage '{stage.name}': there is no output '{name}' ({kind}) in {path}")
+        try:
+            artifact = artifacts.read(path)
+        except InputError as error:
+            raise RunError(f"stage '{stage.name}': output '{name}' is not whole: {error}") from error
+        if artifact.kind != kind:
+            raise RunError(
+                f"stage '{stage.name}': output '{name}' should be a {kind}, and the trainer saved a "
+                f"{artifact.kind}"
+            )
+        outputs[name] = artifact
+    return outputs
+
+
+GOES_ON = (
+    "The same command goes on from the newest checkpoint, or begins the stage again where there is none."
+)
+FINISHED = "The stage is trained and saved: the same command goes on after it."
+
+
+@contextmanager
+def named(pm: pluggy.PluginManager) -> Iterator[None]:
+    """Inside, an exception that is no error of ours comes out of a hook as a RunError that says whose it is."""
+    undo = pm.add_hookcall_monitoring(lambda *_: None, _after)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _after(
+    outcome: pluggy.Result[Any], hook: str, impls: Sequence[pluggy.HookImpl], arguments: Mapping[str, Any]
+) -> None:
+    error = outcome.exception
+    if not isinstance(error, Exception) or isinstance(error, InputError | RunError | Stopped):
+        return
+    impl = _raising(error, impls)
+    if impl is None or disk_full(error):
+        return
+    said = f"stage '{arguments['stage'].name}': {_named(impl)} {raised(error, HERE)} in {hook}"
+    if arguments.get("error") is None:  # else something before it has ended the stage
+        said += f". {FINISHED if hook == 'rlhf_stage_end' else GOES_ON}"
+    raise RunError(said) from error
+
+
+def _raising(error: Exception, impls: Sequence[pluggy.HookImpl]) -> pluggy.HookImpl | None:
+    """The implementation that the exception came through; of two objects of one class, the one it was called on."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = [impl for impl in impls if getattr(impl.function, "__code__", None) is frame.f_code]
+        if found:
+            given = list(frame.f_locals.values())
+            return next((impl for impl in found if any(impl.plugin is value for value in given)), found[0])
+    return None
+
+
+def _named(impl: pluggy.HookImpl) -> str:
+    return impl.plugin_name if impl.plugin_name.startswith("logger ") else f"plugin '{impl.plugin_name}'"

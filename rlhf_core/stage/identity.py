@@ -1,0 +1,158 @@
+"""Hashes that tell whether what a stage reads is what it read before: files, models and data in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from rlhf_core import artifacts, runtime
+from rlhf_core.data.source import json_text
+from rlhf_core.errors import RunError, exists
+from rlhf_core.runtime.files import sealed, unsealed, write_atomic
+from rlhf_core.tokenizer import template_hash, tokenizer_hash
+
+if TYPE_CHECKING:
+    from rlhf_core.models import Model
+
+SMALL = 2**20
+"""Files below this size are hashed every time: keeping their hashes would take as long."""
+SETTLED_SECONDS = 2.0
+"""A file written more recently may be written again without another time stamp, so its hash is not kept."""
+MOST_KEPT = 4096
+
+
+def identify(path: Path) -> str:
+    """Hash what is at `path`: every byte of a file, or every file of a directory, hidden ones left out.
+
+    Of an artifact only the manifest is read, which has the hash of each file; see `artifacts.identity`.
+    """
+    if path.is_file():
+        return _Hashes.open().of([path])[0]
+    if (path / artifacts.MANIFEST).is_file():
+        return artifacts.identity(path)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    hashes = _Hashes.open().of(files)
+    names = (file.relative_to(path).as_posix() for file in files)
+    return digest(*(f"{name}\0{content}" for name, content in zip(names, hashes, strict=True)))
+
+
+class _Hashes:
+    """Hashes of large files, kept on the disk by size, time of writing and inode, so that each is made once."""
+
+    def __init__(self, file: Path, kept: dict[str, list[Any]]) -> None:
+        self.file, self.kept = file, kept
+
+    @classmethod
+    def open(cls) -> _Hashes:
+        root = os.environ.get("RLHF_CACHE")
+        directory = Path(root).expanduser() if root else runtime.cache_directory().parent
+        file = directory / "hashes.json"
+        try:
+            kept = unsealed(file.read_bytes())["files"]
+        except (OSError, ValueError, KeyError):  # not there, or damaged: hashes are made again
+            kept = {}
+        return cls(file, kept)
+
+    def of(self, paths: Sequence[Path]) -> list[str]:
+        """SHA-256 of each file's bytes."""
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(self._one, paths))
+        added = {key: entry for _, key, entry in made if entry is not None}
+        if added:
+            self._keep(added)
+        return [content for content, _, _ in made]
+
+    def _one(self, path: Path) -> tuple[str, str, list[Any] | None]:
+        """(hash, key, what is to be kept)"""
+        key, about = str(path.resolve()), path.stat()
+        stamp = [about.st_size, about.st_mtime_ns, about.st_ino]
+        entry = self.kept.get(key)
+        if isinstance(entry, list) and entry[:3] == stamp:
+            return str(entry[3]), key, None
+        content = artifacts.hash_file(path)
+        settled = time.time() - about.st_mtime > SETTLED_SECONDS
+        keeps = about.st_size >= SMALL and settled
+        return content, key, [*stamp, content] if keeps else None
+
+    def _keep(self, added: Mapping[str, list[Any]]) -> None:
+        latest = {**_Hashes.open().kept, **added}  # another process may have added some
+        files = dict(list(latest.items())[-MOST_KEPT:])
+        with suppress(OSError, RunError):  # it only saves time
+            write_atomic(self.file, sealed({"files": files}))
+
+
+def of_rows(data: Any) -> str:
+    """Hash the rows of data in memory: a list of mappings, a `datasets.Dataset`, a data frame, anything with rows.
+
+    A list may also hold several of these, and names and tables of files, whose contents then count.
+    """
+    if isinstance(data, list | tuple) and not all(isinstance(item, Mapping) for item in data):
+        return digest("several", *map(_of_item, data))
+    content = hashlib.sha256()
+    for row in _rows(data):
+        content.update(json_text(row).encode() + b"\n")
+    return content.hexdigest()
+
+
+def _of_item(item: Any) -> str:
+    if not isinstance(item, str | Path | Mapping):
+        return of_rows(item)
+    table = item if isinstance(item, Mapping) else {"path": str(item)}
+    path = Path(str(table.get("path", ""))).expanduser()
+    content = identify(path) if table.get("path") and exists(path) else ""
+    return digest(json_text({key: table[key] for key in table if not content or key != "path"}), content)
+
+
+def _rows(data: Any) -> Iterable[Any]:
+    if hasattr(data, "fingerprint") and hasattr(data, "sources"):  # rows that this suite has read
+        return [data.fingerprint]
+    if hasattr(data, "iloc") and hasattr(data, "columns"):  # a data frame
+        names = [str(name) for name in data.columns]
+        return (dict(zip(names, values, strict=True)) for values in data.itertuples(index=False, name=None))
+    if hasattr(data, "with_format") and hasattr(data, "column_names"):  # the format changes types, not rows
+        data = data.with_format(None)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return (data[i] for i in range(len(data)))
+    return [repr(data)]
+
+
+def of_model(model: Model) -> str:
+    """Hash a model in memory: its parameters, its configuration and its adapters."""
+    content = hashlib.sha256(
+        json.dumps([model.hf_config, str(model.definition.lora)], sort_keys=True, default=str).encode()
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        content.update(f"{jax.tree_util.keystr(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
+        content.update(np.ascontiguousarray(_on_host(leaf)).view(np.uint8).data)
+    return content.hexdigest()
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """Hash a tokenizer in memory, with its chat template."""
+    return digest(tokenizer_hash(tokenizer), str(template_hash(tokenizer)))
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    return np.atleast_1d(np.asarray(leaf))

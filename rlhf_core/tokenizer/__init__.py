@@ -1,0 +1,223 @@
+"""Tokenizers: loading them, telling them apart, and one-off encodings by the rule of `rlhf_core.tokenizer.encoding`."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.errors import InputError, is_library_error, near
+from rlhf_core.tokenizer.chat_template import templates_of
+from rlhf_core.tokenizer.encoding import (
+    PLAIN,
+    Encoder,
+    Ints,
+    Message,
+    Special,
+    TextOptions,
+    Turns,
+    join,
+    special_ids,
+    template_text,
+)
+
+__all__ = [
+    "PLAIN",
+    "Encoder",
+    "Message",
+    "Special",
+    "TextOptions",
+    "Turns",
+    "encode_full",
+    "encode_pair",
+    "join",
+    "load_tokenizer",
+    "prompt_ids",
+    "render",
+    "settled",
+    "special_ids",
+    "template_hash",
+    "template_text",
+    "tokenizer_hash",
+]
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """The transformers tokenizer of a local directory or of a name on the hub. Code that comes with it is never run.
+
+    Raises InputError where there is neither, or where the directory holds no tokenizer, or one that cannot be used.
+    """
+    # transformers advises to install PyTorch, which nothing here needs; tokenizers warn of forks unless told.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    path = Path(source).expanduser()
+    if path.is_file():
+        raise InputError(f"{source} is a file: give the directory that holds tokenizer.json")
+    if path.is_dir():
+        known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
+        if not any((path / name).exists() for name in known):
+            if (made := path / "artifacts" / "model").is_dir():
+                raise InputError(f"{source} is the directory of a stage; its model is in {made}")
+            present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+            raise InputError(
+                f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "
+                f"(it has {present})"
+            )
+    elif not _hub_name(str(source)):
+        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
+        raise InputError(f"no tokenizer at {source}: no such directory{where}.{near(path.name, siblings)}")
+    from transformers import AutoTokenizer
+
+    unreachable = "" if path.is_dir() else _hub_problem(str(source))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path if path.is_dir() else source),
+            local_files_only=bool(unreachable),
+            trust_remote_code=False,
+        )
+        _try(tokenizer)
+    except BaseException as error:  # damaged files fail in every way there is
+        if isinstance(error, InputError) or not is_library_error(error):
+            raise
+        if path.is_dir():
+            raise InputError(_unreadable(path, error)) from error
+        reason = unreachable or (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"no tokenizer '{source}': no such directory here, nor does the hub give it ({reason}). Without "
+            "network, fetch its files elsewhere and give their directory"
+        ) from error
+    return tokenizer
+
+
+def _try(tokenizer: Any) -> None:
+    """Use the tokenizer once: files of the wrong form may fail only then."""
+    special = tokenizer.special_tokens_map
+    if odd := [name for name, token in special.items() if not isinstance(token, str)]:
+        raise ValueError(f"its {odd[0]} is no text")
+    for name, text in templates_of(tokenizer).items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(f"its chat template {name!r} is no text")
+    ids = tokenizer(["a b"], add_special_tokens=True, verbose=False)["input_ids"][0]
+    tokenizer.decode(ids)
+    len(tokenizer)
+    special_ids(tokenizer)
+
+
+def _unreadable(path: Path, error: BaseException) -> str:
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        try:
+            json.loads((path / name).read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        except RecursionError:
+            return f"{path / name} is nested too deeply: fetch it again"
+        except ValueError as damage:
+            return f"{path / name} is not JSON ({damage}): fetch it again"
+    if "trust_remote_code" in str(error):
+        return (
+            f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use a "
+            "tokenizer with a tokenizer.json, or save it as one with transformers"
+        )
+    if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
+        return f"{path / 'config.json'}: {error.__cause__ or error}"
+    reason = textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300, placeholder=" …")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        reason = "it has no tokenizer.json; put it there"
+    return f"the tokenizer in {path} cannot be read: {reason}"
+
+
+def _hub_name(source: str) -> bool:
+    owner, slash, name = source.partition("/")
+    if source.startswith((".", "/", "~")) or "/" in name or (slash and not name):
+        return False
+    return not (slash and Path(owner).is_dir())
+
+
+def _hub_problem(name: str) -> str:
+    """Why the hub cannot be asked for `name`, empty where it can: loading itself would retry for a minute."""
+    from huggingface_hub import model_info
+
+    try:
+        model_info(name, timeout=10)
+    except Exception as error:  # whatever the network does, the copy in the cache may still serve
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def settled(tokenizer: Any, chat_template: str | None, model: Path | None) -> Any:
+    """The tokenizer with the template that it is used with as its own (None: the one it has), and the stop tokens of
+    the model that it is used with, if that has a directory: both are then saved with what is trained. A copy where
+    that changes it.
+    """
+    changes: dict[str, Any] = {}
+    if chat_template is not None:
+        changes["chat_template"] = template_text(tokenizer, chat_template)
+    if model is not None and (model / "generation_config.json").is_file():
+        changes["name_or_path"] = str(model)  # where `special_ids` looks
+    if all(getattr(tokenizer, name, None) == value for name, value in changes.items()):
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """sha256 of what decides token ids: vocabulary, merges, normalisation and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = json.loads(backend.to_str()) if backend is not None else dict(tokenizer.get_vocab())
+    # Set by calls that pad or truncate; they do not belong to the tokenizer.
+    content.pop("padding", None)
+    content.pop("truncation", None)
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()
+
+
+def template_hash(tokenizer: Any, chat_template: str | None = None) -> str | None:
+    """sha256 of the template's text, of a tokenizer with several of all by name; None where there is no template."""
+    named = templates_of(tokenizer) if chat_template is None else {}
+    if set(named) - {"default"}:
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+    text = template_text(tokenizer, chat_template)
+    return None if text is None else hashlib.sha256(text.encode()).hexdigest()
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    chat_template: str | TextOptions | None = None,
+    add_generation_prompt: bool = False,
+    tools: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Ids of a conversation as the template writes it, nothing added or cut. kwargs: variables for the template."""
+    encoder = Encoder(tokenizer, chat_template)
+    text = encoder.text(messages, open_turn=add_generation_prompt, tools=tools, kwargs=kwargs)
+    return [int(i) for i in encoder.tokenize([text])[0]]
+
+
+def prompt_ids(tokenizer: Any, prompt: Turns, *, chat_template: str | None = None) -> Ints:
+    """int32 [n]: what a completion of this prompt is sampled after."""
+    return Encoder(tokenizer, chat_template).prompts([prompt])[0]
+
+
+def encode_full(
+    tokenizer: Any, prompt: Turns | None, completion: Turns, *, chat_template: str | None = None
+) -> Ints:
+    """int32 [n]: the prompt and its completion as trained on and scored, EOS last."""
+    return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
+
+
+def encode_pair(
+    tokenizer: Any, prompt: Turns | None, chosen: Turns, rejected: Turns, *, chat_template: str | None = None
+) -> tuple[Ints, Ints]:
+    """(chosen, rejected), int32 [n] each: both whole, EOS last."""
+    first, second = Encoder(tokenizer, chat_template).whole([prompt, prompt], [chosen, rejected])
+    return first, second

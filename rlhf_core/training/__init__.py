@@ -1,0 +1,1 @@
+"""What trainers share: opening what a config names, forecasts, memory and the choice of attention."""
