@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
 from rlhf_grpo.feed import RolloutFeed
-from rlhf_grpo.shapes import longest_groups
+from rlhf_grpo.minibatches import longest_groups
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.models.attention_blocks import block_size

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import task
-from rlhf_reward.measures import measures
+from rlhf_reward.metrics import measures
 
 from rlhf_core import load_model
 from rlhf_core.scoring import Contract, Scorer

@@ -19,10 +19,10 @@ import optax
 import works
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.feed import RolloutFeed
+from rlhf_grpo.minibatches import group_layout, longest_groups
 from rlhf_grpo.objective import Terms, reader
 from rlhf_grpo.objective import objective as grpo_objective
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.shapes import group_layout, longest_groups
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as reward_objective
 from rlhf_reward.objective import pair_loss

@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.advice import advise
+from rlhf_grpo.config_warnings import advise
 
 TWICE = {"num_iterations": 2}
 CASES = [

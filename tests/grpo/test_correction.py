@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rlhf_grpo.config import SamplerCorrection
-from rlhf_grpo.correction import importance, mismatch
 from rlhf_grpo.losses import DAPO
-from rlhf_grpo.objective import Terms, combine
+from rlhf_grpo.objective import Terms, combine, importance, mismatch
 
 from rlhf_core import PolicyInputs
 from rlhf_core.metrics import results

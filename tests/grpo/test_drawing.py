@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_grpo.drawing import draw, merging
+from rlhf_grpo.rollout import draw, merging
 
 from rlhf_core import data
 from rlhf_core.fit.batches import Update

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_grpo.drawing import Draw
-from rlhf_grpo.rollout import Rollout, advantage_inputs, advantages_of, group_trees
-from rlhf_grpo.samples import write_samples
+from rlhf_grpo.rollout import Draw, Rollout, advantage_inputs, advantages_of, group_trees, write_samples
 
 from rlhf_core import data
 from rlhf_core.errors import RunError

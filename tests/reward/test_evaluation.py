@@ -9,7 +9,7 @@ import pytest
 from rlhf_reward import RewardConfig, RewardTrainer, pairwise_loss
 from rlhf_reward.evaluation import Evaluation, finite, subsets_of
 from rlhf_reward.losses import BradleyTerry
-from rlhf_reward.measures import measures
+from rlhf_reward.metrics import measures
 from rlhf_reward.objective import pair_loss
 
 from rlhf_core import artifacts, create_state, data

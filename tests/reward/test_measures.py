@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from rlhf_reward.measures import accuracies, auc, calibration_error, measures, rank_correlation, ranks
+from rlhf_reward.metrics import accuracies, auc, calibration_error, measures, rank_correlation, ranks
 
 
 def draw_pairs(seed, size, *, coarse):

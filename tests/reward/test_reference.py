@@ -6,7 +6,7 @@ import tomllib
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig, pairwise_loss
-from rlhf_reward.measures import measures
+from rlhf_reward.metrics import measures
 
 from rlhf_core import PAIRWISE_LOSS, plugins
 from rlhf_core.config import build

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from rlhf_reward.reward import ModelReward
+from rlhf_reward.model_reward import ModelReward
 
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.objective import sequence_scores

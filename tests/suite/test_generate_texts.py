@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.drawing import answer
+from rlhf_grpo.rollout import answer
 from typer.testing import CliRunner
 
 from rlhf_core import cli, data, sampling

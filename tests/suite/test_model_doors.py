@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_reward.reward import ModelReward
+from rlhf_reward.model_reward import ModelReward
 from typer.testing import CliRunner
 
 from rlhf_core import cli, plugins

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_reward.reward import ModelReward
+from rlhf_reward.model_reward import ModelReward
 
 from rlhf_core import REWARD, plugins
 from rlhf_core.testing import check_reward

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import TRAINER, Trainer, hookimpl
 from rlhf_dpo.config import DPOConfig as DPOConfig
-from rlhf_dpo.contracts import DPO_LOSS as DPO_LOSS
-from rlhf_dpo.contracts import DPOInputs as DPOInputs
+from rlhf_dpo.losses import DPO_LOSS as DPO_LOSS
+from rlhf_dpo.losses import DPOInputs as DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core import Registry

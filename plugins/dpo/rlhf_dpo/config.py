@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rlhf_core import TrainerConfig
 from rlhf_core.config import Component
-from rlhf_dpo.contracts import DPO_LOSS
+from rlhf_dpo.losses import DPO_LOSS
 
 
 class DPOConfig(TrainerConfig):

@@ -16,15 +16,14 @@ from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import Model, padded_rows
 from rlhf_core.step import split_step
-from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
-from rlhf_dpo.losses import LOSSES
+from rlhf_dpo.losses import DPO_LOSS, LOSSES, DPOInputs
 from rlhf_dpo.objective import pair_loss
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Definition
     from rlhf_core.step import Objective
-    from rlhf_dpo.contracts import DPOLoss
+    from rlhf_dpo.losses import DPOLoss
 
     Loss: TypeAlias = str | Mapping[str, Any] | DPOLoss
 

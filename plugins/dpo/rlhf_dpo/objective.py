@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.objective import loss_output, trained_logps, trained_sequence
-from rlhf_dpo.contracts import DPOInputs
+from rlhf_dpo.losses import DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed
     from rlhf_core.step import Objective
-    from rlhf_dpo.contracts import DPOLoss
+    from rlhf_dpo.losses import DPOLoss
 
 SAME = "same"
 """A sequence's value: 1 where chosen and rejected completion are the same tokens."""

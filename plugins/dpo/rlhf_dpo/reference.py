@@ -5,7 +5,7 @@ No second model is kept, with adapters or without, and an update costs no forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,12 @@ from rlhf_core.packing.rows import Layout, pack
 from rlhf_dpo.objective import SAME, sequence_logps
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.sharding import Mesh
 
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Pairs
-    from rlhf_core.fit.batches import TreeFeed
+    from rlhf_core.fit.batches import TreeFeed, Update
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed, Tree
     from rlhf_core.packing.trees import Trees
@@ -163,3 +164,32 @@ def reached(feed: TreeFeed) -> NDArray[np.integer]:
         seed=feed.seed,
         shuffle=config.shuffle_train_dataset,
     )
+
+
+class PairFeed:
+    """A `TreeFeed` over the pairs, and the references that its trees carry; see `rlhf_core.fit.batches.Feed`."""
+
+    def __init__(self, trees: TreeFeed, reference: Reference) -> None:
+        self._trees, self._reference = trees, reference
+        self.total, self.updates_per_epoch = trees.total, trees.updates_per_epoch
+        self.data = trees.data
+
+    def shapes(self) -> Sequence[Packed]:
+        return self._trees.shapes()
+
+    def needs_state(self, step: int) -> bool:
+        return not self._reference.known
+
+    def update(self, step: int, state: TrainState) -> Update:
+        self._reference.ensure(state)
+        return self._trees.update(step)
+
+    def drawn(self, step: int, host: Mapping[str, Any]) -> np.ndarray:
+        return self._trees.drawn(step, host)
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        return self._trees.snapshot(step)[0], self._reference.snapshot()
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        self._trees.restore(step, host, arrays)
+        self._reference.restore(arrays)

@@ -20,11 +20,10 @@ from rlhf_core.training.attention import with_attention
 from rlhf_core.training.forecast import plan_lines
 from rlhf_core.training.open import open_model, open_records, tell, told_of, try_loss
 from rlhf_dpo.config import DPOConfig
-from rlhf_dpo.contracts import DPO_LOSS, DPOInputs
 from rlhf_dpo.evaluation import Evaluation
-from rlhf_dpo.feed import PairFeed
+from rlhf_dpo.losses import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import SAME, objective, pair_loss
-from rlhf_dpo.reference import PairSet, Reader, Reference, reached
+from rlhf_dpo.reference import PairFeed, PairSet, Reader, Reference, reached
 
 if TYPE_CHECKING:
     from rlhf_core import Stage

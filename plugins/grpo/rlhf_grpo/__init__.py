@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rlhf_grpo.functional import compute_per_token_logps as compute_per_token_logps
     from rlhf_grpo.functional import get_per_token_logps as get_per_token_logps
     from rlhf_grpo.functional import get_per_token_logps_and_entropies as get_per_token_logps_and_entropies
+    from rlhf_grpo.functional import grpo_step as grpo_step
     from rlhf_grpo.functional import policy_loss as policy_loss
-    from rlhf_grpo.step import grpo_step as grpo_step
     from rlhf_grpo.train import GRPOTrainer as GRPOTrainer
 
 _HOMES = {

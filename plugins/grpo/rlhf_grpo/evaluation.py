@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.rollouts import rollout_metrics
 from rlhf_core.sampling import Rollouts
-from rlhf_grpo.drawing import Draw, answer
-from rlhf_grpo.samples import write_samples
+from rlhf_grpo.rollout import Draw, answer, write_samples
 
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState

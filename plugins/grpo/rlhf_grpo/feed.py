@@ -16,7 +16,6 @@ from rlhf_core.packing.rows import Layout, Packed, pack
 from rlhf_core.rollouts import Reward, restore, snapshots
 from rlhf_core.runtime.background import Ahead
 from rlhf_grpo.config import GRPOConfig
-from rlhf_grpo.drawing import Clock, Sample, draw, merging
 from rlhf_grpo.minibatches import (
     laid,
     on_host,
@@ -28,8 +27,17 @@ from rlhf_grpo.minibatches import (
 )
 from rlhf_grpo.prompt_order import PromptOrder
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.rollout import Rollout, advantage_inputs, advantages_of, group_trees
-from rlhf_grpo.samples import write_samples
+from rlhf_grpo.rollout import (
+    Clock,
+    Rollout,
+    Sample,
+    advantage_inputs,
+    advantages_of,
+    draw,
+    group_trees,
+    merging,
+    write_samples,
+)
 from rlhf_grpo.watching import RolloutWarnings
 
 if TYPE_CHECKING:

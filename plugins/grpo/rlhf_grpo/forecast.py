@@ -17,7 +17,7 @@ from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import cache_bytes, memory_lines, scoring_bytes
 from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model, try_loss
-from rlhf_grpo.advice import advise
+from rlhf_grpo.config_warnings import advise
 from rlhf_grpo.objective import Terms, combine
 
 if TYPE_CHECKING:

@@ -22,14 +22,13 @@ from rlhf_core.training.open import (
     require_known,
     warm_up,
 )
-from rlhf_grpo.advice import advise
-from rlhf_grpo.config import GRPOConfig
+from rlhf_grpo.config import GRPOConfig, watch
+from rlhf_grpo.config_warnings import advise
 from rlhf_grpo.evaluation import FixedPrompts
 from rlhf_grpo.feed import RolloutFeed
-from rlhf_grpo.limits import watch
+from rlhf_grpo.minibatches import group_layout, longest_groups
 from rlhf_grpo.objective import Terms, objective, reader
 from rlhf_grpo.reference import Reference
-from rlhf_grpo.shapes import group_layout, longest_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,7 +21,7 @@ __all__ = ["RewardConfig", "RewardTrainer", "evaluation_step", "pairwise_loss", 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     from rlhf_reward.losses import LOSSES
-    from rlhf_reward.reward import ModelReward
+    from rlhf_reward.model_reward import ModelReward
     from rlhf_reward.train import plan, run
 
     registry.add(TRAINER, "reward", Trainer(RewardConfig, {"model": "reward_model"}, run, plan))

@@ -21,9 +21,8 @@ from rlhf_core.training.attention import with_attention
 from rlhf_core.training.forecast import plan_lines
 from rlhf_core.training.open import open_model, open_records, tell, told_of, try_loss
 from rlhf_reward.config import RewardConfig
-from rlhf_reward.evaluation import Evaluation, finite, subsets_of
+from rlhf_reward.evaluation import Evaluation, Preview, finite, subsets_of
 from rlhf_reward.objective import SAME, marked, objective, pair_loss
-from rlhf_reward.preview import Preview
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
