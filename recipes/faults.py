@@ -144,7 +144,7 @@ FAULTS = (
     Fault(
         "correction-inverted",
         "the ratio between trainer and sampler is turned over",
-        GRPO + "correction.py",
+        GRPO + "objective.py",
         "jnp.where(inputs.mask > 0, inputs.old_logps - sampling_logps, 0.0)",
         "jnp.where(inputs.mask > 0, sampling_logps - inputs.old_logps, 0.0)",
         ("updates",),
@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "rewards-shifted",
         "every completion has the reward of the one before it",
-        CORE + "rollouts/calling.py",
+        CORE + "rewards/calling.py",
         "table[:, f] = outcome",
         "table[:, f] = np.roll(outcome, 1)",
         ("dapo", "quickstart"),
@@ -217,7 +217,7 @@ FAULTS = (
     Fault(
         "equal-groups-kept",
         "dynamic sampling keeps the groups without a difference and drops the others",
-        GRPO + "drawing.py",
+        GRPO + "rollout.py",
         'order = np.argsort(equal, kind="stable")[:wanted]',
         'order = np.argsort(~equal, kind="stable")[:wanted]',
         ("dynamic",),
@@ -273,7 +273,7 @@ FAULTS = (
     Fault(
         "sampler-temperature",
         "completions are drawn at temperature 1 whatever is asked for",
-        CORE + "generation.py",
+        CORE + "sampling/loop.py",
         "logits = logits if greedy else logits / options.temperature",
         "logits = logits if greedy else logits / 1.0",
         ("updates", "dynamic"),
@@ -282,7 +282,7 @@ FAULTS = (
     Fault(
         "top-p-off-by-one",
         "top_p leaves out the token with which the share is reached",
-        CORE + "filters.py",
+        CORE + "sampling/filters.py",
         "likelier = jnp.where(bits > middle, mass, 0.0)",
         "likelier = jnp.where(bits >= middle, mass, 0.0)",
         ("dynamic",),
@@ -309,7 +309,7 @@ FAULTS = (
     Fault(
         "one-key-per-sequence",
         "all tokens of a completion are drawn with the same random numbers",
-        CORE + "generation.py",
+        CORE + "sampling/loop.py",
         "jax.random.uniform(jax.random.fold_in(own, count), (2,))",
         "jax.random.uniform(jax.random.fold_in(own, 0), (2,))",
         ("dapo",),
@@ -328,7 +328,7 @@ FAULTS = (
     Fault(
         "sampler-order",
         "prompts are sampled by length, and their completions left in that order",
-        CORE + "sampling.py",
+        CORE + "sampling/__init__.py",
         "whole[chosen] = part",
         "whole[start : start + len(chosen)] = part",
         ("dapo", "quickstart"),
@@ -337,7 +337,7 @@ FAULTS = (
     Fault(
         "prompt-positions",
         "the padding in front of a prompt counts in its positions",
-        CORE + "generation.py",
+        CORE + "sampling/loop.py",
         "positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)",
         "positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)",
         ("dapo",),
@@ -346,7 +346,7 @@ FAULTS = (
     Fault(
         "sampler-sees-padding",
         "sampled tokens attend to padding, and to what stood in their slot before",
-        CORE + "generation.py",
+        CORE + "sampling/loop.py",
         "visible = age <= slots.position[:, None]",
         "visible = age < jnp.full_like(slots.position[:, None], cache_length)",
         ("dapo",),
@@ -356,7 +356,7 @@ FAULTS = (
     Fault(
         "no-shift",
         "a token is predicted from its own hidden state",
-        CORE + "objectives.py",
+        CORE + "objective.py",
         "predicts = jnp.maximum(jnp.take_along_axis(rows.parent, at, axis=1), 0)",
         "predicts = at",
         ("updates", "dapo"),
@@ -411,7 +411,7 @@ FAULTS = (
     Fault(
         "trainer-temperature",
         "the trainer's log-probabilities are those at temperature 1",
-        CORE + "logprobs.py",
+        CORE + "logprobs/__init__.py",
         "settings = Settings(float(temperature), ",
         "settings = Settings(1.0, ",
         ("updates", "dynamic"),
@@ -429,7 +429,7 @@ FAULTS = (
     Fault(
         "positions-not-reset",
         "positions count through the row, so that where a completion was packed changes how far it is from its prompt",
-        CORE + "objectives.py",
+        CORE + "objective.py",
         "hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)",
         "place = jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)\n"
         "    hidden = model.hidden(params, rows.tokens, place, rows.visible_until)",
@@ -439,7 +439,7 @@ FAULTS = (
     Fault(
         "row-leaks",
         "examples that are packed into a row see those before them",
-        CORE + "rows.py",
+        CORE + "packing/rows.py",
         "seen_until = np.where(is_branch, end, tree_end[owner]) - row * time",
         "seen_until = np.full_like(end, time)",
         ("updates", "reward"),
@@ -448,7 +448,7 @@ FAULTS = (
     Fault(
         "branches-leak",
         "completions of a prompt see those beside them",
-        CORE + "rows.py",
+        CORE + "packing/rows.py",
         "seen_until = np.where(is_branch, end, tree_end[owner]) - row * time",
         "seen_until = tree_end[owner] - row * time",
         ("dapo", "reward"),
@@ -476,7 +476,7 @@ FAULTS = (
     Fault(
         "last-micro-batch",
         "the last micro-batch of an update is dropped",
-        CORE + "fit.py",
+        CORE + "fit/__init__.py",
         "for number, batch in enumerate(update.batches):",
         "for number, batch in enumerate(update.batches[:-1] or update.batches):",
         ("updates", "devices"),
@@ -530,7 +530,7 @@ FAULTS = (
     Fault(
         "shards-averaged",
         "the head's gradient is a mean over devices, not their sum",
-        CORE + "token_chunks.py",
+        CORE + "logprobs/by_tokens.py",
         "d_kernels.sum(0)",
         "d_kernels.mean(0)",
         ("devices",),
@@ -587,7 +587,7 @@ FAULTS = (
     Fault(
         "score-too-early",
         "a text is scored before its last token",
-        CORE + "objectives.py",
+        CORE + "objective.py",
         "ends = jnp.maximum(batch.last, 0)",
         "ends = jnp.maximum(batch.last - 1, 0)",
         ("reward", "quickstart"),
@@ -596,7 +596,7 @@ FAULTS = (
     Fault(
         "score-of-padding",
         "a text is scored at the place behind its last token",
-        CORE + "objectives.py",
+        CORE + "objective.py",
         "ends = jnp.maximum(batch.last, 0)",
         "ends = jnp.clip(batch.last + 1, 0, rows.tokens.shape[1] - 1)",
         ("reward", "quickstart"),
@@ -699,7 +699,7 @@ FAULTS = (
     Fault(
         "resume-forgets-optimizer",
         "a run that goes on has a fresh optimizer, with the schedule's beginning",
-        CORE + "progress.py",
+        CORE + "fit/progress.py",
         "            state = state.with_trained(found.state)",
         "            from dataclasses import replace\n\n"
         "            state = state.with_trained(replace(found.state, opt_state=state.opt_state))",

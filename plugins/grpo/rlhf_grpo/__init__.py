@@ -24,7 +24,7 @@ _HOMES = {
     "get_per_token_logps": "functional",
     "get_per_token_logps_and_entropies": "functional",
     "group_advantages": "advantages",
-    "grpo_step": "step",
+    "grpo_step": "functional",
     "policy_loss": "functional",
 }
 __all__ = [
