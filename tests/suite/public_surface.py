@@ -36,7 +36,7 @@ WHOLE = (
 AUTHORS = (
     "plugins/*/rlhf_*/*.py",
     "examples/plugins/*/*.py",
-    "rlhf_core/scaffold/templates/*/component.py.txt",
+    "rlhf_core/cli/new/templates/*/component.py.txt",
 )
 """Written with what any author may use, so that whatever they import of core is public."""
 
