@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_core.trainer_arguments import SPELLINGS
+from rlhf_core.stage.alone import SPELLINGS
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 
