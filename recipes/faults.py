@@ -185,7 +185,7 @@ FAULTS = (
         "table[:, f] = outcome",
         "table[:, f] = np.roll(outcome, 1)",
         ("dapo", "quickstart"),
-        ("tests/grpo/test_rollout.py", "tests/core/test_reward_calls.py"),
+        ("tests/grpo/test_rollout.py", "tests/rewards/test_reward_calls.py"),
     ),
     Fault(
         "advantages-shifted",
@@ -277,7 +277,7 @@ FAULTS = (
         "logits = logits if greedy else logits / options.temperature",
         "logits = logits if greedy else logits / 1.0",
         ("updates", "dynamic"),
-        ("tests/core/test_sampling.py",),
+        ("tests/sampling/test_sampling.py",),
     ),
     Fault(
         "top-p-off-by-one",
@@ -286,7 +286,7 @@ FAULTS = (
         "likelier = jnp.where(bits > middle, mass, 0.0)",
         "likelier = jnp.where(bits >= middle, mass, 0.0)",
         ("dynamic",),
-        ("tests/core/test_filters.py", "tests/core/test_sampling.py"),
+        ("tests/sampling/test_filters.py", "tests/sampling/test_sampling.py"),
     ),
     Fault(
         "keys-reused",
@@ -313,7 +313,7 @@ FAULTS = (
         "jax.random.uniform(jax.random.fold_in(own, count), (2,))",
         "jax.random.uniform(jax.random.fold_in(own, 0), (2,))",
         ("dapo",),
-        ("tests/core/test_sampling.py",),
+        ("tests/sampling/test_sampling.py",),
     ),
     Fault(
         "stale-weights",
@@ -332,7 +332,7 @@ FAULTS = (
         "whole[chosen] = part",
         "whole[start : start + len(chosen)] = part",
         ("dapo", "quickstart"),
-        ("tests/core/test_sampling.py",),
+        ("tests/sampling/test_sampling.py",),
     ),
     Fault(
         "prompt-positions",
@@ -341,7 +341,7 @@ FAULTS = (
         "positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)",
         "positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)",
         ("dapo",),
-        ("tests/core/test_sampling.py",),
+        ("tests/sampling/test_sampling.py",),
     ),
     Fault(
         "sampler-sees-padding",
@@ -350,7 +350,7 @@ FAULTS = (
         "visible = age <= slots.position[:, None]",
         "visible = age < jnp.full_like(slots.position[:, None], cache_length)",
         ("dapo",),
-        ("tests/core/test_sampling.py",),
+        ("tests/sampling/test_sampling.py",),
     ),
     # What is trained on.
     Fault(
@@ -387,7 +387,7 @@ FAULTS = (
         "    weights[:first] = 0.0\n",
         "    weights[:first] = 0.0\n    weights[-1] = 0.0\n",
         ("updates", "quickstart"),
-        ("tests/core/test_data_texts.py", "tests/sft/test_trainer.py"),
+        ("tests/data/test_data_texts.py", "tests/sft/test_trainer.py"),
     ),
     Fault(
         "sft-prompts-trained",
@@ -396,7 +396,7 @@ FAULTS = (
         "weights[:first] = 0.0",
         "weights[:1] = 0.0",
         ("updates", "quickstart"),
-        ("tests/core/test_data_texts.py", "tests/sft/test_trainer.py"),
+        ("tests/data/test_data_texts.py", "tests/sft/test_trainer.py"),
     ),
     Fault(
         "sft-mean-per-micro-batch",
@@ -415,7 +415,7 @@ FAULTS = (
         "settings = Settings(float(temperature), ",
         "settings = Settings(1.0, ",
         ("updates", "dynamic"),
-        ("tests/core/test_logprobs.py", "tests/grpo/test_step.py"),
+        ("tests/logprobs/test_logprobs.py", "tests/grpo/test_step.py"),
     ),
     Fault(
         "update-temperature",
@@ -443,7 +443,7 @@ FAULTS = (
         "seen_until = np.where(is_branch, end, tree_end[owner]) - row * time",
         "seen_until = np.full_like(end, time)",
         ("updates", "reward"),
-        ("tests/core/test_rows.py",),
+        ("tests/packing/test_rows.py",),
     ),
     Fault(
         "branches-leak",
@@ -452,7 +452,7 @@ FAULTS = (
         "seen_until = np.where(is_branch, end, tree_end[owner]) - row * time",
         "seen_until = tree_end[owner] - row * time",
         ("dapo", "reward"),
-        ("tests/core/test_rows.py",),
+        ("tests/packing/test_rows.py",),
     ),
     Fault(
         "half-of-a-rollout",
@@ -470,7 +470,7 @@ FAULTS = (
         "examples = examples.repeat(None)",
         "examples = examples.repeat(None, reseed_each_epoch=False)",
         ("updates", "quickstart"),
-        ("tests/core/test_data_order.py",),
+        ("tests/data/test_data_order.py",),
     ),
     # Updates.
     Fault(
@@ -534,7 +534,7 @@ FAULTS = (
         "d_kernels.sum(0)",
         "d_kernels.mean(0)",
         ("devices",),
-        ("tests/core/test_logprobs_mesh.py",),
+        ("tests/logprobs/test_logprobs_mesh.py",),
     ),
     # Adapters.
     Fault(
@@ -544,7 +544,7 @@ FAULTS = (
         "return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)",
         "return 1.0",
         ("lora",),
-        ("tests/core/test_models_lora.py",),
+        ("tests/models/test_models_lora.py",),
     ),
     Fault(
         "sampler-without-adapters",
@@ -553,7 +553,7 @@ FAULTS = (
         "merge(layer, config.lora.scale)",
         "merge(layer, 0.0)",
         ("lora",),
-        ("tests/core/test_models_lora.py",),
+        ("tests/models/test_models_lora.py",),
     ),
     Fault(
         "base-trained",
@@ -562,7 +562,7 @@ FAULTS = (
         "return frozenset(fixed)",
         "return frozenset()",
         ("lora",),
-        ("tests/core/test_models_lora.py", "tests/suite/test_lora.py"),
+        ("tests/models/test_models_lora.py", "tests/suite/test_lora.py"),
     ),
     # Evaluations.
     Fault(
@@ -674,7 +674,7 @@ FAULTS = (
         "(np.arange(len(ids)) >= start)",
         "(np.arange(len(ids)) > start)",
         ("dpo",),
-        ("tests/dpo/test_numerics.py", "tests/core/test_data_completions.py"),
+        ("tests/dpo/test_numerics.py", "tests/data/test_data_completions.py"),
     ),
     Fault(
         "dpo-resumes-with-itself",

@@ -29,7 +29,7 @@ from rlhf_core.sampling.loop import Plan, generate
 from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
 from rlhf_core.step import Programs
 
-cases: Any = load_file(Path(__file__).with_name("mesh_cases.py"))
+cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 PLATFORMS = ("cuda", "rocm", "tpu")
 NAMES = ("llama", "gemma2", "mixtral", "llama, adapters")
 ADAPTED = ("self_attn.q_proj", "mlp.down_proj")

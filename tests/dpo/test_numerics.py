@@ -37,7 +37,7 @@ MODEL = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
 
 @pytest.fixture(scope="module")
 def reference(repository):
-    return load_file(repository / "tests" / "suite" / "reference.py")
+    return load_file(repository / "tests" / "shared" / "reference.py")
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from rlhf_core.packing.rows import Layout
 from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, accumulate, apply
 
-reference = load_file(Path(__file__).with_name("update_reference.py"))
-cases = load_file(Path(__file__).with_name("update_cases.py"))
+reference = load_file(Path(__file__).parents[1] / "shared" / "update_reference.py")
+cases = load_file(Path(__file__).parents[1] / "shared" / "update_cases.py")
 N, T, LENGTHS = cases.N, cases.T, cases.LENGTHS
 COMBINATIONS = cases.covering()
 ROWS = {"rows": (2,), "sequences": (4,), "trained": (26,)}  # all alike: an operation compiles once

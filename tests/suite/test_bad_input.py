@@ -19,7 +19,7 @@ from rlhf_core.models import Model
 from rlhf_core.models.safetensors import Reader
 from rlhf_core.plugins.component import load_file
 
-mistakes: Any = load_file(Path(__file__).with_name("mistakes.py"))
+mistakes: Any = load_file(Path(__file__).parents[1] / "shared" / "mistakes.py")
 
 
 @pytest.mark.slow

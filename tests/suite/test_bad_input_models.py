@@ -14,7 +14,7 @@ from safetensors.numpy import save_file as save_tensors
 
 from rlhf_core.plugins.component import load_file
 
-cases: Any = load_file(Path(__file__).with_name("cases.py"))
+cases: Any = load_file(Path(__file__).parents[1] / "shared" / "cases.py")
 Case, MODEL, setting = cases.Case, cases.MODEL, cases.setting
 TWO_OUTPUTS = {"score.weight": np.zeros((2, 16), np.float32)}
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.plugins.component import load_file
 
-cases: Any = load_file(Path(__file__).with_name("cases.py"))
+cases: Any = load_file(Path(__file__).parents[1] / "shared" / "cases.py")
 Case, setting = cases.Case, cases.setting
 
 

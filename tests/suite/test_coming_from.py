@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_core.stage.alone import SPELLINGS
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 
@@ -18,6 +17,7 @@ from rlhf_core.config import TrainerConfig, build
 from rlhf_core.config.aliases import PART_NAMES
 from rlhf_core.config.other_names import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
 from rlhf_core.plugins.component import load_file
+from rlhf_core.stage.alone import SPELLINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs/reference/coming_from.md").read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def registry() -> Registry:
 
 
 def test_every_field_of_easydel_is_there_once() -> None:
-    seed = load_file(REPOSITORY / "tests/core/test_options_seed.py")
+    seed = load_file(REPOSITORY / "tests/config/test_options_seed.py")
     theirs = {*seed.EASYDEL, *seed.ASKS_FOR_MORE, "max_length", "center_rewards_coefficient"}
     works, nothing = rows(EASYDEL_WORKS), grouped(EASYDEL_DOES_NOTHING)
     assert not works.keys() & nothing.keys()

@@ -16,7 +16,7 @@ from rlhf_core.pipeline import plan, read
 from rlhf_core.stage import execute
 from rlhf_core.stage.execute import named
 
-FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
+FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 HOOKS = ("rlhf_stage_start", "rlhf_step_end", "rlhf_artifact_saved", "rlhf_stage_end")
 LOGGER = """
 from dataclasses import dataclass

@@ -24,7 +24,9 @@ from rlhf_core.models import DECODER, Definition
 from rlhf_core.packing.rows import Layout, Tree, pack, tree
 from rlhf_core.step import accumulate
 
-_spec = importlib.util.spec_from_file_location("reference", Path(__file__).with_name("reference.py"))
+_spec = importlib.util.spec_from_file_location(
+    "reference", Path(__file__).parents[1] / "shared" / "reference.py"
+)
 assert _spec is not None
 assert _spec.loader is not None
 reference = sys.modules.setdefault("reference", importlib.util.module_from_spec(_spec))

@@ -11,8 +11,8 @@ import pytest
 
 from rlhf_core.plugins import component
 
-processes: Any = component.load_file(Path(__file__).parents[1] / "processes.py")
-FAKE = Path(__file__).with_name("fake_trainers.py")
+processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+FAKE = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 PIPELINE = """
 [[stage]]
 name = "base"

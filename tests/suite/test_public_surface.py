@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core.plugins.component import load_file
 
-public: Any = load_file(Path(__file__).with_name("public_surface.py"))
+public: Any = load_file(Path(__file__).parents[1] / "shared" / "public_surface.py")
 
 
 def test_the_surface_is_that_of_the_snapshot() -> None:
@@ -21,7 +21,7 @@ def test_the_surface_is_that_of_the_snapshot() -> None:
     assert not changes, (
         "\n".join(changes)
         + "\nThe public surface changed. A line that is gone or altered breaks packages of others: "
-        "see CONTRIBUTING.md, Compatibility. If it is meant, run python tests/suite/public_surface.py"
+        "see CONTRIBUTING.md, Compatibility. If it is meant, run python tests/shared/public_surface.py"
     )
 
 

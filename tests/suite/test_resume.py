@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-INTERRUPTER = Path(__file__).with_name("interrupter.py")
+INTERRUPTER = Path(__file__).parents[1] / "shared" / "interrupter.py"
 STAGES = ("base", "rm", "policy")
 PIPELINE = """
 seed = 3

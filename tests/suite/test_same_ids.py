@@ -23,7 +23,7 @@ from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import load_tokenizer
 
-chat: Any = load_file(Path(__file__).parents[1] / "chat_cases.py")
+chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 ONE = {"learning_rate": 1e-3, "max_training_steps": 1, "total_batch_size": 2}
 ROWS = [
     {

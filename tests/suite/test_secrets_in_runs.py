@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.plugins.component import load_file
 
-documents: Any = load_file(Path(__file__).with_name("documents.py"))
+documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 
 PLUGIN = """
 from dataclasses import dataclass

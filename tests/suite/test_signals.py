@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-FAKE_TRAINERS = Path(__file__).parent / "fake_trainers.py"
-INTERRUPTER = Path(__file__).parent / "interrupter.py"
+FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
+INTERRUPTER = Path(__file__).parents[1] / "shared" / "interrupter.py"
 LOADS = "import signal\nfrom rlhf_core import hookimpl\nsignal.raise_signal(signal.SIGHUP)\n"
 LOADS += "@hookimpl\ndef rlhf_stage_start(stage): pass\n"
 

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.plugins.component import load_file
 
-packages: Any = load_file(Path(__file__).with_name("packages.py"))
+packages: Any = load_file(Path(__file__).parents[1] / "shared" / "packages.py")
 LIST = """
 import json, warnings
 from rlhf_core import POLICY_LOSS, plugins

@@ -1,0 +1,177 @@
+"""Names that stand for part of a table, other spellings, and values from flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import pytest
+
+from rlhf_core.config import Component, TrainerConfig, parse_value
+from rlhf_core.config.trainer import LoraOptions
+from rlhf_core.contracts import POLICY_LOSS
+from rlhf_core.plugins.component import load_file
+
+tables: Any = load_file(Path(__file__).parents[1] / "shared" / "option_tables.py")
+PolicyConfig, Sampling, KL = tables.PolicyConfig, tables.Sampling, tables.KL
+problems = tables.problems
+
+
+def test_flat_names_merge_into_the_default() -> None:
+    config = PolicyConfig(epsilon=0.1, temperature=2.0, beta=0.5)
+    assert config.loss == Component(name="dapo", epsilon=0.1)
+    assert (config.sampling, config.kl) == (Sampling(temperature=2.0), KL(beta=0.5))
+    assert PolicyConfig(loss_type="grpo", epsilon=0.1).loss == Component(name="grpo", epsilon=0.1)
+    assert PolicyConfig(loss={"name": "grpo", "delta": 1.0}, epsilon=0.1).loss.options == {
+        "delta": 1.0,
+        "epsilon": 0.1,
+    }
+
+
+def test_a_default_s_options_do_not_follow_another_name() -> None:
+    class Config(TrainerConfig):
+        FLAT: ClassVar[dict[str, Any]] = {"loss_type": ("loss", "name"), "epsilon": ("loss", "epsilon")}
+        loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo", epsilon=0.3, dual_clip=3.0)
+
+    assert Config(loss_type="dapo").loss.options == {"epsilon": 0.3, "dual_clip": 3.0}
+    assert Config(epsilon=0.1).loss.options == {"epsilon": 0.1, "dual_clip": 3.0}
+    assert Config(loss_type="grpo").loss == Component(name="grpo")
+    assert Config(epsilon=0.1, loss_type="grpo").loss == Component(name="grpo", epsilon=0.1)
+
+
+def test_flat_names_can_be_read() -> None:
+    config = PolicyConfig(loss_type="grpo", temperature=2.0)
+    assert (config.loss_type, config.temperature, config.beta) == ("grpo", 2.0, 0.04)
+    assert (config.epsilon, config.delta) == (0.2, None)
+    assert PolicyConfig(epsilon=0.1).epsilon == 0.1
+    with pytest.raises(AttributeError):
+        _ = config.epsilom
+
+
+def test_none_is_an_option_not_given() -> None:
+    assert PolicyConfig(delta=None).loss == Component(name="dapo")
+    assert PolicyConfig(top_k=None).sampling.top_k is None
+    assert problems(temperature=None) == ["sampling.temperature: expected a number, got none"]
+
+
+def test_flat_and_nested_together_are_an_error() -> None:
+    assert problems(epsilon=0.1, loss={"name": "dapo", "epsilon": 0.1}, loss_type="dapo") == [
+        "loss_type: the same as loss.name, which is given too; remove one",
+        "epsilon: the same as loss.epsilon, which is given too; remove one",
+    ]
+    assert problems(beta=0.1, kl=KL(beta=0.1)) == [
+        "beta: the same as kl.beta, which is given too; remove one"
+    ]
+    assert PolicyConfig(beta=0.1, kl=KL(name="k1")).kl == KL(name="k1", beta=0.1)
+    assert problems(max_grad_norm=1.0, clip_grad=2.0) == [
+        "clip_grad: another name of max_grad_norm, which is given too; remove one"
+    ]
+
+
+def test_a_flat_name_must_point_somewhere() -> None:
+    with pytest.raises(TypeError, match="'epsilon' must be no field, and 'los' must be one"):
+
+        class Wrong(TrainerConfig):
+            FLAT: ClassVar[dict[str, Any]] = {"epsilon": ("los", "epsilon")}
+
+
+def test_other_spellings() -> None:
+    config = PolicyConfig(clip_grad=2.0, repo_id="base", dataset_name="pairs", group_size=4)
+    assert (config.max_grad_norm, config.clip_grad, config.model, config.train_data) == (
+        2.0,
+        2.0,
+        "base",
+        "pairs",
+    )
+    assert (config.num_generations, config.group_size) == (4, 4)
+    assert PolicyConfig(peft_config={"rank": 4}).lora == LoraOptions(rank=4)
+    assert problems(peft_config={"r": 4}) == ["lora.r: unknown field. What TRL calls so is rank here"]
+    split = PolicyConfig(dataset_name="pairs", dataset_split="train[:1%]")
+    assert split.train_data == {"name": "pairs", "split": "train[:1%]"}
+    assert problems(dataset_split="train") == [
+        "dataset_split: needs train_data, one dataset by name or in a table"
+    ]
+
+
+def test_one_component_is_a_list_of_one() -> None:
+    assert PolicyConfig(logger="wandb").logger == [Component(name="wandb")]
+    assert PolicyConfig(logger={"name": "wandb", "project": "p"}) == PolicyConfig(
+        logger=[{"name": "wandb", "project": "p"}]
+    )
+    assert PolicyConfig(rewards="length").to_dict() == PolicyConfig(rewards=["length"]).to_dict()
+    assert PolicyConfig().replace(logger=Component(name="console")).logger == [Component(name="console")]
+    assert PolicyConfig(logger="console", use_wandb=True) == PolicyConfig(logger=["console", "wandb"])
+    assert problems(rewards={"weight": 2.0}) == ["rewards[0].name: missing; it has no default"]
+
+
+def test_use_wandb() -> None:
+    assert PolicyConfig(use_wandb=True).logger == [Component(name="wandb")]
+    config = PolicyConfig(use_wandb=True, logger=["console"])
+    assert [logger.name for logger in config.logger] == ["console", "wandb"]
+    assert (config.use_wandb, PolicyConfig(use_wandb=False).use_wandb) == (True, False)
+    assert config.replace(use_wandb=True) == config
+    assert problems(use_wandb=True, logger=[{"name": "wandb"}]) == [
+        "use_wandb: logger names wandb too; remove one"
+    ]
+    assert problems(use_wandb="yes") == ["use_wandb: expected true or false, got 'yes'"]
+
+
+def test_wandb_s_own_options() -> None:
+    config = PolicyConfig(use_wandb=True, wandb_entity="us", wandb_name="first")
+    assert config.logger == [Component(name="wandb", entity="us", run_name="first")]
+    assert config.replace(wandb_name="second").logger == [
+        Component(name="wandb", entity="us", run_name="second")
+    ]
+    named = PolicyConfig(logger=[{"name": "wandb", "project": "p"}], wandb_name="first")
+    assert named.logger == [Component(name="wandb", project="p", run_name="first")]
+    assert problems(logger=[{"name": "wandb", "run_name": "a"}], wandb_name="b") == [
+        "wandb_name: the same as run_name of logger wandb; remove one"
+    ]
+    with pytest.warns(UserWarning, match="without use_wandb") as said:
+        assert PolicyConfig(wandb_name="first", wandb_entity="us").logger == []
+    assert [str(each.message) for each in said] == [
+        "PolicyConfig.wandb_entity: has no effect without use_wandb = true",
+        "PolicyConfig.wandb_name: has no effect without use_wandb = true",
+    ]
+
+
+def test_extra_optimizer_kwargs_are_options_of_the_optimizer() -> None:
+    config = PolicyConfig(extra_optimizer_kwargs={"b1": 0.8})
+    assert config.optimizer == Component(name="adamw", b1=0.8)
+    assert config.replace(extra_optimizer_kwargs={"b1": 0.7}).optimizer == Component(name="adamw", b1=0.7)
+    assert PolicyConfig(optimizer="lion", extra_optimizer_kwargs={"b2": 0.9}).optimizer == Component(
+        name="lion", b2=0.9
+    )
+    assert (
+        PolicyConfig(extra_optimizer_kwargs={}) == PolicyConfig(extra_optimizer_kwargs=None) == PolicyConfig()
+    )
+    assert problems(optimizer={"name": "lion", "b1": 0.9}, extra_optimizer_kwargs={"b1": 0.8}) == [
+        "extra_optimizer_kwargs.b1: the same as optimizer.b1, which is given too; remove one"
+    ]
+    assert problems(extra_optimizer_kwargs=3) == ["extra_optimizer_kwargs: expected a table, got 3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("True", "True"),
+        ("none", None),
+        ("None", None),
+        ('"none"', "none"),
+        ("[1, 2]", [1, 2]),
+        ('{ name = "a", b = 1 }', {"name": "a", "b": 1}),
+        ("base.model", "base.model"),
+        ("runs/a b", "runs/a b"),
+        ("2024-01-01", "2024-01-01"),
+        ("12:30:00", "12:30:00"),
+        ("1\nother = 2", "1\nother = 2"),
+        ("2h30m", "2h30m"),
+        ("", ""),
+    ],
+)
+def test_parse_value(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+    assert type(parse_value(text)) is type(value)

@@ -1,0 +1,260 @@
+"""Preferences to token ids: every layout gives the same pairs, and every wrong row is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
+from rlhf_core.tokenizer import TextOptions, encode_full, load_tokenizer, prompt_ids
+
+made = load_file(Path(__file__).parents[1] / "shared" / "data_rows.py")
+CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK
+user, assistant = made.user, made.assistant
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return made.make_tokenizer()
+
+
+def pairs(rows, tokenizer, **options):
+    return data.encode_pairs(data.load(rows), tokenizer, **{"max_length": None, **options})
+
+
+def decoded(encoded, tokenizer):
+    return [(tokenizer.decode(pair.chosen), tokenizer.decode(pair.rejected)) for pair in encoded.pairs]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "ask ", "chosen": "good", "rejected": "bad"},
+        {"chosen": "ask good", "rejected": "ask bad"},
+        # Whole texts beside their prompt.
+        {"prompt": "ask ", "chosen": "ask good", "rejected": "ask bad", "prompt_repeated": True},
+        {"chosen": "ask good</s>", "rejected": "ask bad"},
+    ],
+)
+def test_text_layouts(row, tokenizer):
+    repeated = TextOptions(prompt_repeated=row.get("prompt_repeated"))
+    encoded = pairs([row], tokenizer, chat_template=repeated)
+    assert decoded(encoded, tokenizer) == [("<s>ask good</s>", "<s>ask bad</s>")]
+    (tree,) = encoded.trees()
+    assert tokenizer.decode(tree.prefix) == "<s>ask "
+    assert [tokenizer.decode(branch) for branch in tree.branches] == ["good</s>", "bad</s>"]
+    assert encoded.pairs[0].chosen.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("ask")], "chosen": [assistant("good")], "rejected": [assistant("bad")]},
+        {"prompt": [user("ask")], "chosen": "good", "rejected": "bad"},
+        {"prompt": "ask", "chosen": [assistant("good")], "rejected": [assistant("bad")]},
+        {
+            "prompt": "ask",
+            "chosen": [user("ask"), assistant("good")],
+            "rejected": [user("ask"), assistant("bad")],
+        },
+        {
+            "prompt": [user("ask")],
+            "chosen": [user("ask"), assistant("good")],
+            "rejected": [user("ask"), assistant("bad")],
+        },
+        {"chosen": [user("ask"), assistant("good")], "rejected": [user("ask"), assistant("bad")]},
+    ],
+)
+@pytest.mark.parametrize("template", ["plain", CHATML])
+def test_conversation_layouts(row, template, tokenizer):
+    wanted = tuple(
+        tokenizer.decode(encode_full(tokenizer, [user("ask")], answer, chat_template=template))
+        for answer in ("good", "bad")
+    )
+    assert decoded(pairs([row], tokenizer, chat_template=template), tokenizer) == [wanted]
+    assert wanted[0].endswith("assistant\ngood</s>" if template == CHATML else "assistant:\ngood</s>")
+
+
+def test_a_prompt_inside_a_longer_conversation(tokenizer):
+    before = [{"role": "system", "content": "be kind"}, user("ask")]
+    row = {"prompt": "ask", "chosen": [*before, assistant("good")], "rejected": [*before, assistant("bad")]}
+    whole = {"chosen": row["chosen"], "rejected": row["rejected"]}
+    assert pairs([row], tokenizer, chat_template="plain").fingerprint == (
+        pairs([whole], tokenizer, chat_template="plain").fingerprint
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "mask"),
+    [
+        ("input_ids_chosen", "input_ids_rejected", "attention_mask_{}"),
+        ("chosen_ids", "rejected_ids", "{}_mask"),
+        ("chosen_input_ids", "rejected_input_ids", "{}_attention_mask"),
+    ],
+)
+def test_pretokenised_layouts(chosen, rejected, mask):
+    row = {chosen: [5, 6, 7, 0], rejected: [0, 0, 5, 8], "margin": 0.5}
+    masks = {mask.format("chosen"): [1, 1, 1, 0], mask.format("rejected"): [0, 0, 1, 1]}
+    encoded = pairs([{**row, **masks}, {**row, **masks}], None)  # no tokenizer needed
+    assert [(p.chosen.tolist(), p.rejected.tolist(), p.margin) for p in encoded.pairs] == [
+        ([5, 6, 7], [5, 8], 0.5)
+    ] * 2
+    assert [p.chosen.tolist() for p in pairs([row], None).pairs] == [[5, 6, 7, 0]]
+    assert [p.rejected.tolist() for p in pairs([{**row, "prompt_input_ids": [9]}], None).pairs] == [
+        [9, 0, 0, 5, 8]
+    ]
+
+
+def test_margins_reach_both_sequences(tokenizer):
+    rows = [{"chosen": "a", "rejected": "b", "margin": m} for m in (1.5, None, "2")]
+    values = [tree.sequence_values["margin"] for tree in pairs(rows, tokenizer).trees()]
+    assert [(v.dtype, v.tolist()) for v in values] == [(np.float32, [m, m]) for m in (1.5, 0.0, 2.0)]
+
+
+def test_over_long_pairs(tokenizer):
+    rows = [{"prompt": "p" * n, "chosen": "good", "rejected": "bad"} for n in (1, 20, 2)]
+    encoded = pairs(rows, tokenizer, max_length=10)
+    assert str(encoded.report) == "3 pairs: 2 kept, 1 over 10 tokens filtered (33 %)"
+    assert encoded.report.filtered == ["dataset row 2"]
+    assert [encoded.where(i) for i in range(2)] == ["dataset row 1", "dataset row 3"]
+    cut = pairs(rows, tokenizer, max_length=8, overlong="truncate")
+    assert decoded(cut, tokenizer)[1] == ("pppgood</s>", "ppppbad</s>")
+    assert cut.report.truncated == ["dataset row 2"]
+    start = pairs(rows, tokenizer, max_length=8, overlong="truncate", truncation_mode="keep_start")
+    assert decoded(start, tokenizer)[1] == ("<s>ppppppp", "<s>ppppppp")
+    assert (start.report.identical, start.report.alike_once_cut) == ([], ["dataset row 2"])
+    message = (
+        r"all 3 pairs are over 3 tokens \(shortest 7, median 8, longest 26\): set max_sequence_length = 26"
+    )
+    with pytest.raises(InputError, match=message):
+        pairs(rows, tokenizer, max_length=3)
+    with pytest.raises(InputError, match="overlong 'drop' is neither filter nor truncate"):
+        pairs(rows, tokenizer, overlong="drop")
+
+
+def test_empty_and_identical_pairs_are_counted(tokenizer):
+    rows = [
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+        {"prompt": "p", "chosen": "  ", "rejected": "bad"},
+        {"prompt": "p", "chosen": "same", "rejected": "same"},
+    ]
+    report = pairs(rows, tokenizer).report
+    assert (report.empty, report.identical, report.kept) == (["dataset row 2"], ["dataset row 3"], 2)
+    assert str(report) == (
+        "3 pairs: 2 kept, 1 empty dropped (dataset row 2), 1 with chosen and rejected alike (dataset row 3)"
+    )
+    with pytest.raises(InputError, match=r"all 1 pairs are empty \(dataset row 1\)"):
+        pairs(rows[1:2], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([FINE, {**FINE, "chosen": None}], r"dataset row 2: 'chosen' is null"),
+        ([FINE, {**FINE, "rejected": 3}], r"dataset row 2: 'rejected' is a number, not text"),
+        (
+            [FINE, {"prompt": "p", "chosen": "good"}],
+            r"dataset row 2: has no 'rejected' \(it has prompt, chosen\)",
+        ),
+        ([{**FINE, "margin": "big"}], r"dataset row 1: 'margin' is 'big', not a finite number"),
+        ([{**FINE, "margin": float("nan")}], r"dataset row 1: 'margin' is nan"),
+        (
+            [{"prompt": "p", "chosen": "g", "reject": "b"}],
+            r"no column 'rejected'; it has prompt, chosen, reject\. Did you mean 'reject'\? Accepted: prompt",
+        ),
+        (
+            [TALK, {**TALK, "chosen": [{"speaker": "gpt", "value": "x"}]}],
+            r"dataset row 2: 'chosen' message 1 has no role \(its keys: speaker, value\)",
+        ),
+        ([TALK, {**TALK, "chosen": []}], r"dataset row 2: 'chosen' is an empty conversation"),
+        ([TALK, {**TALK, "chosen": "good"}], r"dataset row 2: 'chosen' is text, not a list of messages"),
+        (
+            [TALK, {**TALK, "chosen": [{"role": "assistant", "content": 1}]}],
+            r"message 1's content is a number",
+        ),
+        (
+            [{**TALK, "chosen": [user("other"), assistant("x")]}],
+            r"dataset row 1: 'prompt' is not the start of 'chosen'",
+        ),
+        (
+            [{**TALK, "prompt": "q", "chosen": [user("p"), assistant("x")]}],
+            r"'prompt' is no user turn of 'chosen'",
+        ),
+        ([{**TALK, "chosen": "good"}], r"one of 'chosen' and 'rejected' is a conversation"),
+        (
+            [{"prompt": "ab", "chosen": "ab c", "rejected": "ab d"}] * 2
+            + [{"prompt": "ab", "chosen": "ab", "rejected": "c"}],
+            r"dataset: in 3 of 3 rows .* \(dataset rows 1, 2, 3\): set prompt_repeated = true to take it off",
+        ),
+        (
+            [{"chosen_ids": [1, -2], "rejected_ids": [1]}],
+            r"dataset row 1: 'chosen_ids' holds -2, which is no token",
+        ),
+        ([{"chosen_ids": [1, 9999], "rejected_ids": [1]}], r"dataset row 1: 'chosen_ids' holds 9999"),
+        (
+            [{"chosen_ids": [1, 2.5], "rejected_ids": [1]}],
+            r"dataset row 1: 'chosen_ids' is not a list of integers",
+        ),
+        ([{"chosen_ids": None, "rejected_ids": [1]}], r"dataset row 1: 'chosen_ids' is null"),
+        (
+            [{"chosen_ids": [1, 2], "chosen_mask": [1], "rejected_ids": [1]}],
+            r"'chosen_mask' has 1 elements, 'chosen_ids' has 2",
+        ),
+    ],
+)
+def test_wrong_rows_are_named(rows, message, tokenizer):
+    with pytest.raises(InputError, match=message):
+        pairs(rows, tokenizer, chat_template="plain")
+
+
+def test_the_first_few_problems_are_told_together(tokenizer):
+    with pytest.raises(InputError) as error:
+        pairs([FINE] + [{**FINE, "chosen": None}] * 7, tokenizer)
+    assert len(error.value.problems) == 6
+    assert error.value.problems[5] == "… and 2 more rows like these"
+
+
+def test_conversations_need_a_template(tokenizer):
+    message = r'dataset has conversations.*chat_template = "plain"'
+    with pytest.raises(InputError, match=message):
+        pairs([TALK], tokenizer)
+    with pytest.raises(InputError, match=message):
+        data.encode_prompts(data.load([TALK]), tokenizer, max_prompt_length=None)
+    with pytest.raises(InputError, match=message):
+        data.encode_texts(data.load([{"messages": [user("a"), assistant("b")]}]), tokenizer, max_length=None)
+    refuses = "{{ raise_exception('no') }}"
+    with pytest.raises(InputError, match="dataset row 1: the chat template fails on this conversation: no"):
+        pairs([TALK], tokenizer, chat_template=refuses)
+
+
+def test_several_files_may_have_several_layouts(tokenizer, tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\np,good,bad\n")
+    (tmp_path / "b.jsonl").write_text('{"chosen": "pgood", "rejected": "pbad"}\n')
+    encoded = pairs([str(tmp_path / "a.csv"), str(tmp_path / "b.jsonl")], tokenizer)
+    assert decoded(encoded, tokenizer) == [("<s>pgood</s>", "<s>pbad</s>")] * 2
+    assert encoded.where(1).endswith("b.jsonl row 1")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["hh_harmless.eval", "gsm8k_solutions"])
+@pytest.mark.parametrize(
+    ("folder", "template"), [("models/stories260K", "plain"), ("tokenizers/chatml_bpe_2k", None)]
+)
+def test_real_preferences(shared, name, folder, template):
+    tokenizer = load_tokenizer(shared / "data" / folder)
+    records = data.load(shared / "data" / "prefs" / f"{name}.jsonl")
+    encoded = data.encode_pairs(records, tokenizer, max_length=512, chat_template=template)
+    report = encoded.report
+    assert report.total == len(records) == report.kept + len(report.filtered) + len(report.empty)
+    assert report.kept == len(encoded) > 0.6 * len(records)
+    for tree in encoded.trees():  # at least the whole prompt but its last tokens is shared
+        assert len(tree.prefix) >= 8
+    row = int(encoded.where(7).rsplit(" ", 1)[1]) - 1
+    alone = encode_full(tokenizer, records[row]["prompt"], records[row]["chosen"], chat_template=template)
+    assert alone.tolist() == encoded.pairs[7].chosen.tolist()
+    opened = prompt_ids(tokenizer, records[row]["prompt"], chat_template=template)
+    assert alone[: len(opened)].tolist() == opened.tolist()

@@ -1,0 +1,97 @@
+"""docs/how-to/hugging_face.md is followed; what it shows of PyTorch, benchmarks/interop runs where PyTorch is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from rlhf_core import load_model
+from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models.safetensors import Reader
+from rlhf_core.plugins.component import load_file
+from rlhf_core.tokenizer import load_tokenizer, tokenizer_hash
+
+documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+PAGE = documents.REPOSITORY / "docs/how-to/hugging_face.md"
+IN_TORCH = "in_torch.py"
+
+
+@pytest.fixture(scope="module")
+def followed(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which the page was followed."""
+    place: Path = tmp_path_factory.mktemp("hugging_face")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        documents.on_one_device(patch)
+        tiny.make_model().save(place / "base")
+        tiny.write_rows(place / "texts.jsonl", tiny.texts(8))
+        tiny.write_rows(place / "prompts.jsonl", tiny.prompts(4))
+        documents.follow(PAGE)
+    return place
+
+
+@pytest.mark.slow
+def test_what_is_exported_is_what_was_trained(followed: Path) -> None:
+    ids, mask = np.array([[3, 9, 4, 1]]), np.ones((1, 4), int)
+    for name, artifact in (
+        ("reward", "rm"),
+        ("adapter", "policy"),
+        ("merged", "policy"),
+        ("merged_too", "policy"),
+    ):
+        head = "score" if name == "reward" else "lm"
+        trained = load_model(followed / f"runs/hugging_face/{artifact}/artifacts/model", head)
+        out = load_model(followed / name, head)
+        one, two = ((m.scores if head == "score" else m.logits)(ids, mask) for m in (trained, out))
+        np.testing.assert_allclose(two, one, atol=1e-5)
+        assert not (followed / name / "rlhf_artifact.json").exists()
+
+
+@pytest.mark.slow
+def test_the_directories_hold_what_the_page_says(followed: Path) -> None:
+    def tensors(name: str) -> dict[str, tuple[list[int], str]]:
+        reader = Reader(followed / name)
+        return {key: (entry["shape"], entry["dtype"]) for key, entry in reader.header.items()}
+
+    base, merged, reward = (tensors(f"{name}/model.safetensors") for name in ("base", "merged", "reward"))
+    assert merged == base
+    assert set(reward) - set(base) == {"score.weight"}
+    configs = {
+        name: json.loads((followed / name / "config.json").read_text())
+        for name in ("base", "merged", "reward")
+    }
+    assert configs["merged"] == configs["base"]
+    assert configs["reward"]["architectures"] == ["LlamaForSequenceClassification"]
+    assert configs["reward"]["pad_token_id"] == load_model(followed / "base").tokenizer.pad_token_id
+    adapter = json.loads((followed / "adapter/adapter_config.json").read_text())
+    assert Path(adapter["base_model_name_or_path"]) == (followed / "base").resolve()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (followed / "reward" / name).read_bytes() == (followed / "base" / name).read_bytes()
+    one, two = (tokenizer_hash(load_tokenizer(followed / name)) for name in ("base", "merged"))
+    assert one == two
+
+
+def test_the_families_are_all_named() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    listed = re.search(r"The families are (.*?)\. ", text, re.DOTALL)
+    assert listed is not None
+    assert set(re.split(r",\s+|\s+and\s+", listed[1])) == set(ARCHITECTURES)
+
+
+def test_what_it_shows_of_pytorch_is_run_by_the_benchmark() -> None:
+    (text,) = [text for _, text in documents.blocks(PAGE) if documents.named(text) == IN_TORCH]
+    opened = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    exported = {
+        line.split()[3]
+        for _, block in documents.blocks(PAGE)
+        for line in documents.commands(block)
+        if "export" in line
+    }
+    assert exported <= opened
+    assert IN_TORCH in (documents.REPOSITORY / "benchmarks/interop/page.py").read_text(encoding="utf-8")

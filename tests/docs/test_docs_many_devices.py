@@ -1,0 +1,172 @@
+"""docs/how-to/many_devices.md: its meshes train, and each of its recipes starts processes that find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from rlhf_core.plugins.component import load_file
+
+documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
+FILES = {name: text for _, text in documents.blocks(PAGE) if (name := documents.named(text))}
+
+JOIN = """#!{python}
+import os, sys
+from rlhf_core import runtime
+runtime.prepare()
+import jax
+said = " ".join([f"process {{jax.process_index()}} of {{jax.process_count()}}:", *sys.argv[1:]])
+os.write(1, (said + "\\n").encode())  # in one piece: both processes write to one pipe
+"""
+STUBS = {
+    # What the launchers do, on this machine alone; quoting is theirs too.
+    "ssh": '#!/bin/bash\nshift\nexec bash -c "$*"\n',
+    "gcloud": """#!/bin/bash
+[ "$4" = describe ] && exec echo 127.0.0.1
+command=${@: -1}
+exec bash -c "${command#--command=}"
+""",
+    "scontrol": "#!/bin/bash\nexit 0\n",
+    "srun": """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done  # its own options
+for i in 0 1; do
+    SLURM_JOB_ID=$JOB SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$i \\
+        SLURM_LOCALID=$i SLURM_STEP_NUM_NODES=1 "$@" &
+done
+wait
+""",
+}
+SLURM_PORTS = range(61440, 65536)
+"""JAX takes the one whose number less the first is the job's, modulo their count."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory `project`, and the launchers' commands."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "bin").mkdir()
+    for name, text in {**STUBS, "rlhf": JOIN.format(python=sys.executable)}.items():
+        command = tmp_path / "bin" / name
+        command.write_text(text)
+        command.chmod(command.stat().st_mode | stat.S_IXUSR)
+    return tmp_path
+
+
+def free_port(among: range = range(1)) -> int:
+    for port in among:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(listener.getsockname()[1])
+    raise RuntimeError("no port is free")
+
+
+def start(command: list[str], place: Path, **environment: str) -> subprocess.Popen[str]:
+    kept = {key: x for key, x in os.environ.items() if not key.startswith(("JAX_NUM_CPU", "SLURM"))}
+    path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        command,
+        cwd=place,
+        env={**kept, "PATH": path, "JAX_PLATFORMS": "cpu", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def found_each_other(*jobs: subprocess.Popen[str]) -> None:
+    said = "".join(job.communicate(timeout=300)[0] for job in jobs)
+    for i in range(2):
+        assert f"process {i} of 2: run pipeline.toml" in said, said
+
+
+@pytest.mark.slow
+def test_slurm(place: Path) -> None:
+    job = str(free_port(SLURM_PORTS) - SLURM_PORTS.start)
+    (place / "job.sbatch").write_text(FILES["job.sbatch"])
+    found_each_other(start(["bash", "job.sbatch"], place, JOB=job, SLURM_JOB_ID=job))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "host"), [("hosts.sh", "node"), ("tpu.sh", "nothing")])
+def test_scripts(file: str, host: str, place: Path) -> None:
+    """The coordinator is this machine, on a port that is free."""
+    text = (
+        FILES[file].replace("8476", str(free_port())).replace(f"({host}1 {host}2)", "(127.0.0.1 127.0.0.1)")
+    )
+    text = text.replace("/path/to/venv/bin/", f"{place}/bin/")
+    (place / file).write_text(text)
+    found_each_other(start(["bash", file], place))
+
+
+@pytest.mark.parametrize("file", ["hosts.sh", "tpu.sh"])
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [((0, 0), 0), ((75, 0), 75), ((75, 75), 75), ((75, 1), 1), ((255, 75), 1), ((1, 2), 2), ((2, 75), 2)],
+)
+def test_scripts_end_with_the_most_telling_code(
+    file: str, codes: tuple[int, int], told: int, place: Path
+) -> None:
+    command = place / "bin" / "rlhf"
+    command.write_text(f"#!/bin/bash\ncodes={codes}\nexit ${{codes[JAX_PROCESS_ID]}}\n".replace(",", ""))
+    (place / file).write_text(FILES[file].replace("/path/to/venv/bin/", f"{place}/bin/"))
+    job = start(["bash", file], place)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == told, said
+
+
+@pytest.mark.slow
+def test_kubernetes(place: Path) -> None:
+    service, job = yaml.safe_load_all(FILES["job.yaml"])
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(given["JAX_NUM_PROCESSES"])
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    host = given.pop("JAX_COORDINATOR_ADDRESS").partition(":")[0]
+    assert (
+        host == f"{job['metadata']['name']}-0.{pod['subdomain']}" == f"rlhf-0.{service['metadata']['name']}"
+    )
+    assert given.pop("JAX_PROCESS_ID") is None  # from the pod's annotation
+    address = f"127.0.0.1:{free_port()}"
+    # As in a pod, and without the package that JAX would ask.
+    inside = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "JAX_COORDINATOR_ADDRESS": address, **given}
+    jobs = [
+        start(container["command"], place, **inside, JAX_PROCESS_ID=str(i), JOB_COMPLETION_INDEX=str(i))
+        for i in range(spec["completions"])
+    ]
+    found_each_other(*jobs)
+
+
+@pytest.mark.slow
+def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny.make_model().save(tmp_path / "MODEL")
+    tiny.write_rows(tmp_path / "corpus.jsonl", tiny.texts(16))
+    (other,) = documents.stage_tables(PAGE)
+    default = "{ data = -1, fsdp = 1, tensor = 1 }"
+    changed = FILES["pipeline.toml"].replace(default, "{ data = 1, fsdp = 4, tensor = 2 }")
+    assert tomllib.loads(changed)["mesh"] == other["mesh"]
+    Path("pipeline.toml").write_text(FILES["pipeline.toml"])
+    Path("other.toml").write_text(changed)
+    said = "\n".join(text for language, text in documents.blocks(PAGE) if language == "console")
+    first, pretended = documents.commands(said)
+    assert pretended.endswith(f"{first} --dir runs/eight")  # which is the same, and run once
+    for line in (pretended, "rlhf run other.toml --dir other"):
+        arguments = line[line.index("rlhf ") :].split()[1:]
+        ended = documents.rlhf([*arguments, "--set", "base.max_training_steps=1"])  # on eight devices
+        assert ended.code == 0, ended.said

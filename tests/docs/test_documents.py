@@ -1,0 +1,108 @@
+"""The documents that are followed from top to bottom; the others have tests of their own, and every page is in one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from rlhf_core import plugins
+from rlhf_core.config import build
+from rlhf_core.contracts import TRAINER
+from rlhf_core.plugins.component import load_file
+
+documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+REPOSITORY: Path = documents.REPOSITORY
+EVERY = sorted(
+    [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("plugins/*/README.md")]
+)
+
+
+class Page(NamedTuple):
+    """fails: commands that are meant to end with exit code 2, the first time that they are typed."""
+
+    path: str
+    fails: tuple[str, ...] = ()
+
+
+PAGES = [
+    Page("docs/tutorial/your_own_data.md", fails=("rlhf data shop.csv",)),
+    Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
+    Page("docs/explanation/rows.md"),
+    Page("docs/explanation/step.md"),
+]
+SHOWN = ["docs/reference/numerics.md", *(page.path for page in PAGES)]
+"""Pages whose toml blocks, where they are no files, are fields of a trainer."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the model that pages call MODEL, one device, and the repository's examples."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    documents.on_one_device(monkeypatch)
+    tiny.make_model().save(tmp_path / "MODEL")
+    (tmp_path / "examples/quickstart").mkdir(parents=True)
+    for file in (REPOSITORY / "examples/quickstart").glob("*.py"):
+        shutil.copy(file, tmp_path / "examples/quickstart")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: Path(page.path).stem)
+def test_a_page_can_be_followed(page: Page, workplace: Path) -> None:
+    documents.follow(REPOSITORY / page.path, fails=page.fails)
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_fields_that_a_page_shows_are_those_of_a_trainer(page: str) -> None:
+    registry = plugins.load().registry
+    configs = {name: registry.get(TRAINER, name).config for name in registry.names(TRAINER)}
+    for table in documents.stage_tables(REPOSITORY / page):
+        for stage in table.get("stage", [table]):
+            fields = {key: value for key, value in stage.items() if key not in ("name", "trainer")}
+            fitting = [config for config in configs.values() if set(fields) <= set(config.names())]
+            config = configs[stage["trainer"]] if "trainer" in stage else fitting[0]
+            build(config, fields, where=page, registry=registry)
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in documents.links(page):
+        assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+
+
+def test_every_page_with_code_is_in_a_test() -> None:
+    tests = {path: path.read_text(encoding="utf-8") for path in REPOSITORY.glob("tests/**/test_*.py")}
+    for page in EVERY:
+        if any(language in documents.EXECUTED for language, _ in documents.blocks(page)):
+            name = str(page.relative_to(REPOSITORY))
+            known = (name, f'"{Path(name).parent}").glob("*.md")')
+            assert any(each in text for text in tests.values() for each in known), f"no test reads {name}"
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run(workplace: Path, tiny: ModuleType) -> None:
+    """Its pipeline with an update a stage, and every command on it."""
+    blocks = documents.blocks(REPOSITORY / "README.md")
+    (pipeline,) = [text for language, text in blocks if language == "toml" and "[[stage]]" in text]
+    small = re.sub(r"^(trainer = .*)$", r"\1\nmax_training_steps = 1", pipeline, flags=re.M)
+    Path("pipeline.toml").write_text(small.replace("= 128 ", "= 16 ").replace("= 256", "= 8"))
+    Path("path/to").mkdir(parents=True)
+    Path("MODEL").rename("path/to/model")
+    makers = {"corpus": tiny.texts, "pairs": tiny.pairs, "pairs.heldout": tiny.pairs, "prompts": tiny.prompts}
+    for name, rows in makers.items():
+        tiny.write_rows(Path(f"{name}.jsonl"), rows(8))
+    Path("my_rewards.py").write_text(
+        "def brevity(completions, **columns):\n    return [-len(text) / 9 for text in completions]\n"
+    )
+    lines = [line for language, text in blocks if language == "console" for line in documents.commands(text)]
+    typed = [line for line in lines if line.startswith("rlhf ") and "--dir" not in line]
+    assert len(typed) >= 6
+    for line in typed:
+        ended = documents.type_in(line)
+        assert ended.code == 0, f"{line}\n{ended.said}"

@@ -1,0 +1,182 @@
+"""Log-probabilities and entropies against float64 NumPy: values, gradients and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core import logprobs
+from rlhf_core.logprobs import entropy_from_logits, logps_from_logits, token_logps
+from rlhf_core.plugins.component import load_file
+
+cases: Any = load_file(Path(__file__).parents[1] / "shared" / "logprob_cases.py")
+problem, reference = cases.problem, cases.reference
+
+
+def computed(
+    hidden: Any, kernel: Any, targets: Any, g: Any, h: Any, **options: Any
+) -> tuple[Any, Any, Any, Any]:
+    def total(hidden: Any, kernel: Any) -> tuple[Any, Any]:
+        logps, entropies = token_logps(hidden, kernel, targets, entropy=True, **options)
+        return jnp.sum(logps * jnp.asarray(g, jnp.float32) + entropies * jnp.asarray(h, jnp.float32)), (
+            logps,
+            entropies,
+        )
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+    (d_hidden, d_kernel), (logps, entropies) = gradient(hidden, kernel)
+    return logps, entropies, d_hidden, d_kernel
+
+
+CUTS = [
+    {"chunk": 1},
+    {"chunk": 3},
+    {"chunk": 7},
+    {"chunk": 100},
+    {"block": 1},
+    {"block": 10},  # a last block of one word
+    {"block": 16},  # one block in full and a rest
+    {"block": 31},
+    {"block": 100},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    ("cut", "temperature", "softcap"),
+    [
+        *((cut, 1.3, 2.5) for cut in CUTS),
+        *((cut, 1.0, None) for cut in ({"chunk": 3}, {"block": 10})),
+        ({}, 0.7, None),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_equal_float64(
+    cut: dict[str, int], temperature: float, softcap: float | None
+) -> None:
+    arrays = problem()
+    expected = reference(*arrays, temperature, softcap)
+    actual = computed(*arrays, temperature=temperature, softcap=softcap, **cut)
+    for name, a, b in zip(("logps", "entropies", "d_hidden", "d_kernel"), actual, expected, strict=True):
+        assert a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 10}], ids=str)
+def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(cut: dict[str, int]) -> None:
+    hidden, kernel, targets, g, _ = problem()
+
+    def total(hidden: Any, kernel: Any, entropy: bool) -> Any:
+        logps, _ = token_logps(hidden, kernel, targets, entropy=entropy, **cut)
+        return jnp.sum(logps * jnp.asarray(g, jnp.float32))
+
+    gradients = [jax.grad(total, argnums=(0, 1))(hidden, kernel, entropy) for entropy in (False, True)]
+    for a, b in zip(*gradients, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert not np.asarray(token_logps(hidden, kernel, targets, **cut)[1]).any()
+
+
+@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 10}], ids=str)
+def test_an_unused_target_is_zero_and_passes_no_gradient(cut: dict[str, int]) -> None:
+    hidden, kernel, targets, _, _ = problem()
+    unused = targets == -1
+    ones = np.ones(targets.shape)
+    logps, entropies, d_hidden, d_kernel = computed(hidden, kernel, targets, ones, ones, **cut)
+    assert not np.asarray(logps)[unused].any()
+    assert not np.asarray(entropies)[unused].any()
+    assert not np.asarray(d_hidden)[unused].any()
+    assert np.asarray(d_hidden)[~unused].any(-1).all()
+    changed = jnp.where(unused[..., None], 100.0, hidden)
+    np.testing.assert_array_equal(computed(changed, kernel, targets, ones, ones, **cut)[3], d_kernel)
+
+
+@pytest.mark.parametrize("cut", [{"chunk": 1}, {"block": 1}, {"block": 3}], ids=str)
+def test_large_logits_stay_finite_and_exact(cut: dict[str, int]) -> None:
+    hidden = jnp.full((1, 1, 1), 1.0)
+    for words in ([1000.0, 1000.0, -1000.0], [-1000.0, 1000.0, 1000.0]):
+        target = np.asarray([[words.index(1000.0)]])
+        logps, entropies = token_logps(hidden, jnp.asarray([words]), target, entropy=True, **cut)
+        np.testing.assert_allclose(logps, -np.log(2), rtol=1e-6)
+        np.testing.assert_allclose(entropies, np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 10}], ids=str)
+@pytest.mark.parametrize("kernel_dtype", [jnp.bfloat16, jnp.float32])
+def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(
+    kernel_dtype: Any, cut: dict[str, int]
+) -> None:
+    hidden, kernel, *rest = problem(jnp.bfloat16)
+    expected = reference(hidden, kernel, *rest, 1.0, None)
+    actual = computed(hidden, kernel.astype(kernel_dtype), *rest, **cut)
+    types = [jnp.float32, jnp.float32, jnp.bfloat16, kernel_dtype]
+    assert [x.dtype for x in actual] == types
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+    for a, b in zip(actual[2:], expected[2:], strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=0.03 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("cut", "share"), [({"chunk": 16}, 1 / 4), ({"block": 128}, 1 / 8)], ids=str)
+def test_memory_is_that_of_one_chunk_or_block(cut: dict[str, int], share: float) -> None:
+    rows, length, dim, vocab = 4, 512, 8, 4096
+    hidden, kernel = jnp.zeros((rows, length, dim)), jnp.zeros((dim, vocab))
+    targets = jnp.zeros((rows, length), jnp.int32)
+
+    def total(hidden: Any, kernel: Any) -> Any:
+        logps, entropies = token_logps(hidden, kernel, targets, entropy=True, **cut)
+        return logps.sum() + entropies.sum()
+
+    analysis = jax.jit(jax.grad(total, argnums=(0, 1))).lower(hidden, kernel).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < rows * length * vocab * 4 * share
+
+
+def test_chunks_are_chosen_by_the_size_of_their_logits() -> None:
+    tokens = logprobs.CHUNK_BYTES["cpu"] // (4 * 8192) * jax.device_count()
+    assert logprobs.chunk_size(16, 10**6, 8192) <= tokens // 16
+    assert logprobs.chunk_size(16, 10, 8192) == 10
+    assert logprobs.chunk_size(10**6, 10, 8192) == 1
+    long = logprobs.chunk_size(16, tokens // 16 + 1, 8192)
+    assert 2 * long - (tokens // 16 + 1) <= 1  # two halves, not a whole and a remainder
+    assert logprobs.chunk_size(1, 10**6, 10**7) >= logprobs.CHUNK_TOKENS
+
+
+def test_blocks_are_chosen_by_the_size_of_their_logits() -> None:
+    words = logprobs.CHUNK_BYTES["cpu"] // (4 * 4096)
+    assert logprobs.block_size(4096, words) == words
+    assert logprobs.block_size(4096, words + 1) <= words // 2 + logprobs.BLOCK_WORDS
+    assert logprobs.block_size(8, 1000) == 1000
+    assert logprobs.block_size(10**7, 10**6) == logprobs.BLOCK_WORDS
+    assert logprobs.block_size(4096, 151_936) * 4 * 4096 <= logprobs.CHUNK_BYTES["cpu"]
+
+
+def test_shapes_and_settings_that_do_not_fit_are_refused() -> None:
+    hidden, kernel, targets, _, _ = problem()
+    with pytest.raises(ValueError, match="do not fit"):
+        token_logps(hidden, kernel.T, targets)
+    with pytest.raises(ValueError, match="targets"):
+        token_logps(hidden, kernel, targets[:, :-1])
+    with pytest.raises(ValueError, match="temperature 0"):
+        token_logps(hidden, kernel, targets, temperature=0.0)
+    with pytest.raises(ValueError, match="block 0"):
+        token_logps(hidden, kernel, targets, block=0)
+    with pytest.raises(ValueError, match="not both"):
+        token_logps(hidden, kernel, targets, chunk=3, block=3)
+
+
+def test_full_logits_helpers_equal_float64() -> None:
+    hidden, kernel, targets, g, h = problem()
+    logits = hidden @ kernel
+    expected = reference(hidden, kernel, targets, g, h, 1.0, None)
+    np.testing.assert_allclose(logps_from_logits(logits, targets), expected[0], atol=2e-5)
+    used = targets >= 0
+    np.testing.assert_allclose(np.asarray(entropy_from_logits(logits))[used], expected[1][used], atol=2e-5)
+    gradient = jax.grad(lambda x: logps_from_logits(x, targets).sum())(logits)
+    assert not np.asarray(gradient)[~used].any()
+    masked = jnp.asarray([[0.0, 0.0, -jnp.inf]])
+    np.testing.assert_allclose(entropy_from_logits(masked), np.log(2), rtol=1e-6)
+    assert logps_from_logits(logits.astype(jnp.bfloat16), targets).dtype == jnp.float32

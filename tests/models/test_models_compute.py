@@ -1,0 +1,133 @@
+"""In which dtype a model computes, and what its backward pass recomputes: neither is another model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rlhf_core import optimizers
+from rlhf_core.contracts import ModelFamily
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Definition, Model, fresh_model, load_model
+from rlhf_core.models.definition import define
+from rlhf_core.plugins.component import load_file
+from rlhf_core.training.memory import definition_of, training_bytes
+
+cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
+UNIT = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
+NAMES = ("gemma2", "mixtral", "llama, adapters")
+DEEP = cases.SIZES | {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "initializer_range": 0.1,
+}
+TOKENS = (4, 128)
+
+
+def one_device() -> Any:
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        cases.write(name, root / name)
+    return root
+
+
+def distance(one: np.ndarray, two: np.ndarray) -> float:
+    return float(np.linalg.norm(one - two))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_differs_from_float32_by_its_rounding(name: str, directories: Path) -> None:
+    """Logits and the change of every parameter: as far apart as with weights that are rounded once, in float32."""
+
+    def opened() -> Model:  # every time anew: an update overwrites the parameters
+        return cases.opened(name, directories / name, one_device())
+
+    half, rounded = opened().computing(dtype="bfloat16"), opened()
+    rounded = rounded.with_params(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), rounded.params)
+    )
+    states = half.definition.hidden(half.params, *(np.ones((1, 4), np.int32),) * 3)
+    assert states.dtype == jnp.bfloat16
+    expected, found, near = (cases.measured(model) for model in (opened(), half, rounded))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=UNIT / 4)
+    for key in set(expected) - {"loss"}:
+        assert found[key].dtype == np.float32, key
+        ratio = distance(found[key], expected[key]) / distance(near[key], expected[key])
+        assert 0.5 < ratio < 4, (key, ratio)
+
+
+def test_heads_adapters_and_merging_keep_it(directories: Path) -> None:
+    model = load_model(directories / "llama, adapters", mesh=one_device())
+    half = model.computing(dtype="bfloat16").computing(remat="full")
+    adapted = half.with_lora(rank=2)
+    for each in (half, adapted, half.with_head("score"), adapted.with_head("score"), adapted.merged()):
+        config = each.definition.config
+        assert (config.dtype, config.remat) == ("bfloat16", "full")
+    other = adapted.computing(remat="dots")
+    assert other.definition.lora == adapted.definition.lora
+    assert other.definition.config.remat == "dots"
+    assert half.computing() is half
+    assert half.computing(dtype="float32", remat="none").definition.config.dtype == "float32"
+
+
+def gradient(remat: str, dtype: str = "float32") -> tuple[Any, int]:
+    """(the gradient of a loss, the bytes that its program needs beside arguments and results)."""
+    definition = define(DECODER, DEEP, "lm", dtype=dtype, remat=remat)  # type: ignore[arg-type]
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 36, TOKENS), jnp.int32)
+    places = jnp.broadcast_to(jnp.arange(TOKENS[1], dtype=jnp.int32), TOKENS)
+
+    def loss(params: Any) -> jax.Array:
+        hidden = definition.hidden(params, ids, places, jnp.full(TOKENS, TOKENS[1], jnp.int32))
+        return jnp.square(hidden.astype(jnp.float32)[..., :3]).sum()
+
+    params = fresh_model(DEEP, seed=1).params
+    compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+    return compiled(params), compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_what_is_recomputed_changes_memory_and_no_value() -> None:
+    (none, most), (dots, fewer), (full, fewest) = map(gradient, ("none", "dots", "full"))
+    assert most > 2 * fewer
+    assert fewer > 1.5 * fewest
+    for other in (dots, full):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), other, none
+        )
+
+
+def test_the_forecast_counts_both() -> None:
+    def activations(**options: Any) -> int:
+        found = definition_of(DEEP, "lm", None, **options)
+        assert found is not None
+        return training_bytes(found[0], optimizers.sgd(1e-3), TOKENS)["activations"]
+
+    kept = [activations(remat=remat) for remat in ("none", "dots", "full")]
+    assert kept[0] > 1.5 * kept[1] > 2 * kept[2]
+    assert activations() == kept[0]  # auto: these are small
+    assert 0.5 < activations(dtype="bfloat16") / kept[0] < 0.9  # softmax and norms stay float32
+
+
+def test_a_family_that_takes_no_such_option() -> None:
+    stranger = ModelFamily(
+        **{name: getattr(DECODER, name) for name in ModelFamily.__dataclass_fields__}
+        | {"name": ("own",), "parse": lambda hf_config, head: hf_config}
+    )
+    assert define(stranger, {}, "lm") == Definition(stranger, {}, "lm")
+    with pytest.raises(InputError, match="dtype: models of own decide for themselves; leave it out"):
+        define(stranger, {}, "lm", dtype="bfloat16")
+    with pytest.raises(InputError, match="dtype and remat: models of own"):
+        define(stranger, {}, "lm", dtype="bfloat16", remat="full")

@@ -1,0 +1,260 @@
+"""The decoder against one in float64 NumPy, decoder_reference.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.models import decoder
+from rlhf_core.models.attention import attend, query_block
+from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.hf_config import parse
+from rlhf_core.plugins.component import load_file
+
+reference: Any = load_file(Path(__file__).parents[1] / "shared" / "decoder_reference.py")
+hidden = jax.jit(decoder.hidden, static_argnums=0)
+BASE = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 37,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 40,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40, "rope_theta": 100.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 3.0],
+    "long_factor": [2.0, 5.0],
+    "attention_factor": 1.2,
+    "rope_theta": 100.0,
+}
+GEMMA = BASE | {
+    "head_dim": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 3,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": BASE | {"model_type": "llama"},
+    "llama with biases": BASE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama, all heads": BASE | {"model_type": "llama", "num_key_value_heads": 4, "hidden_act": "gelu"},
+    "llama3 rope": BASE | {"model_type": "llama", "rope_scaling": LLAMA3},
+    "linear rope": BASE
+    | {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+    },
+    "qwen2": BASE | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2 with windows": BASE
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": BASE | {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "mistral, yarn": BASE | {"model_type": "mistral", "sliding_window": 3, "rope_scaling": YARN},
+    "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0},
+    "gemma3": GEMMA
+    | {
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 20.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi3": BASE
+    | {
+        "model_type": "phi3",
+        "head_dim": 8,
+        "sliding_window": None,
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 16,
+    },
+    "olmo2": BASE | {"model_type": "olmo2", "attention_bias": True},
+    "smollm3": BASE
+    | {
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+    },
+    "smollm3, deep": BASE | {"model_type": "smollm3", "no_rope_layer_interval": 4, "num_hidden_layers": 9},
+    "mixtral": BASE
+    | {"model_type": "mixtral", "sliding_window": 4, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": BASE
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": False,
+    },
+}
+
+
+def make(name: str, **changes: Any) -> tuple[DecoderConfig, dict[str, Any]]:
+    """A config and parameters in which nothing is 0 or 1, so that no term can be left out unnoticed.
+
+    Norms and biases have a mean other than 0, matrices have not: deep layers would see one direction only.
+    """
+    config = dataclasses.replace(parse(CONFIGS[name]), **changes)
+    draw = np.random.default_rng(0)
+
+    def value(path: Any, leaf: Any) -> jax.Array:
+        mean = 0.0 if path[-1].key in ("kernel", "embedding") else 0.2
+        return jnp.asarray(mean + 0.3 * draw.standard_normal(leaf.shape), jnp.float32)
+
+    return config, jax.tree.map_with_path(value, decoder.abstract(config))
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_hidden_and_head_equal_the_reference(name: str) -> None:
+    config, params = make(name)
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, config.vocab_size, (2, 14)).astype(np.int32)
+    # Row 0: unused, then a tree of a prompt of 4 and branches of 3 and 4. Row 1: two sequences, then unused.
+    until = np.array([[0] + [12] * 4 + [8] * 3 + [12] * 4 + [0] * 2, [5] * 5 + [12] * 7 + [0] * 2], np.int32)
+    positions = np.array([[0, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 0, 0], [*range(5), *range(7), 0, 0]], np.int32)
+    used = until > 0
+    found = np.asarray(hidden(config, params, tokens, positions, until))
+    assert np.isfinite(found).all()
+    for row in range(2):
+        seen = reference.visible(until[row])
+        expected = reference.hidden(CONFIGS[name], params, tokens[row], positions[row], seen)
+        np.testing.assert_allclose(found[row][used[row]], expected[used[row]], rtol=2e-4, atol=2e-5)
+    kernel, cap = decoder.unembedding(config, params)
+    assert cap == CONFIGS[name].get("final_logit_softcapping")
+    source = params["embed_tokens"]["embedding"].T if config.tied else params["lm_head"]["kernel"]
+    np.testing.assert_array_equal(kernel, source)
+
+
+@pytest.mark.parametrize("time", [128, 129, 300])
+def test_query_blocks_change_nothing(time: int) -> None:
+    draw = np.random.default_rng(2)
+    q = draw.standard_normal((2, 2, 2, time, 4)).astype(np.float32)
+    k, v = (draw.standard_normal((2, 2, time, 4)).astype(np.float32) for _ in range(2))
+    until = draw.integers(0, time + 1, (2, time)).astype(np.int32)
+    positions = np.tile(np.arange(time, dtype=np.int32), (2, 1))
+    found = np.asarray(attend(*map(jnp.asarray, (q, k, v, positions, until))))
+    index = np.arange(time)
+    seen = (index[None] <= index[:, None]) & (index[:, None] < until[:, None])  # [B, query, key]
+    weights = np.exp(np.einsum("bkgth,bksh->bkgts", q.astype(np.float64), k)) * seen[:, None, None]
+    sees = seen.any(-1)
+    assert not sees.all()
+    mixed = np.einsum("bkgts,bksh->btkgh", weights, v)
+    total = np.maximum(weights.sum(-1), 1e-9).transpose(0, 3, 1, 2)[..., None]
+    mixed = mixed / total
+    np.testing.assert_allclose(found[sees], mixed.reshape(2, time, -1)[sees], rtol=1e-4, atol=1e-5)
+    assert np.isfinite(found).all()
+
+
+def test_long_rows_have_few_blocks() -> None:
+    assert [query_block(t) for t in (1, 2048, 2049, 32768)] == [128, 128, 256, 2048]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm3", "mixtral"])
+def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
+    """Value and gradient: prompt once with two branches against two rows that repeat it.
+
+    The second branch is further from the prompt by index than a window is wide, by position it is not.
+    """
+    config, params = make(name)
+    draw = np.random.default_rng(3)
+    prompt, first, second = (draw.integers(0, 37, n).astype(np.int32) for n in (5, 3, 6))
+    weight = draw.standard_normal((14, config.hidden_size)).astype(np.float32)
+
+    def pad(x: np.ndarray, size: int) -> np.ndarray:
+        return np.pad(x, (0, size - len(x)))
+
+    packed = (
+        np.concatenate([prompt, first, second])[None],
+        np.array([[*range(5), 5, 6, 7, *range(5, 11)]], np.int32),
+        np.array([[14] * 5 + [8] * 3 + [14] * 6], np.int32),
+    )
+    apart = (
+        np.stack([pad(np.r_[prompt, first], 11), pad(np.r_[prompt, second], 11)]),
+        np.tile(np.arange(11, dtype=np.int32), (2, 1)),
+        np.stack([pad(np.full(8, 11, np.int32), 11), np.full(11, 11, np.int32)]),
+    )
+
+    def loss_packed(p: Any) -> jax.Array:
+        return (hidden(config, p, *packed)[0, 5:] * weight[5:]).sum()
+
+    def loss_apart(p: Any) -> jax.Array:
+        h = hidden(config, p, *apart)
+        return (h[0, 5:8] * weight[5:8]).sum() + (h[1, 5:11] * weight[8:]).sum()
+
+    one, two = (jax.jit(jax.value_and_grad(f))(params) for f in (loss_packed, loss_apart))
+    np.testing.assert_allclose(one[0], two[0], rtol=1e-5, atol=1e-5)  # a sum in which much cancels
+    for path, leaf in jax.tree.leaves_with_path(one[1]):
+        other = two[1]
+        for entry in path:
+            other = other[entry.key]
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-4 * float(jnp.abs(other).max() + 1e-6))
+
+
+def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
+    config, params = make("llama")
+    zeros = np.zeros((2, 6), np.int32)
+    value, gradient = jax.value_and_grad(lambda p: hidden(config, p, zeros, zeros, zeros).sum())(params)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_recomputation_changes_no_gradient() -> None:
+    gradients = []
+    for remat in ("none", "full", "auto"):
+        config, params = make("qwen2 with windows", remat=remat)
+        tokens = np.arange(12, dtype=np.int32)[None]
+        until = np.full((1, 12), 12, np.int32)
+        gradients.append(
+            jax.jit(jax.grad(lambda p, c=config, t=tokens, u=until: jnp.square(hidden(c, p, t, t, u)).sum()))(
+                params
+            )
+        )
+    for other in gradients[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), gradients[0], other)
+
+
+def test_the_reward_head_and_the_initial_values() -> None:
+    config = parse(CONFIGS["llama"] | {"initializer_range": 0.05}, "score")
+    params = decoder.init(config, jax.random.key(0))
+    assert "lm_head" not in params
+    assert params["score"]["kernel"].shape == (24, 1)
+    states = np.random.default_rng(0).standard_normal((3, 2, 24)).astype(np.float32)
+    found = decoder.score(config, params, jnp.asarray(states, jnp.bfloat16))
+    assert found.dtype == jnp.float32
+    rounded = np.asarray(jnp.asarray(states, jnp.bfloat16), np.float64)
+    np.testing.assert_allclose(
+        found, rounded @ np.asarray(params["score"]["kernel"], np.float64)[:, 0], rtol=1e-4, atol=1e-6
+    )
+    gate = np.asarray(params["layers"]["mlp"]["gate_proj"]["kernel"])
+    assert abs(gate.std() - 0.05) < 0.002
+    assert abs(gate[0] - gate[1]).max() > 0.05  # layers differ
+    assert (np.asarray(params["norm"]["weight"]) == 1).all()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_parameters() -> None:
+    config, params = make("qwen3", dtype="bfloat16")
+    tokens = np.arange(9, dtype=np.int32)[None]
+    until = np.full((1, 9), 9, np.int32)
+    half = hidden(config, params, tokens, tokens, until)
+    whole = hidden(dataclasses.replace(config, dtype="float32"), params, tokens, tokens, until)
+    assert half.dtype == jnp.bfloat16
+    assert whole.dtype == jnp.float32
+    difference = np.abs(np.asarray(half, np.float32) - np.asarray(whole))
+    assert 0 < difference.max() < 0.2
+    gradient = jax.grad(lambda p: hidden(config, p, tokens, tokens, until).sum().astype(jnp.float32))(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}

@@ -1,0 +1,261 @@
+"""rlhf report and rlhf compare: what the pages hold, and how the commands end."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import report as reporting
+from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
+
+runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+make_run, write = runs.make_run, runs.write
+
+
+def page_of(run: Path) -> Any:
+    return runs.Page(reporting.report(run).read_text(encoding="utf-8"))
+
+
+def test_the_page_tells_the_run(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    for told in ("first", "2 min 00 s", "2 × cpu, jax 0.10.2, Python 3.11.7", "rlhf-core 0.1.0", "seed = 3"):
+        assert told in page.text, told
+    assert page.text.count("done") >= 4
+    assert {"stage-rm", "stage-policy", "timing", "warnings", "configuration"} <= set(page.ids())
+    assert len(page.ids()) == len(set(page.ids()))
+    targets = {a["href"].removeprefix("#") for a in page.of("a")}
+    assert targets <= set(page.ids())
+
+
+def test_every_chart_has_a_place_and_all_that_the_script_looks_for(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    places = [a["id"] for a in page.of("figure") if "data-chart" in a]
+    charts = page.charts()
+    assert set(places) == set(charts)
+    assert len(places) == 13
+    for id, chart in charts.items():
+        text = json.dumps(chart["item"])
+        assert f"{id}-plot" in page.ids()
+        for name in ["cursor", "here", *range(len(chart["colours"]))]:
+            assert f'"{id}/{name}"' in text
+    accessible = [a for a in page.of("figure") if "data-chart" in a]
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in accessible)
+
+
+def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    for tag, attributes in page.elements:
+        assert not ({"src", "srcset", "data", "action"} & set(attributes)), tag
+        assert attributes.get("href", "#").startswith("#")
+        assert tag not in ("link", "iframe", "img", "object", "embed", "base")
+    assert "url(" not in re.sub(r"url\(#", "", page.scripts["style"])
+    policy = next(a["content"] for a in page.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+
+
+def test_whatever_a_completion_holds_stays_text(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    assert len(page.of("script")) == 3
+    assert page.of("img") == []
+    assert "onerror" not in {name for _, attributes in page.elements for name in attributes}
+    assert page.text.count(f"completion 0 7 {runs.EVIL}") == 1
+    assert f"careful with {runs.EVIL}" in page.text
+
+
+def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "first"))
+    for i in (0, 2, 4, 5, 7):  # of 8: the lowest, a quarter, the half, three quarters, the highest
+        for step in (0, 19):
+            assert f"completion {step} {i} " in page.text
+    assert "completion 0 1 " not in page.text
+    assert "brevity –" in page.text
+    assert "3 tokens, cut" in page.text
+
+
+def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in (0, 19):
+        rows = [{"prompt": "again", "completion": f"at {step}", "reward": 1.0, "rewards": {}}]
+        rows += [{"prompt": f"only {step}", "completion": "once", "reward": 5.0, "rewards": {}}]
+        write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
+    page = page_of(run)
+    assert "at 0" in page.text
+    assert "at 19" in page.text
+    assert "once" not in page.text
+
+
+def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str, Any]]:
+    """Rows of fixed prompts; the rewards of one prompt's completions are v, v + 1, …"""
+    return [
+        {
+            "prompt": f"asked {i}",
+            "completion": f"answer {i} of {step}, {k}",
+            "reward": value + k,
+            "rewards": {"model": value, "brevity": None if k else 0.5},
+            "length": 4 + step,
+            "finished": True,
+        }
+        for i, value in enumerate(values)
+        for k in range(group)
+    ]
+
+
+def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
+    page = page_of(run)
+    assert "at update 0 and at update 20, each with the middle one of its 3 completions" in page.text
+    for i in range(2):
+        assert page.text.count(f"asked {i}") == 1
+        for step in (0, 20):
+            assert f"answer {i} of {step}, 1" in page.text  # the middle one of three
+            assert f"answer {i} of {step}, 0" not in page.text
+    assert "of 10" not in page.text
+    assert "completion 0 4" not in page.text  # of a rollout
+    words = " ".join(page.text.split())
+    assert "reward2.5→9" in words  # means of 1, 2, 3, 2, 3, 4 and of 7, 8, 9, 9, 10, 11
+    assert "model1.5→8" in words
+    assert "brevity0.5→0.5" in words
+    for told in (
+        "mean of 3: 2",
+        "mean of 3: 3",
+        "mean of 3: 8",
+        "mean of 3: 10",
+    ):  # of each prompt, each time
+        assert told in words
+    assert "tokens4→24" in words
+    assert "brevity –" in page.text
+
+
+def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in (0, 10, 20):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, [1.0]))
+    (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
+    page = page_of(run)
+    assert "answer 0 of 10, 0" in page.text
+    assert "of 20" not in page.text
+
+
+def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
+    page = page_of(run)
+    assert "Update 0, the only one that was kept." in page.text
+    assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
+
+
+def test_ten_thousand_steps_stay_small_and_keep_their_extremes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "long", steps=10_000)
+    rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
+    draw_from = np.random.default_rng(1)
+    for row in rows:
+        row |= {f"metric_{i}": float(draw_from.normal()) for i in range(30)}
+    rows[4321]["kl"], rows[8765]["kl"] = 100.0, -50.0
+    write(run / "policy/metrics.jsonl", rows)
+    path = reporting.report(run)
+    assert path.stat().st_size < 2_000_000
+    page = runs.Page(path.read_text(encoding="utf-8"))
+    assert "Up to 10,000 values a curve were logged" in page.text
+    chart = next(
+        c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
+    )
+    drawn = np.concatenate([array for name, array in arrays(chart["item"]) if name == "y"])
+    assert drawn.max() == 100.0
+    assert drawn.min() == -50.0
+
+
+def label(page: Any, id: str) -> str:
+    return next(a["aria-label"] for a in page.of("figure") if a["id"] == id)
+
+
+def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
+    """(column, array) of every array in a Bokeh document."""
+    if isinstance(value, dict) and value.get("type") == "ndarray":
+        raw = base64.b64decode(value["array"]["data"])
+        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        yield name, np.frombuffer(raw, value["dtype"])
+    elif isinstance(value, dict):
+        for inside in value.values():
+            yield from arrays(inside, name)
+    elif isinstance(value, list):
+        pair = len(value) == 2 and isinstance(value[0], str)
+        for inside in value[1:] if pair else value:
+            yield from arrays(inside, value[0] if pair else name)
+
+
+def test_compare(tmp_path: Path) -> None:
+    both = [make_run(tmp_path / "a/run", rate=1e-4), make_run(tmp_path / "b/run", rate=3e-4, offset=1.0)]
+    path = reporting.compare(both, tmp_path / "both.html")
+    page = runs.Page(path.read_text(encoding="utf-8"))
+    assert "a/run" in page.text
+    assert "b/run" in page.text
+    assert "learning_rate" in page.text
+    assert re.search(r"learning_rate\s*0.0001\s*0.0003", page.text)
+    charts = page.charts()
+    assert all(len(chart["colours"]) == 2 for chart in charts.values())
+    assert set(charts) == {a["id"] for a in page.of("figure")}
+    assert any("a/run: " in label(page, id) and "b/run: " in label(page, id) for id in charts)
+    assert path.stat().st_size < 2_000_000
+
+
+def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
+    both = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    shutil.rmtree(both[1] / "policy")
+    page = runs.Page(reporting.compare(both, tmp_path / "c.html").read_text(encoding="utf-8"))
+    assert "policy" in page.text
+
+
+def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    make_run(tmp_path / "two")
+    ended = rlhf("report", "one")
+    assert ended.code == 0
+    assert ended.out.startswith(f"{tmp_path}/one/report.html: 0.")
+    assert rlhf("report", "one", "-o", "deep/page.html").code == 0
+    assert Path("deep/page.html").is_file()
+    assert rlhf("compare", "one", "two").code == 0
+    assert Path("compare.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["report", "nowhere"], "nowhere: does not exist; give the directory of a run"),
+        (["report", "file"], "file: is a file"),
+        (["report", "empty"], "empty: not a run directory"),
+        (["report", "one/rm"], "one/rm: is one stage of a run; type: rlhf report one"),
+        (["report", "one", "-o", "empty"], "-o empty: is a directory"),
+        (["compare", "one"], "give two runs or more; for one, type: rlhf report one"),
+    ],
+)
+def test_what_is_no_run_ends_with_2(
+    tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    ended = rlhf(*arguments)
+    assert ended.code == 2
+    assert told in ended.message
+
+
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    with pytest.raises(InputError, match=r"needs bokeh; type: pip install 'rlhf-core\[report\]'"):
+        reporting.report(make_run(tmp_path / "run"))

@@ -1,0 +1,429 @@
+"""Calls that fail or take too long, and calls in a job of several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import subprocess
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhf_core import REWARD, Registry, RewardInputs, workers
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.plugins.component import load_file
+from rlhf_core.rewards import numeric_answer
+from rlhf_core.rewards.function import make_rewards
+from rlhf_core.rollouts import Reward, WeightedReward, score
+
+processes = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
+SOON = 0.2  # seconds that the slow ones below are given
+
+
+FUNCTIONS = """
+import os, re, time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+SEEN = Path(__file__).with_name("pids")
+
+def note():
+    with SEEN.open("a") as file:
+        print(os.getpid(), file=file)
+
+def pids():
+    return SEEN.read_text().split()
+
+def backtracks(completions):
+    note()
+    return [float(bool(re.fullmatch("(a+)+b", "a" * 60))) for _ in completions]
+
+def slow_once(completions):
+    first = not SEEN.with_name("slow").exists()
+    SEEN.with_name("slow").touch()
+    time.sleep(60 * first)
+    return [1.0] * len(completions)
+
+def lengths(completions, *, by=1):
+    return [by * len(text) for text in completions]
+
+async def double(completions):
+    return [4.0] * len(completions)
+
+def returns_an_awaitable(completions):
+    return double(completions)
+
+@dataclass(frozen=True)
+class Scaled:
+    by: int
+    def __call__(self, completions):
+        return [self.by * len(text) for text in completions]
+
+def arrays(completions):
+    return numpy.array([1 / 3] * len(completions))
+
+def meets(completions, *, name, directory):
+    (Path(directory) / name).touch()
+    end = time.monotonic() + 30
+    while len(list(Path(directory).iterdir())) < 3:  # passes only where three calls are under way at once
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return [1.0] * len(completions)
+
+def where(completions, number):
+    time.sleep(0.1)
+    return [os.getpid() * 10**6 + 1000 * i + len(completions) for i in number]
+
+def one(completions):
+    return [1.0]
+
+def broken(completions):
+    raise ConnectionError("no route")
+
+def fails(completions):
+    return [{"x y": 1, "x": 2}[text] if text else {}["gold"] for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory):
+    """A file of reward functions, as users have."""
+    file = tmp_path_factory.mktemp("rewards") / "mine.py"
+    file.write_text(FUNCTIONS)
+    yield load_file(file)
+    workers.close()
+
+
+def ones(completions):
+    return [1.0] * len(completions)
+
+
+def broken(completions):
+    raise ConnectionError("no route")
+
+
+async def endless(completions):
+    await asyncio.sleep(60)
+
+
+def test_an_asynchronous_function_is_cancelled_at_its_timeout():
+    begin = time.perf_counter()
+    with pytest.raises(RunError, match=r"^reward 'judge' took longer than its timeout of 0\.2 s$"):
+        score([Reward("judge", 1.0, endless, timeout=SOON), Reward("ones", 1.0, ones)], INPUTS)
+    assert time.perf_counter() - begin < 10
+
+
+def test_a_plain_function_is_ended_at_its_timeout(mine):
+    begin = time.perf_counter()
+    with pytest.raises(RunError, match=r"^reward 'slow' took longer than its timeout of 1 s$"):
+        score([Reward("slow", 1.0, mine.backtracks, timeout=1.0)], INPUTS)
+    assert time.perf_counter() - begin < 20  # alone, the regular expression takes days
+    assert not [pid for pid in mine.pids() if Path(f"/proc/{pid}").exists()]
+
+
+def test_the_next_call_after_a_timeout_is_as_any_other(mine):
+    reward = Reward("slow", 1.0, mine.slow_once, timeout=1.0, on_error="skip")
+    with pytest.warns(UserWarning, match="'slow' took longer"):
+        score([reward, Reward("ones", 1.0, ones)], INPUTS)
+    assert score([reward], INPUTS)[:, 0].tolist() == [1, 1, 1]
+    assert reward.failures == 1
+
+
+def test_in_time_a_timeout_changes_nothing(mine):
+    async def later(completions):
+        await asyncio.sleep(0)
+        return [2.0] * len(completions)
+
+    rewards = [
+        Reward("plain", 1.0, mine.lengths, timeout=60),
+        Reward("async", 1.0, later, timeout=60),
+        Reward("both", 1.0, mine.returns_an_awaitable, timeout=60),
+        Reward("option", 1.0, functools.partial(mine.lengths, by=2), timeout=60),
+        Reward("object", 1.0, mine.Scaled(3), timeout=60),
+        Reward("arrays", 1.0, mine.arrays, timeout=60),
+    ]
+    assert score(rewards, INPUTS)[0].tolist() == [3, 2, 4, 6, 9, 1 / 3]
+    assert [reward.failures for reward in rewards] == [0] * 6
+
+
+def test_what_has_a_timeout_runs_at_the_same_time_as_what_is_asynchronous(mine, tmp_path):
+    async def asks(completions):
+        return await asyncio.to_thread(mine.meets, completions, name="c", directory=str(tmp_path))
+
+    rewards = [
+        Reward(name, 1.0, functools.partial(mine.meets, name=name, directory=str(tmp_path)), timeout=60)
+        for name in "ab"
+    ]
+    assert score([*rewards, Reward("c", 1.0, asks, timeout=60)], INPUTS).shape == (3, 3)
+
+
+def test_processes_share_a_call_in_order_and_never_split_a_prompt(mine):
+    n = 12
+    inputs = RewardInputs(
+        [f"prompt {i // 3}" for i in range(n)],
+        ["x" * i for i in range(n)],
+        [[1]] * n,
+        {"number": list(range(n))},
+    )
+    several = Reward("r", 1.0, mine.where, processes=2)
+    values = score([several], inputs)[:, 0]
+    pids, seen, numbers = values // 10**6, values % 1000, values // 1000 % 1000
+    assert len(set(pids[:6])) == len(set(pids[6:])) == 1
+    assert seen.tolist() == [6] * n  # completions of the part
+    assert numbers.tolist() == list(range(n))
+    assert score([several], inputs)[:, 0].tolist() == values.tolist()  # the same processes
+    parts = Reward("r", 1.0, mine.where, processes=8).parts(inputs)
+    assert [len(part.completions) for part in parts] == [3, 3, 3, 3]
+    assert [len(part.completions) for part in Reward("r", 1.0, mine.where, processes=3).parts(inputs)] == [
+        6,
+        3,
+        3,
+    ]
+    with pytest.raises(RunError, match="reward 'r' returned 1 values for 6 completions"):
+        score([Reward("r", 1.0, mine.one, processes=2)], inputs)
+
+
+def test_what_a_function_raises_in_its_worker_is_told_as_elsewhere(mine):
+    for reward in (Reward("r", 1.0, mine.fails, timeout=60), Reward("r", 1.0, mine.fails)):
+        with pytest.raises(
+            RunError, match=r"^reward 'r' raised KeyError: 'gold' \(.*mine\.py line \d+\) for completion 2$"
+        ):
+            score([reward], INPUTS)
+
+
+def test_the_row_of_a_failure_is_named():
+    inputs = INPUTS._replace(places=[f"prompts.jsonl row {i}" for i in (4, 4, 9)])
+
+    def divides(completions):
+        return [1 / len(text) for text in completions]
+
+    with pytest.raises(RunError, match=r"raised ZeroDivisionError: .* for prompts\.jsonl row 9$"):
+        score([Reward("r", 1.0, divides)], inputs)
+
+
+def test_a_function_without_a_name_elsewhere_is_refused_where_it_needs_one():
+    registry = Registry()
+    registry.add(REWARD, "local", lambda completions: ones(completions))
+    for limit in ({"timeout": 1.0}, {"processes": 2}):
+        with pytest.raises(
+            InputError, match=r"'local' has `\w+`, so that it runs in a process of its own.*file\.py:fun"
+        ):
+            make_rewards([WeightedReward(name="local", **limit)], None, None, registry, "stage 'policy'")
+
+
+def test_clients_and_locks_made_in_one_call_work_in_the_next():
+    made = {}
+
+    async def judge(completions):
+        loop = asyncio.get_running_loop()
+        if not made:
+            made["lock"], made["task"] = asyncio.Lock(), loop.create_task(asyncio.sleep(3600))
+            made["future"] = loop.create_future()
+            loop.call_later(0.05, made["future"].set_result, None)
+            await made["lock"].acquire()
+            loop.call_later(0.1, made["lock"].release)
+        else:
+            await asyncio.wait_for(made["future"], 10)
+            await asyncio.wait_for(made["lock"].acquire(), 10)  # bound to the loop of the first call
+            made["lock"].release()
+            assert not made["task"].done()
+        return ones(completions)
+
+    reward = Reward("judge", 1.0, judge, timeout=60)
+    for _ in range(3):
+        assert score([reward], INPUTS)[:, 0].tolist() == [1, 1, 1]
+    workers.close()
+    assert made["task"].cancelled()
+
+
+def test_an_answer_that_cannot_be_read_costs_its_row_or_ends_the_run_naming_it():
+    inputs = RewardInputs(
+        ["a"] * 4,
+        ["5", "6", "5", "7"],
+        [[1]] * 4,
+        {"answer": [5, 5, "five", "five"]},
+        [f"p.jsonl row {i}" for i in (2, 2, 7, 7)],
+    )
+    with pytest.raises(InputError) as caught:
+        score([Reward("right", 1.0, numeric_answer)], inputs)
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        "p.jsonl row 7: reward 'right': the answer 'five' is not a number; leave it null"
+    )
+    skips = Reward("right", 1.0, numeric_answer, on_error="skip")
+    with pytest.warns(UserWarning, match="p.jsonl row 7: reward 'right': the answer 'five'"):
+        table = score([skips], inputs)
+    np.testing.assert_array_equal(table[:, 0], [1, 0, np.nan, np.nan])
+    assert skips.failures == 1
+
+
+def test_a_function_without_timeout_costs_the_others_none_of_their_time():
+    def blocks(completions):
+        time.sleep(2 * SOON)
+        return ones(completions)
+
+    async def quick(completions):
+        await asyncio.sleep(SOON / 10)
+        return ones(completions)
+
+    rewards = [Reward("quick", 1.0, quick, timeout=SOON), Reward("blocks", 1.0, blocks)]
+    assert score(rewards, INPUTS).tolist() == [[1, 1]] * 3
+
+
+def test_a_function_may_raise_a_timeout_error_of_its_own():
+    async def refuses(completions):
+        raise TimeoutError("the server said no")
+
+    with pytest.raises(RunError, match="reward 'r' raised TimeoutError: the server said no"):
+        score([Reward("r", 1.0, refuses, timeout=60)], INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout", "said"),
+    [
+        (broken, None, "reward 'r' raised ConnectionError: no route"),
+        (broken, 60, "reward 'r' raised ConnectionError: no route"),
+        (endless, SOON, "reward 'r' took longer than its timeout of 0.2 s"),
+    ],
+)
+def test_skipped_calls_leave_completions_unscored_and_are_counted(function, timeout, said, mine):
+    function = (
+        mine.broken if timeout == 60 else function
+    )  # a worker imports its module, and this one is large
+    rewards = [Reward("r", 1.0, function, timeout, "skip"), Reward("ones", 1.0, ones)]
+    with pytest.warns(UserWarning, match=said) as caught:
+        table = score(rewards, INPUTS)
+    assert len(caught) == 1
+    assert np.isnan(table[:, 0]).all()
+    assert table[:, 1].tolist() == [1, 1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        score(rewards, INPUTS)
+    assert [reward.failures for reward in rewards] == [2, 0]
+
+
+def test_where_every_call_fails_the_run_ends_and_says_which():
+    rewards = [Reward("a", 1.0, broken, on_error="skip"), Reward("b", 1.0, endless, SOON, "skip")]
+    with (
+        pytest.warns(UserWarning, match="reward '[ab]'"),
+        pytest.raises(
+            RunError, match=r"nothing to learn from; reward 'a' raised ConnectionError.*; reward 'b' took"
+        ),
+    ):
+        score(rewards, INPUTS)
+
+
+@pytest.mark.parametrize("returned", [[1.0], 1.0, [1, 2, "x"], [0, 0, float("inf")]])
+def test_values_that_are_no_rewards_are_never_skipped(returned):
+    wrong = Reward("r", 1.0, lambda completions: returned, on_error="skip")
+    with pytest.raises(RunError, match="reward 'r' returned"):
+        score([wrong, Reward("ones", 1.0, ones)], INPUTS)
+
+
+def test_bad_input_is_never_skipped():
+    def refuses(completions):
+        raise InputError("row 3 has no answer")
+
+    with pytest.raises(InputError, match=r"^row 3 has no answer$"):
+        score([Reward("r", 1.0, refuses, on_error="skip"), Reward("ones", 1.0, ones)], INPUTS)
+
+
+class OnTheMesh:
+    def setup(self, stage):
+        pass
+
+    def __call__(self, completions):
+        return ones(completions)
+
+
+def test_the_config_says_timeout_and_policy():
+    registry = Registry()
+    registry.add(REWARD, "ones", ones)
+    registry.add(REWARD, "mesh", OnTheMesh())
+
+    def made(**component):
+        return make_rewards([WeightedReward(**component)], None, None, registry, "stage 'policy'")[0]
+
+    assert (made(name="ones").timeout, made(name="ones").on_error) == (None, "stop")
+    limited = made(name="ones", timeout=2.5, on_error="skip")
+    assert (limited.timeout, limited.on_error) == (2.5, "skip")
+    with pytest.raises(
+        InputError, match=r"stage 'policy'.rewards: 'mesh' is an object with `setup`.*`timeout`"
+    ):
+        made(name="mesh", timeout=1.0)
+
+
+PROGRAM = """
+import random, warnings
+import numpy as np
+from rlhf_core import RewardInputs
+from rlhf_core.errors import RunError
+from rlhf_core.rollouts import Reward, score
+
+me, calls = jax.process_index(), []
+inputs = RewardInputs(["a"] * 3, ["x", "y", "z"], [[5]] * 3, {})
+
+def chance(completions):
+    calls.append("chance")
+    return [random.random(), None, 1 / 3]
+
+def breaks(completions):
+    calls.append("breaks")
+    raise OSError("gone")
+
+class Mesh:
+    def __init__(self, where): self.where = where
+    def setup(self, stage): pass
+    def __call__(self, completions):
+        calls.append("mesh")
+        if me == self.where:
+            raise OSError("full")
+        return [float(me)] * len(completions)
+
+warnings.simplefilter("ignore")
+rewards = [Reward("chance", 1.0, chance), Reward("breaks", 1.0, breaks, on_error="skip"), Reward("mesh", 1.0, Mesh(-1))]
+table = score(rewards, inputs)
+print(table.tobytes().hex(), *(r.failures for r in rewards))
+assert calls == (["chance", "breaks", "mesh"] if me == 0 else ["mesh"]), calls
+for ends in (Reward("breaks", 1.0, breaks), Reward("other", 1.0, Mesh(1)), Reward("first", 1.0, Mesh(0))):
+    try:
+        score([rewards[0], ends], inputs)
+    except RunError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_one_outcome():
+    port = processes.free_port()
+    running = [processes.start(PROGRAM, i, 2, port, devices=1, stderr=subprocess.PIPE) for i in range(2)]
+    first, second = (
+        [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+        for said in processes.finish(running, timeout=120)
+    )
+    assert first[0] == second[0]
+    bits, *failures = first[0].split()
+    table = np.frombuffer(bytes.fromhex(bits)).reshape(3, 3)
+    assert 0 <= table[0, 0] < 1
+    assert table[2, 0] == 1 / 3  # not float32's
+    assert np.isnan(table[1, 0])
+    assert np.isnan(table[:, 1]).all()
+    assert table[:, 2].tolist() == [0, 0, 0]
+    assert failures == ["0", "1", "0"]
+    elsewhere = "reward '{}' failed in another process, whose output says why"
+    assert first[1:] == [
+        "reward 'breaks' raised OSError: gone",
+        elsewhere.format("other"),
+        "reward 'first' raised OSError: full",
+    ]
+    assert second[1:] == [
+        elsewhere.format("breaks"),
+        "reward 'other' raised OSError: full",
+        elsewhere.format("first"),
+    ]

@@ -1,0 +1,243 @@
+"""Core's own rewards: their formulas, their papers' numbers, and what their options refuse."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import REWARD, Registry
+from rlhf_core._builtin import rlhf_register
+from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
+from rlhf_core.rewards import numeric_answer
+from rlhf_core.rewards.answers import Number, final_number, read_number
+
+cases = load_file(Path(__file__).parents[1] / "shared" / "numeral_cases.py")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    registry = Registry()
+    rlhf_register(registry)
+    return registry
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (72, "so it is 72.", "so it is 73"),
+        ("1,234", "1234", "234"),
+        (1234, "that makes $1,234.00", "1,2345"),
+        ("$18", "She makes $18 a day", "She makes $1.8 a day"),
+        ("3/4", "0.75", "3"),
+        (0.75, "three quarters, 3/4", "4/3"),
+        ("12.50", "$12.5", "1250"),
+        ("-7", "it fell to −7", "7"),
+        ("-$7", "$-7", "10-7"),
+        (0.1, "0.10", "0.1000001"),
+        (1e16, "10000000000000000", "1e15"),
+        ("7/4", "1 3/4 cups", "3/4"),
+        ("so 48 + 24 = 72 clips\n#### 72", "#### 72", "#### 24"),
+        (r"\boxed{\frac{3}{4}}", r"\boxed{\dfrac{3}{4}}", r"\boxed{\frac{4}{3}}"),
+        (10, "答案是10", "10e1"),
+        (5, "16-11=5", "v5 H2O5"),
+    ],
+)
+def test_numbers_are_equal_as_numbers(answer: Any, right: str, wrong: str) -> None:
+    assert numeric_answer([right, wrong, chat(right), chat(wrong)], [answer] * 4) == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        (r"\boxed{1} and then \boxed{2}, #### 3, the answer is 4, or 5", 2),
+        (r"\boxed{2} and then \boxed{3", 2),
+        (r"\boxed{x = 2\,500 \text{ dollars}} 7", 2500),
+        (r"\boxed{1{,}000}", 1000),
+        (r"\boxed{{5}}{}", None),
+        (r"\boxed{2\sqrt{3}} 3", None),
+        (r"\boxed{3x}", None),
+        (r"\boxed{} 3", None),
+        ("the answer is 4\n#### 3\nor 5", 3),
+        ("#### 1. Add them\nThat makes 5 and 6", 6),
+        ("#### $72 dollars.", 72),
+        ("The answer is 3. The final answer is: **$4**. Check: 5", 4),
+        ("**Answer:** \\(-4\\) as 5 > 3", -4),
+        ("The answer is not 4 but 5", 5),
+        ("3 or 4 or 5", 5),
+        ("pages 3-5", 5),
+        ("1,2,3", 3),
+        ("3/0", None),
+        ("9" * 5000, None),
+        ("1e999999999", None),
+        ("version 1.2.3", None),
+        ("", None),
+        ("none at all", None),
+    ],
+)
+def test_which_number_of_a_completion_counts(completion: str, number: int | None) -> None:
+    candidates = [-4, 2, 3, 4, 5, 6, 72, 1000, 2500]
+    equal = [
+        n for n, right in zip(candidates, numeric_answer([completion] * 9, candidates), strict=True) if right
+    ]
+    assert equal == ([] if number is None else [number])
+
+
+def number(written: str | None) -> Number | None:
+    """Read a number as the table writes it."""
+    if written is None:
+        return None
+    top, _, bottom = written.rstrip("%").partition("/")
+    return Number(Fraction(top) / Fraction(bottom or 1), written.endswith("%"))
+
+
+def test_the_grammar_of_numbers_has_two_hundred_cases() -> None:
+    assert len(cases.ALONE) + len(cases.FINAL) >= 200
+
+
+@pytest.mark.parametrize("text", cases.ALONE)
+def test_what_is_a_number_alone(text: str) -> None:
+    assert read_number(text) == number(cases.ALONE[text])
+    assert final_number(rf"7 and \boxed{{{text}}} or 9") == number(cases.ALONE[text])
+
+
+@pytest.mark.parametrize("text", cases.FINAL)
+def test_what_number_a_text_ends_in(text: str) -> None:
+    assert final_number(text) == number(cases.FINAL[text])
+
+
+def test_a_percentage_equals_its_number_and_its_share() -> None:
+    assert numeric_answer(["50%", "50", "0.5", "1/2", "5000%", r"\boxed{50\%}"], ["50%"] * 6) == [
+        1,
+        1,
+        1,
+        1,
+        0,
+        1,
+    ]
+    assert numeric_answer(["50%", "50 %", "50%"], [50, 0.5, 5]) == [1, 1, 0]
+
+
+def test_no_answer_is_not_scored_and_a_wrong_kind_is_an_error() -> None:
+    assert numeric_answer(["5", "5"], [None, float("nan")]) == [None, None]
+    for answer in ("five", True, float("inf"), "", "3 or 4", "#### none"):
+        with pytest.raises(InputError, match=r"numeric_answer.*is not a number; leave it null"):
+            numeric_answer(["5"], [answer])
+
+
+def test_hostile_completions_take_no_time() -> None:
+    hostile = [
+        "9" * 100_000,
+        "1,111" * 30_000,
+        r"\boxed{" * 20_000,
+        r"\frac{" * 20_000,
+        "#### 1" + " a" * 20_000,
+    ]
+    hostile += ["1 " * 50_000, "answer is " + "*" * 50_000, "1/" * 50_000, " " * 100_000]
+    begin = time.perf_counter()
+    numeric_answer(hostile, [1] * len(hostile))
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.data
+def test_solutions_of_grade_school_problems(shared: Path) -> None:
+    def rows(name: str) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (shared / "data" / name).read_text(encoding="utf-8").splitlines()
+        ]
+
+    problems = rows("math/gsm8k.test.jsonl")
+    solutions = [row["meta"]["solution"] for row in problems]
+    assert numeric_answer(solutions, [row["answer"] for row in problems]) == [1] * len(problems)
+    assert numeric_answer([row["answer"] for row in problems], solutions) == [1] * len(problems)
+    answers = {row["prompt"][0]["content"]: row["answer"] for row in problems}
+    pairs = rows("prefs/gsm8k_solutions.jsonl")
+    expected = [answers[row["prompt"][0]["content"]] for row in pairs]
+    assert numeric_answer([row["chosen"] for row in pairs], expected) == [1] * len(pairs)
+    assert numeric_answer([row["rejected"] for row in pairs], expected) == [0] * len(pairs)
+
+
+def test_a_missing_package_is_said_before_anything_runs(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    expected = "needs the package math-verify, which is not installed: pip install 'rlhf-core[math]'"
+    assert [message for _, message in registry.check(REWARD, "math_verify", {})] == [
+        f"reward 'math_verify' {expected}"
+    ]
+    with pytest.raises(InputError, match="pip install"):
+        registry.get(REWARD, "math_verify")
+
+
+def test_a_pattern_matches_the_whole_completion(registry: Registry) -> None:
+    reward = registry.get(REWARD, "regex", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
+    good = "<think>a\nb</think>\n<answer>4</answer>"
+    assert reward([good, chat(good), good + " so", "<answer>4</answer>", ""]) == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("regex", {"pattern": "(a"}, r"pattern: '\(a' is not a regular expression: missing \)"),
+        ("regex", {}, "pattern: missing"),
+        ("soft_overlong", {"max_length": 20, "cache": 30}, "cache=30 is more than max_length=20"),
+        ("soft_overlong", {"max_length": 20, "cache": 0}, "cache: expected a number of at least 1"),
+        ("repetition", {"penalty": 0.5}, "penalty: expected a number of at most 0"),
+        ("repetition", {"ngram": 0}, "ngram: expected a number of at least 1"),
+        ("math_verify", {"seconds": 0}, "seconds: expected a number above 0"),
+    ],
+)
+def test_options_that_cannot_be(registry: Registry, name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        registry.get(REWARD, name, **options)
+    assert registry.check(REWARD, name, options)
+
+
+def test_soft_overlong_is_equation_13_of_dapo(registry: Registry) -> None:
+    def equation(tokens: int, longest: int, cache: int) -> float:
+        if tokens <= longest - cache:
+            return 0.0
+        return (longest - cache - tokens) / cache if tokens <= longest else -1.0
+
+    lengths = [0, 50, 80, 81, 90, 99, 100, 101, 110]
+    reward = registry.get(REWARD, "soft_overlong", max_length=100, cache=20)
+    values = reward([[5] * n for n in lengths])
+    np.testing.assert_allclose(values, [equation(n, 100, 20) for n in lengths], rtol=1e-12)
+    assert [values[lengths.index(n)] for n in (50, 90, 110)] == [0, -0.5, -1]
+    assert registry.get(REWARD, "soft_overlong", max_length=10, cache=10)([[], [5] * 5]) == [0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("ids", "ngram", "penalty", "value"),
+    [
+        ([5] * 5, 2, -1.0, -0.75),
+        ([1, 2] * 3, 2, -1.0, -0.6),
+        ([5] * 5, 2, -0.5, -0.375),
+        ([1, 2, 3, 1, 2, 3], 2, -1.0, -0.4),
+        ([1, 2, 3, 1, 2, 3], 3, -1.0, -0.25),
+        ([1, 2, 3, 4], 2, -1.0, 0.0),
+        ([5], 2, -1.0, 0.0),
+        ([], 1, -1.0, 0.0),
+    ],
+)
+def test_repetition(registry: Registry, ids: list[int], ngram: int, penalty: float, value: float) -> None:
+    reward = registry.get(REWARD, "repetition", ngram=ngram, penalty=penalty)
+    assert reward([ids]) == [pytest.approx(value, abs=1e-12)]
+
+
+def test_length_and_exact_match(registry: Registry) -> None:
+    assert registry.get(REWARD, "length", target=4)([[1] * n for n in (4, 0, 8, 6)]) == [0, -1, -1, -0.5]
+    exact = registry.get(REWARD, "exact_match")
+    assert exact([" four\n", "Four", chat("four"), "x"], ["four", "four", "four", None]) == [1, 0, 1, None]
+    assert registry.get(REWARD, "exact_match", ignore_case=True)(["Four"], ["fOUR "]) == [1]

@@ -1,0 +1,41 @@
+"""Two processes, one mesh: each must hold every rollout, the same as one process gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.plugins.component import load_file
+
+processes: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
+PROGRAM = """
+import numpy as np
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.sampling import Sampler, SamplingOptions
+
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
+config = DECODER.parse({"model_type": "llama", "initializer_range": 0.5, **sizes}, "lm")
+definition = Definition(DECODER, config, "lm")
+mesh = make_mesh(data=2, fsdp=2)
+params = jax.jit(definition.init, out_shardings=definition.shardings(mesh))(jax.random.key(1))
+options = SamplingOptions(max_completion_length=8)
+sampler = Sampler(
+    definition, options, mesh=mesh, stop_ids=(3,), num_generations=2, prompts_per_call=4, max_prompt_length=32
+)
+prompts = [np.arange(1 + i, dtype=np.int32) for i in range(6)]
+np.savez(arguments[0], **sampler(params, prompts, jax.random.key(0))._asdict())
+"""
+
+
+@pytest.mark.slow
+def test_every_process_gets_every_rollout(tmp_path: Path) -> None:
+    processes.alone_and_in_two(PROGRAM, lambda i, n: [tmp_path / f"{i}_of_{n}.npz"])
+    alone, first, second = (np.load(tmp_path / f"{name}.npz") for name in ("0_of_1", "0_of_2", "1_of_2"))
+    for name in ("tokens", "lengths", "finished", "logps"):
+        np.testing.assert_array_equal(first[name], second[name])
+    np.testing.assert_array_equal(first["tokens"], alone["tokens"])
+    np.testing.assert_allclose(first["logps"], alone["logps"], atol=1e-5)

@@ -1,0 +1,141 @@
+"""What packages of others rely on, as text: names, parameters and fields.
+
+    python tests/shared/public_surface.py
+
+writes public_surface.txt anew, after a change that CONTRIBUTING.md, "Compatibility", allows.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.contracts import Kind
+from rlhf_core.plugins import hooks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FILE = Path(__file__).with_suffix(".txt")
+WHOLE = (
+    "rlhf_core",
+    "rlhf_core.rollouts",
+    "rlhf_core.testing",
+    "rlhf_sft",
+    "rlhf_reward",
+    "rlhf_grpo",
+    "rlhf_dpo",
+)
+"""Packages all of whose `__all__` is promised."""
+AUTHORS = (
+    "plugins/*/rlhf_*/*.py",
+    "examples/plugins/*/*.py",
+    "rlhf_core/cli/new/templates/*/component.py.txt",
+)
+"""Written with what any author may use, so that whatever they import of core is public."""
+
+
+def surface() -> str:
+    """One line a name, sorted within its module."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for module in WHOLE:
+        names[module] |= set(importlib.import_module(module).__all__)
+    for module, name in imported():
+        names[module].add(name)
+    lines = [
+        f"hook {name}{parameters(hook)}"
+        for name, hook in sorted(vars(hooks).items())
+        if name.startswith("rlhf_")
+    ]
+    for module in sorted(names):
+        found = importlib.import_module(module)
+        lines += ["", *(f"{module}.{line}" for name in sorted(names[module]) for line in told(found, name))]
+    return "\n".join(lines) + "\n"
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """(module of core, name) of every import in what authors write."""
+    for pattern in AUTHORS:
+        for file in REPOSITORY.glob(pattern):
+            text = re.sub(r"{{(\w+)}}", r"\1_", file.read_text(encoding="utf-8")).replace("class_", "Class")
+            yield from read(ast.parse(text))
+
+
+def read(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(module of core, name) of imports, and of what is read from an imported module: `data.encode_texts`."""
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "rlhf_core":
+            for alias in node.names:
+                yield str(node.module), alias.name
+                module = f"{node.module}.{alias.name}"
+                if node.module == "rlhf_core" and find_spec(module) is not None:
+                    modules[alias.name] = module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield modules[node.value.id], node.attr
+
+
+def told(module: Any, name: str) -> Iterator[str]:
+    """A name with what may not change about it."""
+    try:
+        thing = getattr(module, name)
+    except AttributeError:  # a module that nothing imported yet
+        thing = importlib.import_module(f"{module.__name__}.{name}")
+    if inspect.ismodule(thing):
+        yield f"{name}: module"
+    elif isinstance(thing, Kind):
+        yield f"{name}: {thing}"
+    elif inspect.isclass(thing):
+        yield f"{name}{fields(thing)}"
+        for method in sorted(vars(thing)):
+            if not method.startswith("_") and callable(getattr(thing, method)) and method not in shown(thing):
+                yield f"{name}.{method}{parameters(getattr(thing, method))}"
+    elif callable(thing) and not str(type(thing)).startswith("<class 'typing"):
+        yield f"{name}{parameters(thing)}"
+    else:
+        yield name
+
+
+def shown(thing: Any) -> list[str]:
+    """The fields of a dataclass, a named tuple or a configuration."""
+    if dataclasses.is_dataclass(thing):
+        return [field.name for field in dataclasses.fields(thing) if field.init]
+    return list(getattr(thing, "_fields", None) or getattr(thing, "model_fields", ()))
+
+
+def fields(thing: Any) -> str:
+    if shown(thing):
+        return f"({', '.join(shown(thing))})"
+    return "" if thing.__init__ is object.__init__ or issubclass(thing, BaseException) else parameters(thing)
+
+
+def parameters(function: Any) -> str:
+    """`(a, *, b=1)`: names, kinds and simple defaults, without types."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return "(…)"
+    plain = [
+        p.replace(
+            annotation=p.empty,
+            default=p.default if simple(p.default) or p.default is p.empty else Ellipsis,
+        )
+        for p in signature.parameters.values()
+        if p.name not in ("self", "cls")
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def simple(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None) or value == ()
+
+
+if __name__ == "__main__":
+    FILE.write_text(surface(), encoding="utf-8")

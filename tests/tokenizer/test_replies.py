@@ -1,0 +1,256 @@
+"""Which tokens of a conversation are learned: the replies, counted out in the text; and what is said where not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from rlhf_core import data
+from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
+from rlhf_core.tokenizer.chat_template import PLAIN
+from rlhf_core.tokenizer.encoding import Encoder
+
+chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
+CASES = chat.cases()
+HEADERS = {
+    None: "assistant:\n",
+    chat.CHATML: "<|im_start|>assistant\n",
+    chat.LLAMA3: "<|head|>assistant<|/head|>\n\n",
+    chat.LLAMA2: "[/INST]",
+    chat.STRIPS: "assistant:",
+    chat.GEMMA: "<start_of_turn>model\n",
+    chat.PHI: "<|assistant|>\n",
+    chat.TOOLS: "<|im_start|>assistant\n",
+    chat.MARKS: "<|im_start|>assistant\n",
+    chat.MARKS_CONTENT: "<|im_start|>assistant\n",
+}
+"""What stands before a reply; it ends with the first stop token after that."""
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(b): b for b in PRINTABLE} | {
+    chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in PRINTABLE)
+}
+assert set(BYTES) == set(pre_tokenizers.ByteLevel.alphabet())
+
+
+def token_spans(tokenizer, ids, text):
+    """The bytes of `text` that every token stands for, by laying the tokens end to end."""
+    added = tokenizer.get_added_vocab()
+    pieces, at, spans = tokenizer.convert_ids_to_tokens(ids), 0, []
+    by_bytes = "Ġ" in tokenizer.get_vocab()
+    for i, piece in enumerate(pieces):
+        if piece in added:
+            size = len(piece.encode()) * text.encode().startswith(
+                piece.encode(), at
+            )  # else added beside the text
+        elif by_bytes:
+            size = len(bytes(BYTES[c] for c in piece))
+        else:
+            size = 1 if piece.startswith("<0x") else len(piece.replace("▁", " ").encode())
+            size -= i == 0 or pieces[i - 1] in added  # the space that is put before a text
+        spans.append((at, at + size))
+        at += size
+    assert at > len(text.encode()) - 20  # white space and a second stop token behind the first are cut
+    return spans
+
+
+def learned_bytes(case, text):
+    """Of every reply, header left out, up to its stop token."""
+    spans, at, header = [], 0, HEADERS[case.template]
+    while (start := text.find(header, at)) >= 0:
+        found = [(text.index(stop, start), stop) for stop in case.stops if stop in text[start:]]
+        end, stop = min(found or [(text.find("\n\nuser:", start) % (len(text) + 1), "")])
+        at = end + len(stop)
+        spans.append(tuple(len(text[:i].encode()) for i in (start + len(header), at)))
+    return spans
+
+
+def expected(case, turns, first=0):
+    text = case.tokenizer.apply_chat_template(
+        turns, chat_template=case.template or PLAIN, tools=case.tools, tokenize=False
+    )
+    ids = Encoder(case.tokenizer, None if case.template else "plain").whole([None], [turns], [case.tools])[0]
+    spans = learned_bytes(case, text)[first:]
+    mask = [
+        any(a < end and start < b for a, b in spans) for start, end in token_spans(case.tokenizer, ids, text)
+    ]
+    if not text.rstrip().endswith(tuple(case.stops)) and case.stops:
+        mask[-1] = True  # an EOS that was put behind
+    return ids.tolist(), mask
+
+
+def texts(case, row, **options):
+    row = {**row, **({"tools": case.tools} if case.tools else {})}
+    options = {"max_length": None, "chat_template": None if case.template else "plain", **options}
+    return data.encode_texts(data.load([row]), case.tokenizer, **options)
+
+
+TURNS = [*chat.ASKED, chat.assistant(chat.REPLY), chat.user("ab"), chat.assistant("é in  \n\n  ab")]
+FOLLOWED = [name for name, case in CASES.items() if case.template in HEADERS]
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_every_reply_is_learned_and_nothing_else(name):
+    case = CASES[name]
+    turns = [chat.SYSTEM, *TURNS] if case.prompt[0]["role"] == "system" else TURNS
+    ids, mask = expected(case, turns)
+    encoded = texts(case, {"messages": turns})
+    assert encoded.texts[0].tokens.tolist() == ids
+    assert encoded.texts[0].weights.tolist() == mask
+    assert sum(mask) > 20
+    report = encoded.report
+    assert report.unlearned == report.unlike == report.left_out == []
+    # A tokenizer that cannot say where its tokens lie gives nearly the same: merges across a border count whole.
+    slow = dataclasses.replace(case, tokenizer=Slow(case.tokenizer))
+    (other,) = texts(slow, {"messages": turns}).texts
+    assert other.tokens.tolist() == ids
+    assert (other.weights != mask).sum() <= 2
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_of_prompt_and_completion_only_the_completion_is_learned(name):
+    case = CASES[name]
+    ids, mask = expected(case, TURNS, first=1)
+    for completion in (TURNS[3:], [*TURNS[3:], chat.user("b")]):
+        (text,) = texts(case, {"prompt": TURNS[:3], "completion": completion}).texts
+        assert (text.tokens.tolist(), text.weights.tolist()) == (ids, mask)
+
+
+class Slow:
+    """A tokenizer written in Python."""
+
+    def __init__(self, tokenizer):
+        self.own = tokenizer
+        self.is_fast = False
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+    def __len__(self):
+        return len(self.own)
+
+    def __call__(self, text, return_offsets_mapping=False, **options):
+        assert not return_offsets_mapping
+        return self.own(text, **options)
+
+
+def test_what_tools_answer_is_not_learned():
+    case = CASES["tools"]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    turns = [chat.user("ab?"), call, {"role": "tool", "content": "a result"}, chat.assistant("in")]
+    for row in ({"messages": turns}, {"prompt": turns[:1], "completion": turns[1:]}):
+        (text,) = texts(case, row).texts
+        assert (text.tokens.tolist(), text.weights.tolist()) == expected(case, turns)
+        said = case.tokenizer.decode(text.tokens[text.weights == 1])
+        assert said == '<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>in<|im_end|>'
+
+
+def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
+    """Earlier replies would be learned without the thoughts that they were written with."""
+    case = CASES["forgets"]
+    turns = [
+        chat.user("a"),
+        chat.assistant("<think>in</think>ab"),
+        chat.user("b"),
+        chat.assistant("<think>b</think>a"),
+    ]
+    encoded = texts(case, {"messages": turns})
+    (text,) = encoded.texts
+    assert case.tokenizer.decode(text.tokens[text.weights == 1]) == "<think>b</think>a<|im_end|>"
+    assert "in</think>" not in case.tokenizer.decode(text.tokens)
+    assert encoded.report.unlearned == encoded.report.left_out == ["dataset row 1"]
+    assert "1 of which only the last replies are learned (dataset row 1)" in str(encoded.report)
+    assert not encoded.report.all_as_given
+    # A reply without a thought is written alike, and learned.
+    turns[1] = chat.assistant("ab")
+    encoded = texts(case, {"messages": turns})
+    assert case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1]) == (
+        "ab<|im_end|><think>b</think>a<|im_end|>"
+    )
+    assert encoded.report.all_as_given
+
+
+def test_a_generation_prompt_that_replies_do_not_follow_is_told():
+    case = CASES["thinks"]
+    encoded = texts(case, {"messages": chat.ASKED[:2]})
+    assert encoded.report.unlike == ["dataset row 1"]
+    assert (
+        case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1]) == " ab ab\n<|im_end|>"
+    )
+    row = {"messages": [chat.ASKED[0], chat.assistant("<think>\nin</think>b")]}
+    encoded = texts(case, row)
+    assert encoded.report.all_as_given
+    assert (
+        case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1])
+        == "in</think>b<|im_end|>"
+    )
+
+
+def test_messages_and_tools_that_a_template_leaves_out_are_told():
+    silent = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    case = dataclasses.replace(CASES["chatml"], template=silent)
+    case.tokenizer.chat_template, before = silent, case.tokenizer.chat_template
+    try:
+        tools = {"tools": CASES["tools"].tools}
+        for row, told in (
+            ({"messages": chat.ASKED[:2]}, []),
+            ({"messages": [chat.SYSTEM, *chat.ASKED[:2]]}, ["dataset row 1"]),
+            ({"messages": chat.ASKED[:2], **tools}, ["dataset row 1"]),
+        ):
+            assert texts(case, row).report.left_out == told
+            row = {
+                "chosen": row["messages"],
+                "rejected": row["messages"],
+                **{k: row[k] for k in row if k == "tools"},
+            }
+            pairs = data.encode_pairs(data.load([row]), case.tokenizer, max_length=None)
+            assert pairs.report.left_out == told
+            row = {**row, "prompt": row.pop("chosen")[:-1]}
+            prompts = data.encode_prompts(data.load([row]), case.tokenizer, max_prompt_length=None)
+            assert prompts.report.left_out == told
+    finally:
+        case.tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        (
+            "gemma",
+            {"messages": [chat.SYSTEM, *chat.ASKED[:2]]},
+            r"dataset row 1: the chat template fails on this conversation: System role not supported\. Change its "
+            r'messages, or give a template that takes them: chat_template = "plain" or a file',
+        ),
+        (
+            "llama 2",
+            {"messages": [*chat.ASKED[:1], *chat.ASKED[:2]]},
+            r"dataset row 1: .*: roles must alternate\. Change its messages",
+        ),
+        (
+            "chatml",
+            {"messages": [{"role": "asistant", "content": "a"}]},
+            r"dataset row 1: message 1 has the role 'asistant', .* Did you mean 'assistant'\? Known: system, ",
+        ),
+        (
+            "chatml",
+            {"prompt": chat.ASKED[:1], "completion": chat.ASKED[:1]},
+            r"dataset row 1: 'completion' has no assistant turn, the reply to be learned \(its roles: user\)",
+        ),
+        ("chatml", {"messages": chat.ASKED[:1]}, r"all 1 texts are empty \(dataset row 1\)"),
+    ],
+)
+def test_what_is_wrong_is_told_once_with_its_row(name, row, message):
+    if row.get("messages", [{}])[0].get("role") == "asistant":
+        row = {"messages": [*row["messages"], *chat.ASKED[:2]]}
+    with pytest.raises(InputError, match=message) as error:
+        texts(CASES[name], row)
+    assert len(error.value.problems) == 1
+    (row,) = ({**row, "chosen": row.get("messages") or row["completion"]},)
+    if "messages" in row and message.startswith("dataset row"):
+        pair = dict.fromkeys(("chosen", "rejected"), row["chosen"])
+        with pytest.raises(InputError, match=message):
+            data.encode_pairs(data.load([pair]), CASES[name].tokenizer, max_length=None)

@@ -1,0 +1,258 @@
+"""Variables, dates and several templates of a tokenizer: every door writes what transformers writes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.config import TrainerConfig, build
+from rlhf_core.data import cache
+from rlhf_core.errors import InputError
+from rlhf_core.models import load_model
+from rlhf_core.plugins.component import load_file
+from rlhf_core.runtime.files import sealed
+from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.stage import text_settings
+from rlhf_core.tokenizer import TextOptions, load_tokenizer, render, template_hash
+from rlhf_core.tokenizer.encoding import Encoder, continuations
+
+chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"
+    "{% if enable_thinking is defined %}{{ mood }}{% endif %}"
+)
+DATED = "{{ strftime_now('%d %b %Y') }}" + chat.CHATML
+OFF = {"enable_thinking": False, "mood": "in"}
+PROMPT = [chat.user("a bab")]
+REPLY = [chat.assistant("ab")]
+
+
+def tokenizer_with(template: Any) -> Any:
+    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def written(tokenizer: Any, turns: Any, **options: Any) -> list[int]:
+    found: list[int] = tokenizer.apply_chat_template(turns, return_dict=False, **options)
+    return found
+
+
+@pytest.mark.parametrize("where", ["row", "stage", "both", "json"])
+def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_with(THINKING)
+    stage = {"row": {}, "stage": OFF, "both": {"enable_thinking": True, "mood": "in"}, "json": {}}[where]
+    column = {"row": OFF, "stage": None, "both": {"enable_thinking": False}, "json": json.dumps(OFF)}[where]
+    row = {} if column is None else {"chat_template_kwargs": column}
+    options = TextOptions(chat_template_kwargs=stage, read_at="template")
+    opened = written(tokenizer, PROMPT, add_generation_prompt=True, **OFF)
+    assert opened != written(tokenizer, PROMPT, add_generation_prompt=True)
+    prompts = data.encode_prompts(
+        data.load([{"prompt": PROMPT, **row}]), tokenizer, max_prompt_length=None, chat_template=options
+    )
+    assert prompts.ids[0].tolist() == opened
+    whole = written(tokenizer, [*PROMPT, *REPLY], **OFF)
+    assert whole != written(tokenizer, [*PROMPT, *REPLY])
+    pair = {"prompt": PROMPT, "chosen": REPLY, "rejected": [*PROMPT, chat.assistant("b")], **row}
+    pairs = data.encode_pairs(
+        data.load([pair]), tokenizer, max_length=None, chat_template=options, completions=True
+    )
+    assert pairs.pairs[0].chosen.tolist() == whole
+    assert pairs.pairs[0].starts is not None
+    for rows in ({"messages": [*PROMPT, *REPLY]}, {"prompt": PROMPT, "completion": REPLY}):
+        read = data.encode_whole(data.load([{**rows, **row}]), Encoder(tokenizer, options)).sequences[0]
+        assert read is not None
+        assert read[0].tolist() == whole
+        # What is learned ends with the stop token behind the reply, wherever a score is read.
+        text = data.encode_texts(
+            data.load([{**rows, **row}]), tokenizer, max_length=None, chat_template=options
+        ).texts[0]
+        assert (
+            text.tokens.tolist()[: len(written(tokenizer, PROMPT))]
+            == written(tokenizer, PROMPT)[:-2]
+            + whole[len(written(tokenizer, PROMPT)) - 2 : len(written(tokenizer, PROMPT))]
+        )
+    model = dataclasses.replace(tiny.make_model("score", vocab_size=512), tokenizer=tokenizer)
+    scorer = Scorer(model, Contract.of(tokenizer, max_length=None, chat_template=options))
+    read = []
+    monkeypatch.setattr(Scorer, "score_ids", lambda self, ids, group: read.extend(ids) or np.zeros(len(ids)))
+    scorer.score_completions([PROMPT], [REPLY], None, None if column is None else [column])
+    assert read[0].tolist() == whole
+    assert render(tokenizer, PROMPT, kwargs=OFF, add_generation_prompt=True) == opened
+
+
+def test_variables_are_recorded_and_checked() -> None:
+    tokenizer = tokenizer_with(THINKING)
+    contract = Contract.of(tokenizer, max_length=None, chat_template=TextOptions(chat_template_kwargs=OFF))
+    again = Contract.from_dict(json.loads(json.dumps(contract.to_dict())), "x")
+    assert again.text_options.chat_template_kwargs == OFF
+    for wrong, said in (
+        ({"tools": []}, "names 'tools', which templates are given otherwise"),
+        ([1], "is list, not an object"),
+        ("{", "is not JSON"),
+    ):
+        with pytest.raises(InputError, match=f"dataset row 1: 'chat_template_kwargs' {said}"):
+            data.encode_prompts(
+                data.load([{"prompt": PROMPT, "chat_template_kwargs": wrong}]),
+                tokenizer,
+                max_prompt_length=None,
+            )
+    with pytest.raises(InputError, match=r"chat_template_kwargs: .*names 'messages'"):
+        build(TrainerConfig, {"chat_template_kwargs": {"messages": 1}})
+    with pytest.raises(InputError, match=r"template_date: .*is not a day such as"):
+        build(TrainerConfig, {"template_date": "yesterday"})
+
+
+def test_tokens_of_other_options_are_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "SMALL", 1)
+    rows = [{"prompt": PROMPT, "chosen": REPLY, "rejected": [chat.assistant("b")]}]
+    named = {"default": chat.CHATML, "tool_use": chat.TOOLS}
+    ways: list[tuple[Any, TextOptions]] = [
+        (chat.CHATML, TextOptions()),
+        (chat.CHATML, TextOptions(chat_template_kwargs={"x": 1})),
+        (chat.CHATML, TextOptions(read_at="template")),
+        (chat.CHATML, TextOptions(prompt_repeated=True)),
+        (named, TextOptions()),
+        ({**named, "tool_use": chat.CHATML}, TextOptions()),
+        (DATED, TextOptions(template_date="2026-01-30")),
+        (DATED, TextOptions(template_date="2026-01-31")),
+    ]
+    for count, (template, options) in enumerate(ways, 1):
+        for _ in range(2):
+            data.encode_pairs(
+                data.load(rows), tokenizer_with(template), max_length=None, chat_template=options
+            )
+        assert len(list((tmp_path / "tokens").iterdir())) == count
+    undated = TextOptions(template_date="2026-01-31")  # nothing but templates with a date depends on it
+    data.encode_pairs(data.load(rows), tokenizer_with(chat.CHATML), max_length=None, chat_template=undated)
+    assert len(list((tmp_path / "tokens").iterdir())) == len(ways)
+
+
+def test_the_date_is_that_of_the_options() -> None:
+    tokenizer = tokenizer_with(DATED)
+    dated = Encoder(tokenizer, TextOptions(template_date="2024-02-29"))
+    text = dated.text(PROMPT)[0]
+    assert text.startswith("29 Feb 2024<|im_start|>")
+    today = tokenizer.apply_chat_template(PROMPT, tokenize=False)
+    assert not today.startswith("29 Feb 2024")  # transformers' own goes on as it was
+    assert Encoder(tokenizer).text(PROMPT)[0] == today
+
+
+def test_a_run_keeps_the_day_on_which_it_was_begun(tmp_path: Path) -> None:
+    config = TrainerConfig()
+    stage = SimpleNamespace(dir=tmp_path / "rm", inputs={}, template_date=None, mesh=None)
+    today = text_settings.day_begun(tmp_path)
+    assert text_settings.template_date(config, stage) == today  # type: ignore[arg-type]
+    for name, day in (("rm", "2026-01-31"), ("base", "2026-01-30")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stage.json").write_text(json.dumps({"started": f"{day}T23:59:00+0000"}))
+    assert text_settings.day_begun(tmp_path) == "2026-01-30"
+    stage.template_date = "2026-01-30"
+    assert text_settings.text_options(config, stage).template_date == "2026-01-30"  # type: ignore[arg-type]
+    artifact = tmp_path / "base" / "artifacts" / "model"
+    artifact.mkdir(parents=True)
+    manifest = {"format": 1, "name": "model", "kind": "language_model", "files": {}}
+    described = {**manifest, "contract": {"template_date": "2025-12-24"}}
+    (artifact / "rlhf_artifact.json").write_text(sealed(described))
+    from_model = TrainerConfig(model=str(artifact))
+    assert text_settings.template_date(from_model, stage) == "2025-12-24"  # type: ignore[arg-type]
+    set_ = from_model.replace(template_date="2020-02-20")
+    assert text_settings.template_date(set_, stage) == "2020-02-20"  # type: ignore[arg-type]
+
+
+def test_every_template_of_a_tokenizer_is_kept(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = {"default": chat.CHATML, "tool_use": chat.TOOLS, "rag": "{{ messages }}"}
+    before = template_hash(tokenizer)
+    source = tmp_path / "hub"
+    dataclasses.replace(tiny.make_model("lm"), tokenizer=tokenizer).save(source)
+    assert (source / "additional_chat_templates" / "tool_use.jinja").is_file()
+    asked: list[list[str]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options["allow_patterns"])
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    copied = load_model("owner/model")  # saved with the files that it came with
+    assert "additional_chat_templates/*.jinja" in asked[0]
+    copied.save(tmp_path / "copy")
+    kept = load_tokenizer(tmp_path / "copy")
+    assert kept.chat_template == tokenizer.chat_template
+    assert template_hash(kept) == before
+    kept.chat_template = {**kept.chat_template, "tool_use": chat.CHATML}
+    assert template_hash(kept) != before
+    contract = Contract.of(tokenizer, max_length=None)
+    model = dataclasses.replace(tiny.make_model("score"), tokenizer=kept)
+    with pytest.raises(InputError, match="its chat template is not the one it was trained with"):
+        Scorer(model, contract)
+    # One template by its name is the same as one without; hashes of earlier artifacts hold.
+    kept.chat_template = {"default": chat.CHATML}
+    alone = tokenizer_with(chat.CHATML)
+    assert template_hash(kept) == template_hash(alone)
+
+
+def test_tools_choose_the_template_as_in_transformers() -> None:
+    tokenizer = tokenizer_with({"default": chat.CHATML, "tool_use": chat.TOOLS})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]
+    plain, called = (
+        data.encode_prompts(
+            data.load([{"prompt": PROMPT, **row}]), tokenizer, max_prompt_length=None
+        ).ids[0].tolist()
+        for row in ({}, {"tools": tools})
+    )  # fmt: skip
+    assert plain == written(tokenizer, PROMPT, add_generation_prompt=True)
+    assert called == written(tokenizer, PROMPT, add_generation_prompt=True, tools=tools)
+    # Without a default, conversations without tools have no template, and those with tools have one.
+    tokenizer.chat_template = {"tool_use": chat.TOOLS}
+    encoder = Encoder(tokenizer)
+    assert encoder.tokenize([encoder.text(PROMPT, open_turn=True, tools=tools)])[0].tolist() == called
+    with pytest.raises(InputError, match="no chat template"):
+        encoder.text(PROMPT)
+
+
+def test_conversations_that_are_learned_begin_once() -> None:
+    """Where the template writes BOS and the tokenizer adds it, as it does for "plain" alone."""
+    tokenizer = chat.byte_level(bos="<s>", adds_bos=True)
+    bos = tokenizer.bos_token_id
+    turns = [chat.user("<s>a"), chat.assistant("b")]
+    template = "{{ bos_token }}" + chat.STRIPS
+    tokenizer.chat_template = template
+    for options in ("plain", None):
+        encoder = Encoder(tokenizer, options)
+        ids, learned = encoder.marked(turns)
+        assert ids.tolist() == encoder.whole([None], [turns])[0].tolist()
+        assert len(ids) == len(learned)
+        assert tokenizer.decode(ids[learned]).strip() in ("b</s>", "b</s>\n".strip())
+    doubled = Encoder(tokenizer, "<s><s>" + chat.STRIPS)
+    ids, learned = doubled.marked(turns)
+    assert ids.tolist() == doubled.whole([None], [turns])[0].tolist()
+    assert ids[:2].tolist().count(bos) == 1
+    assert tokenizer.decode(ids[learned]).strip() == "b</s>"
+
+
+def test_the_token_that_ended_a_completion_is_no_part_of_its_text(tiny: Any) -> None:
+    tokenizer = tiny.make_tokenizer()
+    ids = [
+        np.array(tokenizer.convert_tokens_to_ids(words.split()), np.int32)
+        for words in ("a b h", "h a", "b </s>")
+    ]
+    stop = tokenizer.convert_tokens_to_ids("h")
+    assert continuations(tokenizer, [None] * 3, ids) == ["a b h", "h a", "b"]
+    assert continuations(tokenizer, [None] * 3, ids, [stop]) == ["a b", "h a", "b"]
