@@ -15,7 +15,7 @@ from rlhf_core.models import DECODER
 from rlhf_core.plugins.component import load_file
 from rlhf_core.testing import check_model
 
-cases: Any = load_file(Path(__file__).parents[1] / "core" / "mesh_cases.py")
+cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 FAMILIES = ("llama", "gemma2", "mixtral")
 ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
 """Enough for the kit to find a defect in, and compiled in half of the time of two."""

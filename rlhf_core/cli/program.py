@@ -1,0 +1,357 @@
+"""The commands of `rlhf`, with their arguments and flags. Their work is in modules that are imported when one runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_core import __version__
+from rlhf_core.cli import exits
+from rlhf_core.runtime.signals import stop_signals
+
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option("--plugin", metavar="FILE.py", help="A plugin that is not installed; repeatable."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="STAGE.FIELD=VALUE",
+        help="Override a field, an entry of a list (policy.rewards[1].weight=2 or policy.rewards.1.weight=2), or "
+        "`seed=1`; repeatable.",
+    ),
+]
+RunDirectory = Annotated[
+    Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")
+]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        "--devices", min=1, metavar="N", help="Tell the memory of each of N devices; they need not be here."
+    ),
+]
+Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
+]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE.html",
+        help="Default: RUN/report.html; of several runs, compare.html here.",
+    ),
+]
+ComponentKind = Annotated[
+    str,
+    typer.Argument(
+        metavar="KIND",
+        show_default=False,
+        help="policy-loss, pairwise-loss, advantage, reward, trainer or logger.",
+    ),
+]
+Template = Annotated[
+    str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
+]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{text!r} is no JSON object, such as '{{\"enable_thinking\": false}}'")
+    return found
+
+
+TemplateKwargs = Annotated[
+    dict | None,  # type: ignore[type-arg]  # typer takes no parameters of it
+    typer.Option(
+        "--chat_template_kwargs", metavar="JSON", parser=_json_object, help="Variables for the chat template."
+    ),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")]
+PromptRepeated = Annotated[
+    bool | None,
+    typer.Option(
+        "--prompt_repeated/--no_prompt_repeated",
+        help="Whether completions begin with their prompt; default: as in MODEL's training.",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition_penalty", help="Above 1: fewer tokens that were there before.")
+]
+StopStrings = Annotated[
+    list[str] | None, typer.Option("--stop_strings", metavar="TEXT", help="Ends a completion; repeatable.")
+]
+StopTokenIds = Annotated[
+    list[int] | None, typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable.")
+]
+Normalize = Annotated[
+    bool, typer.Option("--normalize", help="Less the mean and over the deviation on MODEL's evaluation data.")
+]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="Adapters into the weights, in place of the adapters alone.")
+]
+CompletionLength = Annotated[int, typer.Option("--max_completion_length", min=1, help="Tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: the likeliest token.")]
+SequenceLength = Annotated[
+    int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
+]
+TrainerName = Annotated[
+    str, typer.Argument(metavar="TRAINER", show_default=False, help="sft, reward, grpo, …")
+]
+
+
+app = typer.Typer(
+    name="rlhf",
+    help="Preference data into a better policy: SFT, reward models and RL as stages of one pipeline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved.
+
+    130 after a second Ctrl-C. In a job of several processes all end with one code, and one of them says why.
+    """
+    # Before anything heavy is imported: a signal is kept until the run can stop without a loss.
+    with stop_signals() if sys.argv[1:2] in (["run"], ["train"]) else nullcontext():
+        exits.run(app)
+
+
+@app.callback(invoke_without_command=True)
+def _rlhf(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"rlhf {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(pipeline: Pipeline, sets: Sets = None, plugin: Plugins = None, dir: RunDirectory = None) -> None:
+    """Run or continue a pipeline; finished stages are skipped."""
+    from rlhf_core.pipeline import run_pipeline
+
+    run_pipeline(pipeline, sets=sets or (), plugins=plugin or (), dir=dir)
+
+
+@app.command()
+def check(
+    pipeline: Pipeline,
+    sets: Sets = None,
+    plugin: Plugins = None,
+    dir: RunDirectory = None,
+    devices: Devices = None,
+) -> None:
+    """Everything that is wrong with a pipeline, or what it would do. All at once, without a device."""
+    from rlhf_core.cli import commands
+
+    commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir, devices=devices)
+
+
+@app.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "allow_extra_args": True,
+    }
+)
+def train(
+    context: typer.Context,
+    trainer: TrainerName,
+) -> None:
+    """One stage from flags. rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN
+
+    The flags are the fields of the trainer's config: `rlhf train TRAINER --help` lists them. `--field value`,
+    `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are understood. Also --dir,
+    --mesh.AXIS and --plugin FILE.py.
+    """
+    from rlhf_core.cli import train
+
+    train.train(trainer, context.args)
+
+
+@app.command()
+def score(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A reward model: an artifact, directory or hub name.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
+    output: Output = None,
+    normalize: Normalize = False,
+    prompt_repeated: PromptRepeated = None,
+    plugin: Plugins = None,
+) -> None:
+    """Add a reward model's scores to rows. `score` to answers, chosen_score and rejected_score to pairs."""
+    from rlhf_core.cli import commands
+
+    commands.score(
+        model, file, output, normalize=normalize, prompt_repeated=prompt_repeated, plugins=plugin or ()
+    )
+
+
+@app.command()
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="An artifact, a directory, an adapter of PEFT or a hub name."),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
+    merge: Merge = False,
+    plugin: Plugins = None,
+) -> None:
+    """Write MODEL for transformers, PEFT and vLLM. In Hugging Face layout, as they open it."""
+    from rlhf_core.cli import commands
+
+    commands.export(model, directory, merge=merge, plugins=plugin or ())
+
+
+@app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory or hub name.")
+    ],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
+    output: Output = None,
+    max_completion_length: CompletionLength = 256,
+    max_prompt_length: Annotated[int, typer.Option("--max_prompt_length", min=1, help="Tokens.")] = 512,
+    temperature: Temperature = 1.0,
+    top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
+    min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop_strings: StopStrings = None,
+    stop_token_ids: StopTokenIds = None,
+    num_generations: Annotated[
+        int, typer.Option("--num_generations", min=1, help="Completions a prompt.")
+    ] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    chat_template: Template = None,
+    chat_template_kwargs: TemplateKwargs = None,
+    raw: Raw = False,
+    plugin: Plugins = None,
+) -> None:
+    """Completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
+    from rlhf_core.cli import commands
+
+    sampling: dict[str, Any] = {
+        "max_completion_length": max_completion_length,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": stop_strings or [],
+        "stop_token_ids": stop_token_ids or [],
+    }
+    commands.generate(
+        model,
+        file,
+        prompt or [],
+        output,
+        sampling=sampling,
+        max_prompt_length=max_prompt_length,
+        num_generations=num_generations,
+        seed=seed,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+        raw=raw,
+        plugins=plugin or (),
+    )
+
+
+@app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
+def data(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file, or the name of a `datasets` dataset.")],
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Default: characters are counted.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="With its tokenizer.")] = None,
+    max_sequence_length: SequenceLength = None,
+    chat_template: Template = None,
+    plugin: Plugins = None,
+) -> None:
+    """What a dataset holds. Its format, lengths, what would be filtered, and which rows to look at."""
+    from rlhf_core.cli import commands
+
+    commands.profile(
+        file,
+        tokenizer,
+        model,
+        max_length=max_sequence_length,
+        chat_template=chat_template,
+        plugins=plugin or (),
+    )
+
+
+@app.command()
+def new(
+    kind: ComponentKind,
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Such as my-loss.")],
+    dir: Annotated[Path | None, typer.Option("--dir", help="A new one; default: rlhf-NAME here.")] = None,
+) -> None:
+    """Write a package for a component of yours. It installs, and passes its tests; change it from there."""
+    from rlhf_core.cli import commands
+
+    commands.new(kind, name, dir)
+
+
+@app.command()
+def plugins(
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None
+) -> None:
+    """Every installed distribution and what it registers. With its version and state."""
+    from rlhf_core.cli import commands
+
+    commands.plugins(as_json=json, files=plugin or [])
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    output: Page = None,
+) -> None:
+    """Write one HTML page about a run. Curves, distributions, completions, timing, configuration."""
+    from rlhf_core import report as reporting
+
+    _tell_page(reporting.report(run, output))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories.", show_default=False)
+    ],
+    output: Page = None,
+) -> None:
+    """Write one HTML page about several runs. Their curves lie on top of each other."""
+    from rlhf_core import report as reporting
+
+    _tell_page(reporting.compare(runs, output))
+
+
+def _tell_page(path: Path) -> None:
+    from rlhf_core.runtime.terminal import echo
+
+    echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")
+
+
+if __name__ == "__main__":
+    main()
