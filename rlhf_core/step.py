@@ -19,7 +19,7 @@ from rlhf_core.mesh import abstract_rows, replicated
 from rlhf_core.metrics import Mean, Metric, merge, nothing
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
-from rlhf_core.runtime.background import Ahead
+from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
 Objective: TypeAlias = Callable[[Any, Any], tuple[Mean, Mapping[str, Metric]]]
@@ -108,7 +108,7 @@ class Programs:
         self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
         self._noise = has_noise(state.params)
-        self._ahead = Ahead()
+        self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
         self._done: Accumulated | None = None
 

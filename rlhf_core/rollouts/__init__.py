@@ -1,33 +1,25 @@
-"""What trainers that sample share: prompts, a sampler, reward functions with weights, and their metrics."""
+"""Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
 
-from rlhf_core.rewards.calling import score as score
 from rlhf_core.rewards.function import Reward as Reward
 from rlhf_core.rewards.function import WeightedReward as WeightedReward
-from rlhf_core.rewards.setup import check_columns as check_columns
-from rlhf_core.rewards.setup import restore as restore
-from rlhf_core.rewards.setup import set_up as set_up
-from rlhf_core.rewards.setup import snapshots as snapshots
 from rlhf_core.rewards.trial import forecast_rewards as forecast_rewards
+from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.completions import completion as completion
 from rlhf_core.rollouts.completions import empty_warning as empty_warning
-from rlhf_core.rollouts.completions import measure as measure
-from rlhf_core.rollouts.completions import reward_inputs as reward_inputs
-from rlhf_core.rollouts.completions import rollout_metrics as rollout_metrics
 from rlhf_core.rollouts.completions import total_reward as total_reward
+from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
+from rlhf_core.rollouts.rollout import Rollout as Rollout
+from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates
 
 __all__ = [
+    "FixedPrompts",
     "Reward",
+    "Rollout",
+    "RolloutCollector",
+    "RolloutUpdates",
     "WeightedReward",
-    "check_columns",
     "completion",
     "empty_warning",
     "forecast_rewards",
-    "measure",
-    "restore",
-    "reward_inputs",
-    "rollout_metrics",
-    "score",
-    "set_up",
-    "snapshots",
     "total_reward",
 ]

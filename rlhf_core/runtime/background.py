@@ -1,4 +1,4 @@
-"""Programs compiled ahead of their first call, in threads: beside each other, and beside what the caller does next."""
+"""Compile programs in the background, before their first call."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-MOST = 8
-"""Threads at most: programs that compile at once take memory, and a compiler uses several threads by itself."""
+MAX_THREADS = 8
+"""Programs that compile at the same time take memory, and a compiler uses several threads by itself."""
 
 
-class Ahead:
-    """Programs that are being compiled, by name.
+class BackgroundCompiler:
+    """Compiles programs in threads, beside each other and beside what the caller does next.
 
-    Tracing and lowering are done by the caller, in its own thread, where its settings of jax hold. What comes of a
-    compilation is kept by jax, so that a call of the jitted function with such arguments finds it.
+    The caller traces and lowers in its own thread, where its jax settings hold. jax caches the compiled program, so
+    that a call of the jitted function with such arguments finds it.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Ahead:
         return name in self._programs
 
     def compile(self, name: Hashable, lowered: Any) -> None:
-        """Start to compile what `jax.jit(…).lower(…)` gave."""
+        """Start to compile what `jax.jit(…).lower(…)` returned."""
         self._programs[name] = _threads().submit(lowered.compile)
 
     def wait(self, name: Hashable) -> None:
-        """Return once that program is compiled, or at once if it was never asked for. Raises what the compiler did."""
+        """Wait until that program is compiled; return at once if nobody asked for it. Raises what the compiler raised."""
         if name in self._programs:
             self._programs[name].result()
 
@@ -41,5 +41,5 @@ class Ahead:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Of the process: what was asked for first is compiled first."""
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, MOST), thread_name_prefix="compile")
+    """Return the process's pool, which compiles first what was asked for first."""
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), thread_name_prefix="compile")

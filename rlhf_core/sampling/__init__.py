@@ -17,7 +17,7 @@ from pydantic import Field
 from rlhf_core.config import Options
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
-from rlhf_core.runtime.background import Ahead
+from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.loop import Plan, generate, read
 from rlhf_core.sampling.stop_strings import stop_table
 
@@ -125,7 +125,7 @@ class Sampler:
         self.prompts_per_call = -(-prompts_per_call // multiple) * multiple
         self.max_prompt_length = max_prompt_length
         self._stop_table = self._table(tokenizer)
-        self._ahead = Ahead()
+        self._ahead = BackgroundCompiler()
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None

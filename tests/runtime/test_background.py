@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.mesh import abstract_rows, make_mesh, put_rows
 from rlhf_core.metrics import Max, Mean, Min, Moments, Sum
-from rlhf_core.runtime.background import Ahead
+from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 
@@ -38,7 +38,7 @@ def test_a_call_finds_what_was_compiled_ahead(compiled: list[str]) -> None:
     def twice(batch: Any) -> Any:
         return {name: 2 * x for name, x in batch.items()}
 
-    ahead, batch = Ahead(), {"x": np.arange(8 * 3, dtype=np.float32).reshape(8, 3)}
+    ahead, batch = BackgroundCompiler(), {"x": np.arange(8 * 3, dtype=np.float32).reshape(8, 3)}
     ahead.compile("twice", twice.lower(abstract_rows(mesh, batch)))
     ahead.wait("twice")
     ahead.wait("never asked for")
@@ -52,7 +52,7 @@ def test_what_the_compiler_raises_reaches_the_caller() -> None:
     def fails() -> None:
         raise MemoryError("no room for the program")
 
-    ahead = Ahead()
+    ahead = BackgroundCompiler()
     ahead.compile("large", SimpleNamespace(compile=fails))
     with pytest.raises(MemoryError, match="no room"):
         ahead.wait("large")

@@ -1,4 +1,4 @@
-"""What is added to packed micro-batches once a rollout is scored."""
+"""Micro-batches of a rollout: their layout, and the values that are laid into them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,12 @@ if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
 
-def with_advantages(batch: Packed, advantages: np.ndarray) -> Packed:
-    """advantages: float32 [N], by a completion's number in the rollout, which `index` holds for every sequence."""
-    index = batch.sequence_values["index"].astype(np.int64)
-    laid = np.where(batch.last >= 0, advantages[index], 0.0).astype(np.float32)
-    return batch._replace(sequence_values={**batch.sequence_values, "advantages": laid})
-
-
 def with_kept(batches: Sequence[Packed], entropies: Sequence[np.ndarray], share: float) -> list[Packed]:
-    """Marks, by `kept`, the share of a minibatch's tokens that have the highest entropies (linear quantile)."""
+    """Mark, by `kept`, the share of a minibatch's tokens that have the highest entropies (linear quantile)."""
     there = [batch.trained >= 0 for batch in batches]
-    every = np.concatenate([e[t] for e, t in zip(entropies, there, strict=True)])
+    trained = np.concatenate([e[t] for e, t in zip(entropies, there, strict=True)])
     # All completions may have been truncated, and masked.
-    threshold = np.quantile(every, 1 - share) if len(every) else np.inf
+    threshold = np.quantile(trained, 1 - share) if len(trained) else np.inf
     return [
         batch._replace(token_values={**batch.token_values, "kept": ((e >= threshold) & t).astype(np.float32)})
         for batch, e, t in zip(batches, entropies, there, strict=True)
@@ -45,7 +38,7 @@ def with_kept(batches: Sequence[Packed], entropies: Sequence[np.ndarray], share:
 def with_entropy_scale(
     batches: Sequence[Packed], aggregation: str, max_completion_length: int
 ) -> list[Packed]:
-    """Lays `entropy_scale`, the denominator of the policy loss over that of the mean entropy, in every sequence."""
+    """Give every sequence `entropy_scale`: the policy loss's denominator over the mean entropy's."""
     tokens = sum(int((b.trained >= 0).sum()) for b in batches)
     sequences = sum(int((b.last >= 0).sum()) for b in batches)
     effective = sum(
@@ -67,7 +60,7 @@ def with_entropy_scale(
 
 
 class Places(NamedTuple):
-    """Where the trained tokens of a packed micro-batch lie: in `trained`, and in arrays [completions, tokens]."""
+    """Positions of a packed micro-batch's trained tokens, in `trained` and in arrays [completions, tokens]."""
 
     row: NDArray[np.intp]
     column: NDArray[np.intp]
@@ -75,8 +68,8 @@ class Places(NamedTuple):
     token: NDArray[np.int64]
 
 
-def places(batch: Packed, prompt_sizes: NDArray[np.integer]) -> Places:
-    """Find every trained token by its completion's number in the rollout and its own in the completion.
+def locate(batch: Packed, prompt_sizes: NDArray[np.integer]) -> Places:
+    """Locate every trained token by its completion's number in the rollout and its own within the completion.
 
     prompt_sizes: int [completions], tokens of each completion's prompt.
     """
@@ -88,19 +81,19 @@ def places(batch: Packed, prompt_sizes: NDArray[np.integer]) -> Places:
     return Places(row, column, completion, token)
 
 
-def laid(at: Places, values: NDArray[np.float32], batch: Packed) -> NDArray[np.float32]:
-    """Lay float32 [completions, tokens] as the packed batch has its trained tokens; 0 where there is none."""
+def scatter(at: Places, values: NDArray[np.float32], batch: Packed) -> NDArray[np.float32]:
+    """Arrange float32 [completions, tokens] like the trained tokens of the packed batch; 0 where there is none."""
     out = np.zeros(batch.trained.shape, np.float32)
     out[at.row, at.column] = values[at.completion, at.token]
     return out
 
 
 def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:
-    """Sum the KL estimate of the sampling policy over all tokens of each completion, float64 [N], nats.
+    """Sum the sampling policy's KL estimate over the tokens that it wrote, float64 [N], nats.
 
     ref_logps: float32 [N, C], as `samples.logps`.
     """
-    there = np.arange(ref_logps.shape[1]) < np.asarray(samples.lengths)[:, None]
+    there = samples.mask
     logps = np.where(there, samples.logps, 0.0).astype(np.float32)
     kl = np.asarray(kl_estimate(jnp.asarray(logps), jnp.asarray(ref_logps), name), np.float64)
     total: NDArray[np.float64] = np.where(there, kl, 0.0).sum(1)
@@ -119,7 +112,7 @@ def on_host(x: jax.Array) -> np.ndarray:
 def group_layout(
     config: GRPOConfig, prompt_sizes: NDArray[np.integer], hidden_size: int, mesh: Mesh
 ) -> Layout:
-    """Rows for groups over prompts of these sizes, tokens, with room for completions of the full length."""
+    """Choose rows for groups over prompts of these sizes, in tokens, with room for completions of the full length."""
     group, length = config.num_generations, config.sampling.max_completion_length
     skips = skips_unseen(config, mesh)
     crossover = NO_CROSSOVER if skips else 6 * hidden_size
@@ -146,7 +139,7 @@ def group_layout(
 
 
 def longest_groups(config: GRPOConfig, prompt_sizes: NDArray[np.integer]) -> list[Tree]:
-    """The groups of one update, as large as they get: what rows will look like."""
+    """Return the groups of one update at their largest: what rows will look like."""
     group, length = config.num_generations, config.sampling.max_completion_length
     completion = np.zeros(length, np.int32)
     prompts = prompt_sizes[: max(1, config.total_batch_size // group)]
@@ -154,5 +147,5 @@ def longest_groups(config: GRPOConfig, prompt_sizes: NDArray[np.integer]) -> lis
 
 
 def _group_cost(prompt: float, length: int, group: int, together: int, crossover: int) -> float:
-    """Relative cost of a group in rows that hold the prompt and `together` of its completions."""
+    """Estimate the relative cost of a group in rows that hold the prompt and `together` of its completions."""
     return group // together * row_cost(int(prompt + together * length), crossover)

@@ -157,9 +157,9 @@ def objective(
     temperature: float,
     correction: SamplerCorrection | None = None,
 ) -> Objective:
-    """Over rows that carry `advantages` a sequence and, where they are kept, these values a trained token:
-    `old_logps` (else the policy's own are used, and the ratio is 1 with its gradient), `ref_logps`, `sampling_logps`,
-    `kept`; and `entropy_scale` a sequence.
+    """Make the objective over rows that carry per trained token `sampling_logps`, `advantages` and, where they are kept,
+    `old_logps` (otherwise the policy's own are used: the ratio is 1, with its gradient), `ref_logps` and `kept`; and per
+    sequence `entropy_scale`.
     """
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
@@ -170,7 +170,7 @@ def objective(
         inputs = PolicyInputs(
             logps=logps,
             old_logps=values.get("old_logps", own),
-            advantages=jnp.take_along_axis(batch.sequence_values["advantages"], sequence, axis=1),
+            advantages=values["advantages"],
             mask=mask,
             ref_logps=values.get("ref_logps"),
             entropies=entropies,
@@ -196,7 +196,7 @@ def objective(
 
 
 def reader(model: Definition, *, temperature: float) -> Callable[[Any, Packed], tuple[jax.Array, jax.Array]]:
-    """Jitted (params, batch) → log-probabilities and entropies of trained tokens, float32 [rows, trained], nats."""
+    """Return a jitted (params, batch) → log-probabilities and entropies of trained tokens, float32 [rows, trained], nats."""
 
     @jax.jit
     def read(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:

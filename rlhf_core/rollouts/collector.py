@@ -1,0 +1,128 @@
+"""Collect rollouts: sample completions of the next prompts and have the rewards score them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.data import Prompts
+from rlhf_core.rewards.setup import set_up
+from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts.rollout import Rollout, Timing
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import SamplerFunction
+    from rlhf_core.rewards.function import Reward
+    from rlhf_core.stage import Stage
+    from rlhf_core.state import TrainState
+
+
+@dataclass(frozen=True)
+class RolloutCollector:
+    """Samples completions of prompts with the policy as it is, and scores them.
+
+    max_rounds: above 1, groups whose rewards are all equal are replaced by the groups of the next prompts, in at most
+        that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
+        rounds give too few, equal groups, first sampled first, fill the rollout up. Metrics cover everything that was
+        sampled, since those of the kept groups alone would say nothing about the policy.
+    stop_ids: tokens that end completions besides those of the tokenizer, `sampling.stop_token_ids`.
+
+    Making one checks that the prompts have the columns that the rewards read, and lets rewards load their weights.
+    """
+
+    stage: Stage
+    prompts: Prompts
+    tokenizer: Any
+    sampler: SamplerFunction
+    rewards: Sequence[Reward]
+    num_generations: int
+    max_rounds: int = 1
+    stop_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        set_up(self.rewards, self.prompts, self.stage)
+
+    def collect(
+        self, state: TrainState, number: int, next_prompts: Callable[[], NDArray[np.int64]]
+    ) -> Rollout:
+        """Collect rollout `number`, a function of the state's parameters and key, the number and the prompts.
+
+        next_prompts: returns the rows of the prompts of the next round, int64 [P].
+        """
+        key = jax.random.fold_in(state.key, number)
+        failed = {reward.label: reward.failures for reward in self.rewards if reward.on_error == "skip"}
+        parts: list[Rollout] = []
+        wanted = kept = 0
+        while len(parts) < self.max_rounds and (not parts or kept < wanted):
+            chosen = next_prompts()
+            wanted = len(chosen)
+            # A completion's random numbers go by its number in the rollout, counted through the rounds.
+            n, first = wanted * self.num_generations, len(parts) * wanted * self.num_generations
+            parts.append(self.complete(state.params, chosen, key, np.arange(first, first + n)))
+            kept += int((~_equal(parts[-1])).sum())
+        whole = Rollout.join(parts)
+        metrics = self.metrics(whole)
+        for reward in self.rewards:
+            if reward.label in failed:
+                metrics[f"rewards/{reward.label}/failed"] = float(reward.failures - failed[reward.label])
+        if self.max_rounds > 1:
+            equal, filled_up = _equal(whole), max(wanted - kept, 0)
+            metrics |= {
+                "dynamic_sampling/rounds": float(len(parts)),
+                "dynamic_sampling/dropped": float(equal.sum() - filled_up),
+                "dynamic_sampling/surplus": float(max(kept - wanted, 0)),
+                "dynamic_sampling/filled_up": float(filled_up),
+            }
+            if filled_up:
+                warnings.warn(
+                    f"{self.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards differ; the "
+                    "rollout is filled up with groups that teach nothing. The prompts are too easy or too hard for the "
+                    "policy, or the reward is too coarse",
+                    stacklevel=2,
+                )
+            order = np.argsort(equal, kind="stable")[:wanted]
+            whole = whole.take(np.sort(order))
+        version = np.full(len(whole.total), int(state.step), np.int32)
+        samples = whole.samples._replace(version=version)
+        return replace(whole, samples=samples, number=number, rounds=len(parts), metrics=metrics)
+
+    def complete(
+        self,
+        params: Any,
+        chosen: NDArray[np.int64],
+        key: jax.Array,
+        ids: NDArray[np.int64],
+        *,
+        required: bool = True,
+    ) -> Rollout:
+        """Sample and score completions of the `chosen` prompts, int64 [P].
+
+        ids: int64 [N], the number that each completion's random numbers are derived from. required: whether to raise
+        RunError where no reward applies to any completion.
+        """
+        began = time.perf_counter()
+        samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
+        sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
+        inputs = reward_inputs(self.prompts, chosen.tolist(), samples, self.tokenizer, self.stop_ids)
+        rewards, total = measure(self.rewards, inputs, needed=required)
+        timing = Timing(sampled - began, time.perf_counter() - sampled, int(np.sum(samples.lengths)))
+        return Rollout(chosen, samples, rewards, total, inputs, timing=timing)
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """Measure a rollout, by the names of the metrics page."""
+        return rollout_metrics(self.rewards, rollout.rewards, rollout.total, rollout.samples, rollout.group)
+
+
+def _equal(rollout: Rollout) -> NDArray[np.bool_]:
+    """bool [P]: the scored rewards of a group are all equal, or none is scored, so that it has no advantage."""
+    total = rollout.total.reshape(len(rollout.prompts), -1)
+    highest = np.nan_to_num(total, nan=-np.inf).max(1)
+    equal: NDArray[np.bool_] = highest <= np.nan_to_num(total, nan=np.inf).min(1)
+    return equal

@@ -1,0 +1,88 @@
+"""Evaluation and previews: completions of fixed prompts, always with the same random keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import comb
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.rollouts.collector import RolloutCollector
+from rlhf_core.rollouts.rollout import Rollout
+
+if TYPE_CHECKING:
+    from rlhf_core.state import TrainState
+
+KEY_NUMBER = 2**31 - 1
+"""Folded into the state's key for fixed prompts; rollouts count from 0."""
+
+
+@dataclass(frozen=True)
+class FixedPrompts:
+    """The first `count` prompts of the collector, `previewed` of which, evenly spread, are written to be read.
+
+    After update NNNNNN, DIR/samples/evaluation-NNNNNN.jsonl has their completions with every reward. What differs from
+    one evaluation to the next is the policy alone.
+
+    stored: makes the parameters that are read from those of the state, such as `Model.as_stored`.
+    pass_threshold: the reward from which on a completion has passed; None: pass@k is not reported.
+    """
+
+    collector: RolloutCollector
+    count: int
+    previewed: int
+    stored: Callable[[Any], Any] = lambda params: params
+    pass_threshold: float | None = None
+    written: set[int] = field(default_factory=set)
+    """Updates whose file this process has written."""
+
+    def evaluate(self, state: TrainState) -> dict[str, float]:
+        """Return metrics over completions of all prompts, by the names of the metrics page."""
+        rollout = self._complete(state, np.arange(self.count))
+        if self.previewed:
+            self._write(int(state.step), rollout.take(self._spread()))
+        metrics, total = self.collector.metrics(rollout), rollout.total
+        scored = total[~np.isnan(total)]
+        metrics["reward_std_all"] = float(scored.std(ddof=1)) if len(scored) > 1 else float("nan")
+        if self.pass_threshold is not None:
+            metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
+        return metrics
+
+    def preview(self, step: int, state: TrainState) -> None:
+        """Write completions of the state after `step` updates, unless an evaluation has done so."""
+        if self.previewed and step not in self.written:
+            chosen = self._spread()
+            self.collector.stage.say(
+                f"answering {len(chosen)} prompts for samples/evaluation-{step:06d}.jsonl"
+            )
+            self._write(step, self._complete(state, chosen, required=False))
+
+    def _spread(self) -> NDArray[np.int64]:
+        return np.linspace(0, self.count - 1, min(self.previewed, self.count)).astype(np.int64)
+
+    def _complete(self, state: TrainState, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
+        key, group = jax.random.fold_in(state.key, KEY_NUMBER), self.collector.num_generations
+        # A completion's random numbers go by its number among those of all prompts, whichever are completed.
+        ids = (chosen[:, None] * group + np.arange(group)).reshape(-1)
+        return self.collector.complete(self.stored(state.params), chosen, key, ids, required=required)
+
+    def _write(self, step: int, rollout: Rollout) -> None:
+        self.written.add(step)
+        if self.collector.stage.is_main:
+            path = self.collector.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl"
+            rollout.write(path, self.collector.rewards)
+
+
+def pass_at_k(passed: NDArray[np.bool_]) -> dict[str, float]:
+    """Estimate the chance that one of k completions passes, {"pass@1": …} for k = 1, 2, 4, … and n.
+
+    passed: bool [prompts, n]. Unbiased: with c of n passed, 1 − C(n − c, k) / C(n, k) (Chen et al. 2021).
+    """
+    n = passed.shape[1]
+    counts = passed.sum(1).tolist()
+    ks = sorted({1 << i for i in range(n.bit_length()) if 1 << i <= n} | {n})
+    return {f"pass@{k}": float(np.mean([1 - comb(n - c, k) / comb(n, k) for c in counts])) for k in ks}

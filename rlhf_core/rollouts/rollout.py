@@ -1,0 +1,157 @@
+"""A rollout: completions of some prompts, their rewards, and what a trainer computes from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.artifacts import write_atomic
+from rlhf_core.contracts import RewardInputs
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.sampling import Rollouts
+
+if TYPE_CHECKING:
+    from rlhf_core.rewards.function import Reward
+
+VALUE = "value_"
+"""Precedes the names of `Rollout.token_values` in a checkpoint."""
+ARRAYS = ("prompts", "rewards", "total", "advantages")
+
+
+class Timing(NamedTuple):
+    """Seconds that sampling and scoring took, and how many tokens were sampled."""
+
+    sampling: float = 0.0
+    rewards: float = 0.0
+    tokens: int = 0
+
+    def metrics(self) -> dict[str, float | Metric]:
+        """Return the metrics of the one update that reports this rollout's cost; zeros for the others."""
+        out: dict[str, float | Metric] = {"time/rollout": self.sampling, "time/reward": self.rewards}
+        if self.tokens:
+            out["rollout/tokens_per_second"] = Mean(float(self.tokens), self.sampling)
+        return out
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """P prompts with N = P × num_generations scored completions, group after group.
+
+    prompts: int64 [P], rows of the prompt dataset.
+    samples: the completions, [N, C], with the policy's log-probabilities, `mask` and `version`.
+    rewards: float64 [N, functions]; NaN where a function does not apply.
+    total: float64 [N], their weighted sum; NaN where no function applies.
+    inputs: what the reward functions were called with; None after a restore.
+    number: counts the rollouts of a stage, from 0. rounds: how many rounds of sampling it took.
+    metrics: over everything that was sampled, by the names of the metrics page.
+    advantages: float32 [N], or [N, C] where each token has its own. token_values: {name: float32 [N, C]}, whatever the
+        trainer reads at the start of the rollout and keeps, such as `old_logps`. Both are the trainer's to fill in.
+    """
+
+    prompts: NDArray[np.int64]
+    samples: Rollouts
+    rewards: NDArray[np.float64]
+    total: NDArray[np.float64]
+    inputs: RewardInputs | None = None
+    number: int = 0
+    rounds: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timing: Timing = Timing()
+    advantages: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    token_values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        """How many completions each prompt has."""
+        return len(self.total) // len(self.prompts)
+
+    def take(self, groups: NDArray[np.intp]) -> Rollout:
+        """Select these groups, in this order."""
+        rows = (groups[:, None] * self.group + np.arange(self.group)).reshape(-1)
+        inputs, chosen = self.inputs, rows.tolist()
+        if inputs is not None:
+            inputs = RewardInputs(
+                prompts=[inputs.prompts[i] for i in chosen],
+                completions=[inputs.completions[i] for i in chosen],
+                completion_ids=[inputs.completion_ids[i] for i in chosen],
+                columns={name: [values[i] for i in chosen] for name, values in inputs.columns.items()},
+            )
+        return replace(
+            self,
+            prompts=self.prompts[groups],
+            samples=Rollouts(*(values[rows] for values in self.samples)),
+            rewards=self.rewards[rows],
+            total=self.total[rows],
+            inputs=inputs,
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Rollout]) -> Rollout:
+        """Concatenate rounds of sampling, none of which has advantages or token values yet."""
+        if len(parts) == 1:
+            return parts[0]
+        inputs = [part.inputs for part in parts if part.inputs is not None]
+        return cls(
+            np.concatenate([part.prompts for part in parts]),
+            Rollouts(*(np.concatenate(values) for values in zip(*(p.samples for p in parts), strict=True))),
+            np.concatenate([part.rewards for part in parts]),
+            np.concatenate([part.total for part in parts]),
+            RewardInputs(
+                prompts=[x for each in inputs for x in each.prompts],
+                completions=[x for each in inputs for x in each.completions],
+                completion_ids=[x for each in inputs for x in each.completion_ids],
+                columns={name: [x for i in inputs for x in i.columns[name]] for name in inputs[0].columns},
+            ),
+            timing=Timing(*(sum(values) for values in zip(*(part.timing for part in parts), strict=True))),
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays that a checkpoint keeps."""
+        return {
+            **{name: getattr(self, name) for name in ARRAYS},
+            **{f"samples_{name}": getattr(self.samples, name) for name in Rollouts._fields},
+            **{f"{VALUE}{name}": values for name, values in self.token_values.items()},
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any], **fields: Any) -> Rollout:
+        """Make a rollout of what `arrays` returned. fields: `number`, `rounds` and `metrics`."""
+        samples = Rollouts(**{name: np.asarray(arrays[f"samples_{name}"]) for name in Rollouts._fields})
+        values = {key.removeprefix(VALUE): np.asarray(arrays[key]) for key in arrays if key.startswith(VALUE)}
+        whole = {name: np.asarray(arrays[name]) for name in ARRAYS}
+        return cls(samples=samples, token_values=values, **whole, **fields)
+
+    def write(self, path: Path, rewards: Sequence[Reward]) -> None:
+        """Write one JSON line per completion: `prompt`, `completion`, `reward` (the weighted sum), `rewards` ({label:
+        value, null where one does not apply}), `advantage` (its mean over tokens, where there are advantages), `length`
+        in tokens and `finished`, false for a completion that was cut.
+        """
+        assert self.inputs is not None
+        lines = []
+        for i, text in enumerate(self.inputs.completions):
+            length = int(self.samples.lengths[i])
+            line = {
+                "prompt": self.inputs.prompts[i],
+                "completion": text,
+                "reward": _number(self.total[i]),
+                "rewards": {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)},
+                **({"advantage": _advantage(self.advantages[i], length)} if len(self.advantages) else {}),
+                "length": length,
+                "finished": bool(self.samples.finished[i]),
+            }
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        write_atomic(path, "".join(lines))
+
+
+def _number(x: float) -> float | None:
+    return None if np.isnan(x) else float(x)
+
+
+def _advantage(advantage: NDArray[np.float32], length: int) -> float:
+    return float(advantage[:length].mean()) if advantage.ndim else float(advantage)

@@ -1,0 +1,155 @@
+"""Updates from rollouts, each of which serves one update or several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.fit.batches import Encoded, Update
+from rlhf_core.metrics import Max, Metric, Min, Sum
+from rlhf_core.packing.rows import Packed
+from rlhf_core.rewards.setup import restore, snapshots
+from rlhf_core.rollouts.collector import RolloutCollector
+from rlhf_core.rollouts.prompt_order import PromptOrder
+from rlhf_core.rollouts.rollout import Rollout, Timing
+from rlhf_core.rollouts.warnings import RolloutWarnings
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.stage import Stage
+    from rlhf_core.state import TrainState
+
+
+class RolloutUpdates(ABC):
+    """The `UpdateSource` of a trainer that samples: update n trains on minibatch n of rollout n div updates_per_rollout.
+
+    A subclass has `shapes`, `complete` and `minibatches`; their number divides updates_per_rollout, so that the updates
+    of a rollout go through its minibatches once or several times. The rollout is part of every checkpoint that lies
+    within it, with all that `complete` computed from the policy of its start: a run that is resumed goes on with it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        config: TrainerConfig,
+        collector: RolloutCollector,
+        *,
+        prompts_per_rollout: int,
+        updates_per_rollout: int = 1,
+    ) -> None:
+        self.stage, self.collector, self.prompts = stage, collector, collector.prompts
+        self.data: Encoded = collector.prompts
+        self.updates_per_rollout = updates_per_rollout
+        self.order = PromptOrder(
+            config,
+            len(collector.prompts),
+            prompts_per_rollout=prompts_per_rollout,
+            updates_per_rollout=updates_per_rollout,
+            seed=stage.seed,
+        )
+        self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
+        self.total = config.max_training_steps or self.order.epoch_rounds * updates_per_rollout
+        self.updates_per_epoch = self.order.updates_per_epoch(updates_per_rollout)
+        self.rollout: Rollout | None = None
+        self.packed: Sequence[Sequence[Packed]] = []
+        self.timing = Timing()  # of a rollout that no update has reported yet
+        self.warnings = RolloutWarnings(stage)
+
+    @abstractmethod
+    def shapes(self) -> Sequence[Packed]:
+        """Return an empty micro-batch of every shape that `minibatches` will return."""
+
+    @abstractmethod
+    def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
+        """Return the rollout with its advantages and token values, computed with the policy that sampled it."""
+
+    @abstractmethod
+    def minibatches(self, rollout: Rollout) -> Sequence[Sequence[Packed]]:
+        """Return the micro-batches of each minibatch, a function of the completed rollout alone.
+
+        Minibatch i of n has the i-th n-th of the prompts; `Packed.example` counts its groups.
+        """
+
+    def needs_state(self, step: int) -> bool:
+        return self.rollout is None or self.rollout.number != step // self.updates_per_rollout
+
+    def update(self, step: int, state: TrainState) -> Update:
+        if self.needs_state(step):
+            self._begin_rollout(step, state)
+        assert self.rollout is not None
+        minibatch, groups = step % len(self.packed), len(self.rollout.prompts) // len(self.packed)
+        batches = self.packed[minibatch]
+        rows = self.rollout.prompts[minibatch * groups : (minibatch + 1) * groups]
+        tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
+        self.updates_per_epoch = self.order.updates_per_epoch(step + 1)
+        metrics = _update_metrics(self.rollout.metrics, first=step % self.updates_per_rollout == 0)
+        timing, self.timing = self.timing, Timing()
+        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing.metrics())
+
+    def _begin_rollout(self, step: int, state: TrainState) -> None:
+        """Collect and complete the rollout that update `step` begins."""
+        number = step // self.updates_per_rollout
+        if self.rollout is None:  # the sampler compiles
+            count = self.order.prompts_per_rollout * self.collector.num_generations
+            self.stage.say(f"drawing the first rollout, {count:,} completions")
+        rollout = self.collector.collect(state, number, self.order.next_prompts(number))
+        self.timing = rollout.timing
+        self.order.add_rounds(rollout.rounds)
+        self._end_with_epochs(number)
+        assert rollout.inputs is not None
+        self.warnings.check(number, rollout.inputs.completions, rollout.metrics)
+        self.rollout = self.complete(rollout, state)
+        self.packed = self.minibatches(self.rollout)
+        logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
+        if self.stage.is_main and (number == 0 or logged):
+            self.rollout.write(
+                self.stage.dir / "samples" / f"update-{step:06d}.jsonl", self.collector.rewards
+            )
+
+    def _end_with_epochs(self, number: int) -> None:
+        """Make rollout `number` the last one where it takes the last prompts of all epochs."""
+        if not self.fixed_total and self.order.ends_with(number):
+            self.total = min(self.total, (number + 1) * self.updates_per_rollout)
+
+    def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
+        return self.order.visited(step, host["extra_rounds"])
+
+    def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        host = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.collector.rewards)}
+        if self.rollout is None or self.needs_state(step):
+            return host, {}
+        host |= {"rollout": self.rollout.number, "metrics": self.rollout.metrics, "rounds": self.order.rounds}
+        return host, self.rollout.arrays()
+
+    def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        self.order.extra_rounds, self.order.rounds = host["extra_rounds"], host.get("rounds", 1)
+        if step:
+            self.updates_per_epoch = self.order.updates_per_epoch(step)
+            self._end_with_epochs((step - 1) // self.updates_per_rollout)
+        restore(self.collector.rewards, host["rewards"])
+        if "rollout" not in host:
+            return
+        self.rollout = Rollout.from_arrays(
+            arrays, number=host["rollout"], rounds=host["rounds"], metrics=dict(host["metrics"])
+        )
+        self.packed = self.minibatches(self.rollout)
+
+
+def _update_metrics(metrics: Mapping[str, float], *, first: bool) -> dict[str, float | Metric]:
+    """Turn a rollout's metrics into those of an update that uses it: counts add up, extremes stay extremes.
+
+    first: whether it is the first update of the rollout, the only one that counts what is counted.
+    """
+    out: dict[str, float | Metric] = dict(metrics)
+    for name, value in metrics.items():
+        if name.endswith("/failed"):
+            out[name] = Sum(value if first else 0.0)
+        elif name.startswith(("completions/min_", "completions/max_")):
+            del out[name]
+            if np.isfinite(value):
+                out[name] = Min(value) if "/min_" in name else Max(value)
+    return out
