@@ -172,11 +172,11 @@ FAULTS = (
     Fault(
         "other-members",
         "rewards are laid out member after member: a group holds completions of different prompts",
-        GRPO + "rollout.py",
-        "rewards=total.reshape(-1, group),",
-        "rewards=total.reshape(group, -1).T,",
+        GRPO + "updates.py",
+        "rewards=rollout.total.reshape(-1, group),",
+        "rewards=rollout.total.reshape(group, -1).T,",
         ("dapo", "lora"),
-        ("tests/grpo/test_rollout.py", "tests/grpo/test_feed.py"),
+        ("tests/grpo/test_group_advantages.py", "tests/grpo/test_updates.py"),
     ),
     Fault(
         "rewards-shifted",
@@ -185,25 +185,25 @@ FAULTS = (
         "table[:, f] = outcome",
         "table[:, f] = np.roll(outcome, 1)",
         ("dapo", "quickstart"),
-        ("tests/grpo/test_rollout.py", "tests/rewards/test_reward_calls.py"),
+        ("tests/grpo/test_group_advantages.py", "tests/rewards/test_reward_calls.py"),
     ),
     Fault(
         "advantages-shifted",
         "every completion is trained with the advantage of the one before it",
-        GRPO + "minibatches.py",
-        "advantages[index], 0.0)",
-        "np.roll(advantages, 1)[index], 0.0)",
+        GRPO + "updates.py",
+        "np.broadcast_to(advantages[:, None],",
+        "np.broadcast_to(np.roll(advantages, 1)[:, None],",
         ("dapo", "grpo"),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_invariance.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_invariance.py"),
     ),
     Fault(
         "kl-not-in-reward",
         "the penalty that belongs into the reward is nowhere",
-        GRPO + "feed.py",
-        "total = total - config.kl.beta * taxed",
-        "total = total - 0.0 * taxed",
+        GRPO + "updates.py",
+        "total = total - config.kl.beta * sequence_kl(",
+        "total = total - 0.0 * sequence_kl(",
         ("updates",),
-        ("tests/grpo/test_feed.py",),
+        ("tests/grpo/test_updates.py",),
     ),
     Fault(
         "kl-in-reward-mean",
@@ -212,25 +212,25 @@ FAULTS = (
         "np.where(there, kl, 0.0).sum(1)",
         "np.where(there, kl, 0.0).mean(1)",
         ("updates",),
-        ("tests/grpo/test_feed.py",),
+        ("tests/grpo/test_updates.py",),
     ),
     Fault(
         "equal-groups-kept",
         "dynamic sampling keeps the groups without a difference and drops the others",
-        GRPO + "rollout.py",
+        CORE + "rollouts/collector.py",
         'order = np.argsort(equal, kind="stable")[:wanted]',
         'order = np.argsort(~equal, kind="stable")[:wanted]',
         ("dynamic",),
-        ("tests/grpo/test_drawing.py",),
+        ("tests/rollouts/test_collector.py",),
     ),
     Fault(
         "truncated-trained",
         "completions that were cut off are trained on although they are to be masked",
-        GRPO + "rollout.py",
+        GRPO + "updates.py",
         "off = [mask_truncated and not samples.finished[i] for i in members]",
         "off = [False for i in members]",
         ("updates",),
-        ("tests/grpo/test_rollout.py", "tests/grpo/test_trainer.py", "tests/grpo/test_feed.py"),
+        ("tests/grpo/test_group_advantages.py", "tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
     ),
     # The reference and the penalty.
     Fault(
@@ -245,18 +245,18 @@ FAULTS = (
     Fault(
         "reference-follows",
         "the reference is the policy that each rollout starts from",
-        GRPO + "feed.py",
-        "on_host(self.read(self.reference.params, placed)[0])",
-        "on_host(self.read(params, placed)[0])",
+        GRPO + "policies.py",
+        "on_host(self.compute(self.reference.params, placed)[0])",
+        "on_host(self.compute(params, placed)[0])",
         ("dapo", "updates", "lora"),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_trainer.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_trainer.py"),
     ),
     Fault(
         "reference-with-adapters",
         "with adapters the reference is read with them on: it is the policy",
-        GRPO + "feed.py",
-        "on_host(self.read(self.reference.params, placed)[0])",
-        "on_host(self.read(params if self.config.lora else self.reference.params, placed)[0])",
+        GRPO + "policies.py",
+        "on_host(self.compute(self.reference.params, placed)[0])",
+        "on_host(self.compute(params if 'adapter' in str(params) else self.reference.params, placed)[0])",
         ("lora",),
         ("tests/suite/test_lora.py",),
     ),
@@ -291,20 +291,20 @@ FAULTS = (
     Fault(
         "keys-reused",
         "every rollout is drawn with the keys of the first",
-        GRPO + "feed.py",
-        "key, size = jax.random.fold_in(state.key, number), self",
-        "key, size = state.key, self",
+        CORE + "rollouts/collector.py",
+        "key = jax.random.fold_in(state.key, number)",
+        "key = state.key",
         ("dapo", "dynamic"),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_trainer.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_trainer.py"),
     ),
     Fault(
         "one-key-per-group",
         "the completions of a prompt are drawn with one key: they are all the same",
-        GRPO + "feed.py",
-        "np.arange(round_number * n, (round_number + 1) * n))",
-        "np.arange(round_number * n, (round_number + 1) * n) // size)",
+        CORE + "rollouts/collector.py",
+        "np.arange(first, first + n))",
+        "np.arange(first, first + n) // self.num_generations)",
         ("dapo",),
-        ("tests/grpo/test_trainer.py", "tests/grpo/test_feed.py"),
+        ("tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
     ),
     Fault(
         "one-key-per-sequence",
@@ -318,12 +318,11 @@ FAULTS = (
     Fault(
         "stale-weights",
         "the sampler goes on with the weights of the first rollout",
-        GRPO + "feed.py",
-        "            return self.sampler(state.params, ids, key, np",
-        '            self.stale = getattr(self, "stale", None) or jax.tree.map(jax.numpy.copy, state.params)\n'
-        "            return self.sampler(self.stale, ids, key, np",
+        CORE + "rollouts/collector.py",
+        "self.complete(state.params, chosen, key, np",
+        'self.complete(globals().setdefault("_stale", jax.tree.map(jax.numpy.copy, state.params)), chosen, key, np',
         ("dapo",),
-        ("tests/grpo/test_trainer.py", "tests/grpo/test_feed.py"),
+        ("tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
     ),
     Fault(
         "sampler-order",
@@ -365,20 +364,20 @@ FAULTS = (
     Fault(
         "first-token-untrained",
         "a completion's mask starts one token late",
-        GRPO + "rollout.py",
-        "np.full(len(branch), 0.0 if masked else 1.0, np.float32)",
-        "np.float32(not masked) * (np.arange(len(branch)) > 0).astype(np.float32)",
+        GRPO + "updates.py",
+        "np.where(samples.mask[i, :length], 0.0 if masked else 1.0, 0.0).astype(np.float32)",
+        "np.float32(not masked) * (np.arange(length) > 0).astype(np.float32)",
         ("dapo", "grpo"),
-        ("tests/grpo/test_rollout.py", "tests/grpo/test_trainer.py", "tests/grpo/test_feed.py"),
+        ("tests/grpo/test_group_advantages.py", "tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
     ),
     Fault(
         "stop-untrained",
         "a policy is never trained on the token that ends a completion",
-        GRPO + "rollout.py",
-        "np.full(len(branch), 0.0 if masked else 1.0, np.float32)",
-        "np.float32(not masked) * (np.arange(len(branch)) < len(branch) - 1).astype(np.float32)",
+        GRPO + "updates.py",
+        "np.where(samples.mask[i, :length], 0.0 if masked else 1.0, 0.0).astype(np.float32)",
+        "np.float32(not masked) * (np.arange(length) < length - 1).astype(np.float32)",
         ("dapo", "grpo"),
-        ("tests/grpo/test_rollout.py", "tests/grpo/test_trainer.py", "tests/grpo/test_feed.py"),
+        ("tests/grpo/test_group_advantages.py", "tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
     ),
     Fault(
         "sft-stop-untrained",
@@ -457,11 +456,11 @@ FAULTS = (
     Fault(
         "half-of-a-rollout",
         "every update takes the first minibatch of its rollout; the others are never trained on",
-        GRPO + "feed.py",
-        "batches = self.packed[step % config.steps_per_generation]",
+        CORE + "rollouts/updates.py",
+        "batches = self.packed[minibatch]",
         "batches = self.packed[0]",
         ("dapo", "updates"),
-        ("tests/grpo/test_feed.py",),
+        ("tests/grpo/test_updates.py",),
     ),
     Fault(
         "same-shuffle",
@@ -689,12 +688,12 @@ FAULTS = (
     Fault(
         "resume-restarts-keys",
         "a run that goes on draws with the keys of its beginning again",
-        GRPO + "feed.py",
-        "        key, size = jax.random.fold_in(state.key, number), self",
-        '        self.keys_used = getattr(self, "keys_used", -1) + 1\n'
-        "        key, size = jax.random.fold_in(state.key, self.keys_used), self",
+        CORE + "rollouts/collector.py",
+        "        key = jax.random.fold_in(state.key, number)",
+        '        globals()["_keys"] = globals().get("_keys", -1) + 1\n'
+        '        key = jax.random.fold_in(state.key, globals()["_keys"])',
         ("resume",),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_other_mesh.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_other_mesh.py"),
     ),
     Fault(
         "resume-forgets-optimizer",
@@ -709,39 +708,39 @@ FAULTS = (
     Fault(
         "resume-repeats-prompts",
         "a run that goes on takes the prompts from the beginning again",
-        GRPO + "prompt_order.py",
+        CORE + "rollouts/prompt_order.py",
         "        order = schedule(\n"
         "            self.count,\n"
-        "            config.prompts_per_rollout,\n"
+        "            self.prompts_per_rollout,\n"
         "            seed=self.seed,\n"
-        "            shuffle=config.shuffle_train_dataset,\n"
+        "            shuffle=self.shuffle,\n"
         "            start=number + self.extra_rounds,\n",
         '        self.begun = getattr(self, "begun", -1) + 1\n'
         "        order = schedule(\n"
         "            self.count,\n"
-        "            config.prompts_per_rollout,\n"
+        "            self.prompts_per_rollout,\n"
         "            seed=self.seed,\n"
-        "            shuffle=config.shuffle_train_dataset,\n"
+        "            shuffle=self.shuffle,\n"
         "            start=self.begun + self.extra_rounds,\n",
         ("resume",),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_other_mesh.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_other_mesh.py"),
     ),
     Fault(
         "resume-forgets-rollout",
         "a run that goes on within a rollout draws it again, from a policy that has moved",
-        GRPO + "feed.py",
-        "if self.rollout is not None and not self.needs_state(step):",
-        "if False:",
+        CORE + "rollouts/updates.py",
+        "if self.rollout is None or self.needs_state(step):",
+        "if True:",
         ("resume",),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_other_mesh.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_other_mesh.py"),
     ),
     Fault(
         "resume-forgets-old-policy",
         "a run that goes on within a rollout takes its own log-probabilities for those of the rollout's policy",
-        GRPO + "rollout.py",
-        "read = {key.removeprefix(READ): np.asarray(arrays[key]) for key in arrays if key.startswith(READ)}",
-        "read: dict[str, np.ndarray] = {}",
+        CORE + "rollouts/rollout.py",
+        "values = {key.removeprefix(VALUE): np.asarray(arrays[key]) for key in arrays if key.startswith(VALUE)}",
+        "values: dict[str, np.ndarray] = {}",
         ("resume",),
-        ("tests/grpo/test_feed.py", "tests/grpo/test_rollout.py"),
+        ("tests/grpo/test_updates.py", "tests/grpo/test_group_advantages.py"),
     ),
 )

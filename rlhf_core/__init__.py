@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import PairInputs as PairInputs
     from rlhf_core.contracts import PolicyInputs as PolicyInputs
     from rlhf_core.contracts import RewardInputs as RewardInputs
+    from rlhf_core.contracts import Rollouts as Rollouts
     from rlhf_core.contracts import Rows as Rows
     from rlhf_core.contracts import SamplerInputs as SamplerInputs
     from rlhf_core.contracts import Trainer as Trainer
@@ -36,15 +37,14 @@ if TYPE_CHECKING:
     from rlhf_core.pipeline import run_pipeline as run_pipeline
     from rlhf_core.plugins.hooks import hookimpl as hookimpl
     from rlhf_core.plugins.registry import Registry as Registry
-    from rlhf_core.sampling import Rollouts as Rollouts
     from rlhf_core.stage import Stage as Stage
     from rlhf_core.state import TrainState as TrainState
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
     "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
-    "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rows SamplerInputs "
-    "Trainer"
+    "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rollouts Rows "
+    "SamplerInputs Trainer"
 )
 _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
     "hookimpl": "plugins.hooks",
@@ -52,7 +52,6 @@ _HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
     "TrainerConfig": "config",
     "run_pipeline": "pipeline",
     "Registry": "plugins.registry",
-    "Rollouts": "sampling",
     "Stage": "stage",
     "TrainState": "state",
     "create_state": "state",

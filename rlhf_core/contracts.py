@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from rlhf_core.errors import InputError, near
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import TrainerConfig
     from rlhf_core.models import Definition
-    from rlhf_core.sampling import Rollouts, SamplingOptions
+    from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
 
 
@@ -212,12 +212,16 @@ class AdvantageInputs(NamedTuple):
     rewards: float32 [prompts, samples], the weighted sum over functions; NaN: not scored.
     rewards_by_function: float32 [prompts, samples, functions]; NaN: the function does not apply.
     weights: float32 [functions]. lengths: int32 [prompts, samples], completion tokens.
+    labels: names the functions, as the metrics do. columns: the dataset's other columns, {name: one value per
+        completion}, those of a prompt adjacent.
     """
 
     rewards: jax.Array | np.ndarray
     rewards_by_function: jax.Array | np.ndarray
     weights: jax.Array | np.ndarray
     lengths: jax.Array | np.ndarray
+    labels: tuple[str, ...] = ()
+    columns: Mapping[str, Sequence[Any]] = {}
 
 
 class RewardInputs(NamedTuple):
@@ -328,7 +332,49 @@ class Advantage(Protocol):
     def __call__(self, inputs: AdvantageInputs, /) -> jax.Array | np.ndarray: ...
 
 
-class Draw(Protocol):
+class _Rollouts(NamedTuple):
+    tokens: np.ndarray
+    """int32 [N, C], 0 after the end."""
+    lengths: np.ndarray
+    """int32 [N], tokens of the completion, including the one that ended it."""
+    logps: np.ndarray
+    """float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
+    filters; 0 after the end. At temperature 0, under softmax(logits)."""
+    finished: np.ndarray
+    """bool [N]: a stop token was sampled or a stop string completed; False: cut at C."""
+    mask: np.ndarray
+    """bool [N, C]: the tokens that the policy wrote. Default: all tokens up to each completion's length."""
+    version: np.ndarray
+    """int32 [N]: the number of updates applied to the policy that wrote the completion. Default: 0."""
+
+
+class Rollouts(_Rollouts):
+    """N completions, NumPy arrays on every process; C is max_completion_length.
+
+    `mask` and `version` have defaults, which are computed when the object is made.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        logps: np.ndarray,
+        finished: np.ndarray,
+        mask: np.ndarray | None = None,
+        version: np.ndarray | None = None,
+    ) -> Self:
+        import numpy as np
+
+        if mask is None:
+            mask = np.arange(tokens.shape[-1]) < np.asarray(lengths)[..., None]
+        if version is None:
+            version = np.zeros(np.shape(lengths), np.int32)
+        return super().__new__(cls, tokens, lengths, logps, finished, mask, version)
+
+
+class SamplerFunction(Protocol):
     """What a sampler makes: completions of prompts, for a trainer that calls it on every process, in step.
 
     params: the policy as it is now, arrays on the mesh. They are the trainer's, which overwrites them with its next
@@ -352,7 +398,7 @@ class Draw(Protocol):
 
 
 class SamplerMaker(Protocol):
-    def __call__(self, inputs: SamplerInputs, /) -> Draw: ...
+    def __call__(self, inputs: SamplerInputs, /) -> SamplerFunction: ...
 
 
 class Reward(Protocol):

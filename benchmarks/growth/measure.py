@@ -21,8 +21,8 @@ import hlo
 import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
-from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.minibatches import longest_groups
+from rlhf_grpo.policies import PolicyReader
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.models.attention_blocks import block_size
@@ -49,7 +49,7 @@ def build(case: Case, directory: Path) -> tuple[Any, Any, Any, Any]:
     if case.work == "W1":
         objective, feed, state = ours_steps.reward_update(task, directory)
         return objective, feed, state, feed.update(0).batches
-    RolloutFeed.compile = lambda self, params: None  # compiled below, once
+    PolicyReader.compile = lambda self, shapes: None  # compiled below, once
     objective, feed, state = ours_steps.policy_update(task, directory)
     groups = longest_groups(feed.config, np.full(case.prompts, case.prompt))
     return objective, feed, state, pack(groups, feed.layout)
@@ -99,7 +99,7 @@ def measure(case: Case) -> dict[str, Any]:
         done = lowered.out_info
         add("accumulate", lowered, times, trips)
         if case.work == "W2":
-            add("reference", feed.read.lower(state.params, batch), times, trips)
+            add("reference", feed.policies.compute.lower(state.params, batch), times, trips)
     add("apply", programs._apply.lower(state.trained(), done), 1, 1.0)
     return {
         **dataclasses.asdict(case),

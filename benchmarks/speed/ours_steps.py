@@ -18,11 +18,11 @@ import numpy as np
 import optax
 import works
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.minibatches import group_layout, longest_groups
 from rlhf_grpo.objective import Terms, reader
 from rlhf_grpo.objective import objective as grpo_objective
-from rlhf_grpo.reference import Reference
+from rlhf_grpo.policies import PolicyReader, Reference
+from rlhf_grpo.updates import GRPOUpdates
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as reward_objective
 from rlhf_reward.objective import pair_loss
@@ -44,6 +44,7 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing.trees import tree
+from rlhf_core.rollouts import RolloutCollector
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
@@ -182,20 +183,23 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
     mesh, sizes = stage.devices(), np.full(works.PROMPTS, works.PROMPT)
     layout = group_layout(config, sizes, task.model.hidden, mesh)
     model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
-    feed = RolloutFeed(
+    reference = Reference(model.params, frozenset(), mesh) if config.keeps_reference else None
+    feed = GRPOUpdates(
         stage,
         config,
-        open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=works.PROMPT),
-        tokenizer,
-        lambda *_: samples,
-        open_rewards((), stage),
+        RolloutCollector(
+            stage,
+            open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=works.PROMPT),
+            tokenizer,
+            lambda *_: samples,
+            open_rewards((), stage),
+            works.GROUP,
+        ),
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
-        reader(model.definition, temperature=1.0),
+        PolicyReader(config, reader(model.definition, temperature=1.0), reference, model.params, mesh),
         layout,
-        Reference(model.params, frozenset(), mesh) if config.keeps_reference else None,
-        getattr(loss, "aggregation", "token_mean"),
+        POLICY_LOSS.attribute(loss, "aggregation"),
     )
-    feed.compile(model.params)
     tx, _ = optimizers.make(config, stage.registry, feed.total)
     objective = grpo_objective(model.definition, loss, terms, temperature=1.0)
     return objective, feed, create_state(model, tx, seed=stage.seed)

@@ -56,6 +56,7 @@ def fit(
     *,
     schedule: Schedule,
     evaluate: Callable[[TrainState], dict[str, float]] | None = None,
+    preview: Callable[[int, TrainState], None] | None = None,
     after_update: Callable[[int, TrainState], None] | None = None,
     after_update_steps: int = 1,
     stop_when: Callable[[Mapping[str, float]], str | None] | None = None,
@@ -64,9 +65,11 @@ def fit(
 
     objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, reported with `eval_` in front, every
     `evaluation_steps` updates and at the end; where it raises after the first update, that is a warning, and training
-    goes on. after_update: called with the number of updates done and the state every `after_update_steps` updates, once
-    their loss and gradient are known to be finite, for which the loop waits. stop_when: given the metrics of a logged
-    step, a reason to give up, or None.
+    goes on. preview: called with the number of updates done and the state, before the first update and, without
+    `evaluate`, after the last; where it raises RunError after training, that is a warning. after_update: called
+    with the number of updates done and the state every `after_update_steps` updates, once their loss and gradient are
+    known to be finite, for which the loop waits. stop_when: given the metrics of a logged step, a reason to give up, or
+    None.
 
     After the last update the state is saved first, then evaluated: whatever fails from there on, the same command goes
     on after the training.
@@ -85,12 +88,20 @@ def fit(
             "`rlhf_core.fit.fit`",
             stacklevel=2,
         )
-    run = _Run(stage, config, objective, feed, schedule, evaluate, stop_when)
+    run = _Run(stage, config, objective, feed, schedule, evaluate, preview, stop_when)
     try:
         with stop_signals() as run.stop:
-            return run.loop(state, after_update, after_update_steps)
+            fitted = run.loop(state, after_update, after_update_steps)
     finally:
         run.progress.checkpoints.close()
+    if preview is not None and evaluate is None:
+        try:
+            preview(int(fitted.state.step), fitted.state)
+        except RunError as error:  # a reward that fails now must not cost the trained model
+            warnings.warn(
+                f"stage '{stage.name}': completions after training were not kept: {error}", stacklevel=2
+            )
+    return fitted
 
 
 class _Run:
@@ -104,10 +115,11 @@ class _Run:
         feed: Feed,
         schedule: Schedule,
         evaluate: Callable[[TrainState], dict[str, float]] | None,
+        preview: Callable[[int, TrainState], None] | None,
         stop_when: Callable[[Mapping[str, float]], str | None] | None,
     ) -> None:
         self.stage, self.config, self.objective, self.feed = stage, config, objective, feed
-        self.evaluate, self.stop_when = evaluate, stop_when
+        self.evaluate, self.preview, self.stop_when = evaluate, preview, stop_when
         self.rate = jax.jit(schedule)
         self.mesh = stage.devices()
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
@@ -144,6 +156,8 @@ class _Run:
             if feed.needs_state(step):
                 self.check(steps, state)
             update = self.next_update(step, state)
+            if step == 0 and self.preview is not None:
+                self.preview(0, state)
             done = None
             for number, batch in enumerate(update.batches):
                 done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)

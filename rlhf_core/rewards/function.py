@@ -67,7 +67,7 @@ class Reward:
     timeout: seconds a call may take; None: no limit. on_error: what a call that failed or took longer means.
     processes: worker processes that share a call; None: none, but one for a plain function with a timeout.
     tried: whether `rlhf check` may call it. failures: calls that were skipped so far.
-    warned: whether NaN was warned of.
+    warned: whether NaN was warned of. ready: whether it has loaded what it needs.
     """
 
     label: str
@@ -77,6 +77,7 @@ class Reward:
     on_error: Literal["stop", "skip"] = "stop"
     failures: int = 0
     warned: bool = False
+    ready: bool = False
     processes: int | None = None
     tried: bool = True
     _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)

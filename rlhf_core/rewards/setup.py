@@ -79,11 +79,12 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
 
 
 def set_up(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
-    """Check columns, and the rows where prompts are given; then let rewards load what they need."""
+    """Check columns, and the rows where prompts are given; then let rewards load what they need, once."""
     check_columns(rewards, columns, stage)
     for reward in rewards:
-        if hasattr(reward.function, "setup"):
+        if hasattr(reward.function, "setup") and not reward.ready:
             reward.function.setup(stage)
+        reward.ready = True
 
 
 def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:

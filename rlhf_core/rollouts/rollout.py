@@ -62,7 +62,7 @@ class Rollout:
     number: int = 0
     rounds: int = 1
     metrics: Mapping[str, float] = field(default_factory=dict)
-    timing: Timing = Timing()
+    timing: Timing = field(default_factory=Timing)
     advantages: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     token_values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
@@ -120,12 +120,24 @@ class Rollout:
         }
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Any], **fields: Any) -> Rollout:
-        """Make a rollout of what `arrays` returned. fields: `number`, `rounds` and `metrics`."""
+    def from_arrays(
+        cls, arrays: Mapping[str, Any], *, number: int, rounds: int, metrics: Mapping[str, float]
+    ) -> Rollout:
+        """Make a rollout of what `arrays` returned."""
         samples = Rollouts(**{name: np.asarray(arrays[f"samples_{name}"]) for name in Rollouts._fields})
         values = {key.removeprefix(VALUE): np.asarray(arrays[key]) for key in arrays if key.startswith(VALUE)}
-        whole = {name: np.asarray(arrays[name]) for name in ARRAYS}
-        return cls(samples=samples, token_values=values, **whole, **fields)
+        prompts, rewards, total, advantages = (np.asarray(arrays[name]) for name in ARRAYS)
+        return cls(
+            prompts,
+            samples,
+            rewards,
+            total,
+            number=number,
+            rounds=rounds,
+            metrics=metrics,
+            advantages=advantages,
+            token_values=values,
+        )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
         """Write one JSON line per completion: `prompt`, `completion`, `reward` (the weighted sum), `rewards` ({label:

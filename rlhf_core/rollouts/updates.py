@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RolloutUpdates(ABC):
-    """The `UpdateSource` of a trainer that samples: update n trains on minibatch n of rollout n div updates_per_rollout.
+    """The `UpdateSource` of a trainer that samples: update n belongs to rollout n div updates_per_rollout.
 
     A subclass has `shapes`, `complete` and `minibatches`; their number divides updates_per_rollout, so that the updates
     of a rollout go through its minibatches once or several times. The rollout is part of every checkpoint that lies

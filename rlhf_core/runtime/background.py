@@ -30,7 +30,7 @@ class BackgroundCompiler:
         self._programs[name] = _threads().submit(lowered.compile)
 
     def wait(self, name: Hashable) -> None:
-        """Wait until that program is compiled; return at once if nobody asked for it. Raises what the compiler raised."""
+        """Wait until that program is compiled, if it was asked for. Raises what the compiler raised."""
         if name in self._programs:
             self._programs[name].result()
 

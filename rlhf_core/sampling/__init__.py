@@ -8,17 +8,18 @@ Each sequence has a key of its own: what it samples does not depend on its neigh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
+from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.loop import Plan, generate, read
+from rlhf_core.sampling.loop import SamplingProgram, generate, read
 from rlhf_core.sampling.stop_strings import stop_table
 
 if TYPE_CHECKING:
@@ -65,20 +66,6 @@ class SamplingOptions(Options):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="tokens that end a completion, besides the model's own"
     )
-
-
-class Rollouts(NamedTuple):
-    """N completions, NumPy arrays on every process; C is max_completion_length."""
-
-    tokens: np.ndarray
-    """int32 [N, C], 0 after the end."""
-    lengths: np.ndarray
-    """int32 [N], tokens of the completion, the one that ended it included."""
-    logps: np.ndarray
-    """float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
-    filters; 0 after the end. At temperature 0, under softmax(logits)."""
-    finished: np.ndarray
-    """bool [N], a stop token was sampled or a stop string completed; False: cut at C."""
 
 
 class Sampler:
@@ -147,7 +134,7 @@ class Sampler:
                 f"ids must have one entry a completion, [{count * groups}]; its shape is {ids.shape}"
             )
         ids = ids.astype(np.uint32).reshape(count, groups)
-        out = Rollouts(
+        out = (
             np.zeros((count, groups, longest), np.int32),
             np.zeros((count, groups), np.int32),
             np.zeros((count, groups, longest), np.float32),
@@ -178,21 +165,23 @@ class Sampler:
             tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
             ids = np.zeros(rows * self.num_generations, np.uint32)
             batch = abstract_rows(self.mesh, (tokens, none, none, ids))
-            key_data, plan = self._plan(jax.random.key(0))
-            lowered = generate.lower(params, *batch, key_data, self._stop_table, plan=plan)
+            key_data, program = self._program(jax.random.key(0))
+            lowered = generate.lower(params, *batch, key_data, self._stop_table, program=program)
             self._ahead.compile(time, lowered)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
-        """The fields of `Rollouts` for one batch of `_batch`, all its rows, on the host."""
+        """The first four fields of `Rollouts` for one batch of `_batch`, all its rows, on the host."""
         self._ahead.wait(batch[0].shape[1])
-        key_data, plan = self._plan(key)
+        key_data, program = self._program(key)
         rows = put_rows(self.mesh, batch)
-        written, step, slot = jax.device_get(generate(params, *rows, key_data, self._stop_table, plan=plan))
+        written, step, slot = jax.device_get(
+            generate(params, *rows, key_data, self._stop_table, program=program)
+        )
         return read(written, step, slot, self.options.max_completion_length)
 
-    def _plan(self, key: jax.Array) -> tuple[np.ndarray, Plan]:
+    def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
         slots = slots_a_device(self.mesh, self.prompts_per_call * self.num_generations)
-        plan = Plan(
+        program = SamplingProgram(
             self.definition,
             self.options,
             self.mesh,
@@ -202,7 +191,7 @@ class Sampler:
             slots // 4 if slots >= 4 * LAST_SLOTS else 0,
             str(jax.random.key_impl(key)),
         )
-        return np.asarray(jax.random.key_data(key)), plan
+        return np.asarray(jax.random.key_data(key)), program
 
     def _table(self, tokenizer: Any) -> jax.Array | None:
         """The table of the stop strings, on every device of the mesh; None where there are none."""

@@ -52,7 +52,7 @@ def min_p_filter(mass: jax.Array, p: float) -> jax.Array:
     return jnp.where(mass >= p * mass.max(-1, keepdims=True), mass, 0.0)
 
 
-def draw(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
+def sample_token(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
     """One token a row by inversion of the cumulative distribution, int32 [B].
 
     uniforms: float32 [B, 2] in [0, 1). The first number chooses a block of about sqrt(V) neighbours, the

@@ -15,7 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import replicated, row_multiple, row_sharding
-from rlhf_core.sampling.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
+from rlhf_core.sampling.filters import (
+    min_p_filter,
+    repetition_penalty,
+    sample_token,
+    top_k_filter,
+    top_p_filter,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -133,7 +139,7 @@ def read(written: Any, step: Any, slot: Any, longest: int) -> tuple[np.ndarray, 
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingProgram:
     """What one compiled program is for, beside its shapes. Samplers with equal plans share programs."""
 
     definition: Definition
@@ -170,7 +176,7 @@ class _Carry(NamedTuple):
     cache: Any
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames="program")
 def generate(
     params: Any,
     prompts: jax.Array,
@@ -180,7 +186,7 @@ def generate(
     key_data: jax.Array,
     stop_table: jax.Array | None,
     *,
-    plan: Plan,
+    program: SamplingProgram,
 ) -> Any:
     """(`Written`, the step at which each sequence began [N], its slot [N]), for P prompts and G completions each,
     N = P · G, replicated. `rlhf_core.sampling.loop.read` makes completions of it.
@@ -189,19 +195,19 @@ def generate(
     not wanted, nor those after it in its shard; last: int32 [P], the last tokens; ids: uint32 [N].
     stop_table: unsigned [states, V], of `rlhf_core.sampling.stop_strings`; None: no stop strings.
     """
-    model, options, groups = plan.definition, plan.options, plan.num_generations
-    shards, longest = row_multiple(plan.mesh), options.max_completion_length
-    sequences, rows = len(ids) // shards, shards * plan.slots
+    model, options, groups = program.definition, program.options, program.num_generations
+    shards, longest = row_multiple(program.mesh), options.max_completion_length
+    sequences, rows = len(ids) // shards, shards * program.slots
     cache_length = prompts.shape[1] + longest  # a completion's last token is never fed back, its prompt's is
     place = jnp.arange(cache_length)
-    stops = jnp.asarray(plan.stop_ids, jnp.int32)
+    stops = jnp.asarray(program.stop_ids, jnp.int32)
 
     used = jnp.arange(prompts.shape[1]) >= prompts.shape[1] - (lengths[:, None] - 1)
     positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)
     _, read = model.prefill(params, prompts, positions, jnp.where(used, prompts.shape[1], 0))
     prepared = model.prepare(params)
     kernel, softcap = model.unembedding(params)
-    key = jax.random.wrap_key_data(key_data, impl=plan.key_type)
+    key = jax.random.wrap_key_data(key_data, impl=program.key_type)
 
     def begin(queue: Queue, index: jax.Array, slot: jax.Array) -> tuple[_Slots, Any]:
         """Sequences `index` of each shard, int32 [shards, n], about to feed their prompts' last tokens."""
@@ -252,7 +258,9 @@ def generate(
         visible = age <= slots.position[:, None]
         hidden, cache = model.decode(prepared, carry.cache, slots.last, slots.position, visible, slot)
         logits = unembed(hidden, kernel.astype(hidden.dtype), softcap)
-        token, logp = _choose(logits, _uniforms(slots.keys, slots.drawn, plan.key_type), options, slots.seen)
+        token, logp = _choose(
+            logits, _uniforms(slots.keys, slots.drawn, program.key_type), options, slots.seen
+        )
         stopped = (token[:, None] == stops).any(-1)
         matched = slots.matched
         if stop_table is not None:
@@ -279,36 +287,36 @@ def generate(
     def many(carry: _Carry) -> jax.Array:
         """More sequences are left than fit the last slots."""
         left = (~carry.slots.free).reshape(shards, -1).sum(1)
-        return carry.queue.waits().any() | (left > plan.last_slots).any()
+        return carry.queue.waits().any() | (left > program.last_slots).any()
 
     def step_full(carry: _Carry) -> _Carry:
         return step(lax.while_loop(fillable, fill, carry))
 
     wanted = (lengths > 0).reshape(shards, -1).sum(1, dtype=jnp.int32) * groups
-    first = jnp.broadcast_to(jnp.arange(plan.slots, dtype=jnp.int32), (shards, plan.slots))
+    first = jnp.broadcast_to(jnp.arange(program.slots, dtype=jnp.int32), (shards, program.slots))
     none = jnp.zeros((shards, sequences), jnp.int32)
     queue = Queue(
-        wanted, jnp.minimum(wanted, plan.slots), none, lax.dynamic_update_slice(none, first, (0, 0))
+        wanted, jnp.minimum(wanted, program.slots), none, lax.dynamic_update_slice(none, first, (0, 0))
     )
-    steps = most_steps(sequences, plan.slots, longest)
+    steps = most_steps(sequences, program.slots, longest)
     written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
-    slots, cache = spread(plan.mesh, begin(queue, first, jnp.int32(0)))
+    slots, cache = spread(program.mesh, begin(queue, first, jnp.int32(0)))
     end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
-    if plan.last_slots:
+    if program.last_slots:
         order = jnp.argsort(end.slots.free.reshape(shards, -1), axis=1)  # stable: those that go on come first
         columns = jnp.minimum(
-            jnp.argsort(order, axis=1), plan.last_slots - 1
+            jnp.argsort(order, axis=1), program.last_slots - 1
         )  # of ended ones: never read again
-        slots, cache = take((end.slots, end.cache), order[:, : plan.last_slots])
+        slots, cache = take((end.slots, end.cache), order[:, : program.last_slots])
         end = lax.while_loop(
             lambda carry: ~carry.slots.free.all(),
             functools.partial(step, columns=columns),
             end._replace(slots=slots, cache=cache),
         )
     # Replicated, so that every process of a multi-process run can read all of it.
-    slot = end.queue.slot + plan.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    slot = end.queue.slot + program.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
     out = (end.written, end.queue.step.reshape(-1), slot.reshape(-1))
-    return lax.with_sharding_constraint(out, replicated(plan.mesh))
+    return lax.with_sharding_constraint(out, replicated(program.mesh))
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:
@@ -356,5 +364,5 @@ def _choose(
             mass = top_p_filter(mass, options.top_p)
         if options.min_p:
             mass = min_p_filter(mass, options.min_p)
-        token = draw(mass, uniforms)
+        token = sample_token(mass, uniforms)
     return token, jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0] - normalizer

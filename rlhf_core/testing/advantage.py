@@ -26,7 +26,8 @@ def check_advantage(advantage: Any) -> None:
 
     component: it can be registered.
     hash: equal options are equal.
-    output: float32 [prompts, samples].
+    output: float32 [prompts, samples]; or [prompts, samples, time], one per token, of which the rest of this list
+        holds on average over the tokens of a completion.
     finite: also where all rewards of a group are equal, are huge, or were not scored (NaN).
     unscored: a completion that was not scored has advantage 0.
     order: prompts and samples in another order have the same advantages in that order.
@@ -46,11 +47,18 @@ def check_advantage(advantage: Any) -> None:
                 f"{raised(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
                 f"{list(base.rewards_by_function.shape)}"
             ) from error
-        if np.shape(out) != base.rewards.shape:
-            raise Broken(f"shape {list(np.shape(out))}; return one a completion, {list(base.rewards.shape)}")
+        shape, longest = base.rewards.shape, int(np.max(base.lengths))
+        by_token = np.ndim(out) == 3 and np.shape(out)[:2] == shape and np.shape(out)[2] >= longest
+        if np.shape(out) != shape and not by_token:
+            raise Broken(
+                f"shape {list(np.shape(out))}; return one per completion, {list(shape)}, or one per token, "
+                f"{[*shape, longest]}"
+            )
         if np.asarray(out).dtype != np.float32:
             raise Broken(f"it is {np.asarray(out).dtype}; return float32")
     found.stop_if_broken()
+    if by_token:
+        out, advantage = _mean_over_tokens(out, base.lengths), _by_completion(advantage)
     for name, rewards in cases().items():
         with found.property("finite"):
             require_finite(advantage(example(rewards)), name)
@@ -67,12 +75,14 @@ def check_advantage(advantage: Any) -> None:
     with found.property("direction"):
         _direction(np.asarray(out))
     with found.property("arrays"):
-        on_device = AdvantageInputs(*(jnp.asarray(x) for x in base))
+        on_device = base._replace(
+            **{name: jnp.asarray(getattr(base, name)) for name in AdvantageInputs._fields[:4]}
+        )
         require_close(advantage(on_device), out, "of jax arrays in place of NumPy's", rtol=1e-4)
     with found.property("inputs"):
         given = example(REWARDS)
         advantage(given)
-        for name, before, after in zip(AdvantageInputs._fields, base, given, strict=True):
+        for name, before, after in zip(AdvantageInputs._fields[:4], base[:4], given[:4], strict=True):
             require_close(after, before, f"inputs.{name} is changed by the call; copy it first", rtol=0.0)
     with found.property("repeatable"):
         require_close(advantage(example(REWARDS)), out, "called again with the same inputs", rtol=0.0)
@@ -84,7 +94,22 @@ def example(rewards: Any) -> AdvantageInputs:
     values = np.array(rewards, np.float32)
     lengths = 3 + np.arange(values.size, dtype=np.int32).reshape(values.shape) % 5
     each = np.stack([values] * FUNCTIONS, axis=-1)
-    return AdvantageInputs(values, each, np.array([0.75, 0.25], np.float32), lengths)
+    columns = {"number": list(range(values.size))}
+    return AdvantageInputs(
+        values, each, np.array([0.75, 0.25], np.float32), lengths, ("first", "second"), columns
+    )
+
+
+def _by_completion(advantage: Any) -> Callable[[AdvantageInputs], NDArray[Any]]:
+    """Make an advantage per completion of one per token: its mean over the completion's tokens."""
+    return lambda inputs: _mean_over_tokens(advantage(inputs), inputs.lengths)
+
+
+def _mean_over_tokens(values: Any, lengths: Any) -> NDArray[Any]:
+    values, lengths = np.asarray(values), np.asarray(lengths)
+    there = np.arange(values.shape[2]) < lengths[..., None]
+    mean: NDArray[Any] = (np.where(there, values, 0).sum(2) / lengths).astype(values.dtype)
+    return mean
 
 
 def cases() -> dict[str, Any]:
@@ -113,7 +138,12 @@ def _orders(found: Findings, advantage: Any, out: NDArray[Any]) -> None:
         for what, move in moves.items():
             base = example(REWARDS)
             moved = AdvantageInputs(
-                move(base.rewards), move(base.rewards_by_function), base.weights, move(base.lengths)
+                move(base.rewards),
+                move(base.rewards_by_function),
+                base.weights,
+                move(base.lengths),
+                base.labels,
+                {name: move(np.reshape(x, (-1, 4))).ravel().tolist() for name, x in base.columns.items()},
             )
             require_close(advantage(moved), move(out), f"with the {what} in another order", rtol=1e-4)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.rollout import answer
 from typer.testing import CliRunner
 
 from rlhf_core import cli, data, sampling
-from rlhf_core.rollouts import Reward, empty_warning
+from rlhf_core.rollouts import Reward, RolloutCollector, empty_warning
 from rlhf_core.sampling import Rollouts
 
 TEMPLATE = (
@@ -150,7 +151,7 @@ def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> No
     prompts = data.encode_prompts(data.load([{"prompt": "c"}]), tokenizer, max_prompt_length=None)
     tokens = np.array([ids(tiny, "a b h")], np.int32)
 
-    def sample(given: Any, _: int) -> Rollouts:
+    def sampler(*_: Any) -> Rollouts:
         return Rollouts(tokens, np.array([3], np.int32), np.zeros((1, 3), np.float32), np.ones(1, bool))
 
     read = []
@@ -160,7 +161,10 @@ def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> No
         return [1.0] * len(completions)
 
     rewards = [Reward("judge", 1.0, judge)]
+    stage: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
+    key = jax.random.key(0)
     for stops in ((), tuple(ids(tiny, "h"))):
-        answer(sample, prompts, tokenizer, rewards, np.array([0]), stop_ids=stops)
+        collector = RolloutCollector(stage, prompts, tokenizer, sampler, rewards, 1, stop_ids=stops)
+        collector.complete(None, np.array([0]), key, np.array([0]))
     assert [text.strip() for text in read] == ["a b h", "a b"]
     assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)

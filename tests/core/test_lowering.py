@@ -25,7 +25,7 @@ from rlhf_core.optimizers import adamw
 from rlhf_core.packing.rows import pack, tree
 from rlhf_core.plugins.component import load_file
 from rlhf_core.sampling import SamplingOptions
-from rlhf_core.sampling.loop import Plan, generate
+from rlhf_core.sampling.loop import SamplingProgram, generate
 from rlhf_core.state import TrainState, fixed_parameters, optimizer_shardings
 from rlhf_core.step import Programs
 
@@ -113,7 +113,7 @@ def test_the_sampler(name: str) -> None:
     )
     mesh = make_mesh(devices=jax.devices()[:1])
     key = jax.random.key(0)
-    plan = Plan(made, options, mesh, (2,), 2, 4, 2, str(jax.random.key_impl(key)))
+    sampling = SamplingProgram(made, options, mesh, (2,), 2, 4, 2, str(jax.random.key_impl(key)))
     shape = jax.ShapeDtypeStruct
     traced = generate.trace(
         made.abstract_params(),
@@ -123,7 +123,7 @@ def test_the_sampler(name: str) -> None:
         shape((8,), np.uint32),
         jax.random.key_data(key),
         shape((3, 36), np.uint8),
-        plan=plan,
+        program=sampling,
     )
     for program in programs_of(traced):
         assert "stablehlo.while" in program

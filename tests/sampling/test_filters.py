@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.sampling.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
+from rlhf_core.sampling.filters import (
+    min_p_filter,
+    repetition_penalty,
+    sample_token,
+    top_k_filter,
+    top_p_filter,
+)
 
 
 def masses(rows: int = 16, vocab: int = 97, spread: float = 3.0) -> np.ndarray:
@@ -81,7 +87,9 @@ def test_draws_follow_the_distribution(vocab: int) -> None:
     mass = masses(1, vocab, spread=1.5)[0]
     mass[::3] *= vocab == 1  # holes
     uniforms = jax.random.uniform(jax.random.key(0), (count, 2))
-    tokens = np.asarray(jax.jit(jax.vmap(lambda u: draw(jnp.asarray(mass)[None], u[None])[0]))(uniforms))
+    tokens = np.asarray(
+        jax.jit(jax.vmap(lambda u: sample_token(jnp.asarray(mass)[None], u[None])[0]))(uniforms)
+    )
     observed = np.bincount(tokens, minlength=vocab)
     expected = mass / mass.sum() * count
     assert not observed[expected == 0].any()
@@ -97,5 +105,5 @@ def test_a_token_without_mass_is_never_drawn() -> None:
     just_below_one = np.nextafter(np.float32(1), np.float32(0))
     for u in ([0.0, 0.0], [just_below_one, just_below_one], [0.0, just_below_one], [0.5, 0.5]):
         uniforms = jnp.broadcast_to(jnp.asarray(u, jnp.float32), (512, 2))
-        tokens = np.asarray(draw(jnp.asarray(mass), uniforms))
+        tokens = np.asarray(sample_token(jnp.asarray(mass), uniforms))
         assert (mass[np.arange(512), tokens] > 0).all()

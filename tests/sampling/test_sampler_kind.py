@@ -45,23 +45,20 @@ class LastTokenSampler:
         log_p = logits / inputs.options.temperature
         log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
         count = len(prompts) * group
-        out = Rollouts(
-            np.zeros((count, longest), np.int32),
-            np.zeros(count, np.int32),
-            np.zeros((count, longest), np.float32),
-            np.zeros(count, bool),
-        )
+        written = np.zeros((count, longest), np.int32)
+        lengths, finished = np.zeros(count, np.int32), np.zeros(count, bool)
+        logps = np.zeros((count, longest), np.float32)
         stops = (*inputs.stop_ids, *inputs.options.stop_token_ids)
         for j, own in enumerate(range(count) if ids is None else ids):
             rng = np.random.default_rng([int(own), *np.asarray(jax.random.key_data(key)).tolist()])
             last = int(prompts[j // group][-1])
             for t in range(longest):
                 token = int(rng.choice(vocab, p=np.exp(log_p[last])))
-                out.tokens[j, t], out.logps[j, t], out.lengths[j] = token, log_p[last, token], t + 1
-                last, out.finished[j] = token, token in stops or token % self.halt == 0
-                if out.finished[j]:
+                written[j, t], logps[j, t], lengths[j] = token, log_p[last, token], t + 1
+                last, finished[j] = token, token in stops or token % self.halt == 0
+                if finished[j]:
                     break
-        return out
+        return Rollouts(written, lengths, logps, finished)
 
 
 class Stranger:

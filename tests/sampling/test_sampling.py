@@ -274,7 +274,7 @@ def test_prompts_that_do_not_fit_are_refused_by_number() -> None:
 
 def test_no_prompts_give_no_rollouts() -> None:
     out = make_sampler()(model()[1], [], jax.random.key(0))
-    assert [x.shape for x in out] == [(0, NEW), (0,), (0, NEW), (0,)]
+    assert [x.shape for x in out] == [(0, NEW), (0,), (0, NEW), (0,), (0, NEW), (0,)]
 
 
 def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
@@ -294,7 +294,7 @@ def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
     definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
     mesh = make_mesh(devices=jax.devices()[:1])
     options = SamplingOptions(top_k=5, top_p=0.9, min_p=0.1)
-    plan = loop.Plan(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
+    program = loop.SamplingProgram(definition, options, mesh, (3,), 2, 4, 2, "threefry2x32")
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
@@ -305,7 +305,7 @@ def test_the_program_lowers_for_accelerators_in_bfloat16(platform: str) -> None:
             ((2,), "uint32"),
         )
     ]
-    traced = loop.generate.trace(definition.abstract_params(), *arrays, None, plan=plan)
+    traced = loop.generate.trace(definition.abstract_params(), *arrays, None, program=program)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert "bf16" in text
     assert traced.out_info[0].logps.dtype == jnp.float32

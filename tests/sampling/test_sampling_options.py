@@ -186,7 +186,9 @@ def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
 def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:
     """The shapes that the loop carries."""
     sampler = make_sampler(model, **options)
-    plan = loop.Plan(model.definition, sampler.options, model.mesh, (), 4, 16, 0, "threefry2x32")
+    program = loop.SamplingProgram(
+        model.definition, sampler.options, model.mesh, (), 4, 16, 0, "threefry2x32"
+    )
     arrays = [
         np.zeros((4, 32), np.int32),
         np.ones(4, np.int32),
@@ -194,7 +196,7 @@ def carried(model: Any, **options: Any) -> list[tuple[int, ...]]:
         np.zeros(16, np.uint32),
         np.zeros(2, np.uint32),
     ]
-    traced = functools.partial(loop.generate.trace, plan=plan)
+    traced = functools.partial(loop.generate.trace, program=program)
     jaxpr = traced(model.params, *arrays, sampler._stop_table).jaxpr.jaxpr
     (decoding,) = [equation for equation in jaxpr.eqns if equation.primitive.name == "while"][-1:]
     return sorted(out.aval.shape for out in decoding.outvars)

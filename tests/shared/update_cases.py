@@ -151,6 +151,7 @@ class Case:
             "ref_logps": "ref",
             "entropies": "entropies",
         }
+        by_token = np.broadcast_to(self.data["advantages"], (N, T))
         if self.own:
             del values["old_logps"]
         return [
@@ -158,8 +159,10 @@ class Case:
                 prefix=self.prompts[members[0] // 2],
                 branches=cut(self.tokens, members, np.int32),
                 weights=cut(self.data["mask"], members),
-                token_values={name: cut(self.data[x], members) for name, x in values.items()},
-                sequence_values={"advantages": self.data["advantages"][list(members), 0].astype(np.float32)},
+                token_values={
+                    "advantages": cut(by_token, members),
+                    **{name: cut(self.data[x], members) for name, x in values.items()},
+                },
             )
             for members in ([(0, 1), (2, 3), (4, 5)] if shared else [(i,) for i in range(N)])
         ]
@@ -169,9 +172,9 @@ class Case:
     ) -> Any:
         """The update's micro-batches, as the trainer's feed makes them; `spare`: one without a sequence as well."""
         each = self.trees(shared=shared)
-        names = {"token_names": tuple(each[0].token_values), "sequence_names": ("advantages",)}
-        batches = pack(each[::-1] if reverse else each, layout, **names)
-        batches += empty(layout, **names) if spare else []
+        names = tuple(each[0].token_values)
+        batches = pack(each[::-1] if reverse else each, layout, token_names=names)
+        batches += empty(layout, token_names=names) if spare else []
         entropies = [batch.token_values.pop("entropies") for batch in batches]
         if (share := self.options["top_entropy_quantile"]) < 1:
             batches = with_kept(batches, entropies, share)

@@ -157,9 +157,9 @@ def objective(
     temperature: float,
     correction: SamplerCorrection | None = None,
 ) -> Objective:
-    """Make the objective over rows that carry per trained token `sampling_logps`, `advantages` and, where they are kept,
-    `old_logps` (otherwise the policy's own are used: the ratio is 1, with its gradient), `ref_logps` and `kept`; and per
-    sequence `entropy_scale`.
+    """Make the objective over rows that carry, per trained token, `sampling_logps`, `advantages` and, where they are
+    kept, `old_logps` (without: the policy's own, so that the ratio is 1 with its gradient), `ref_logps` and `kept`;
+    and per sequence `entropy_scale`.
     """
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
@@ -196,7 +196,7 @@ def objective(
 
 
 def reader(model: Definition, *, temperature: float) -> Callable[[Any, Packed], tuple[jax.Array, jax.Array]]:
-    """Return a jitted (params, batch) → log-probabilities and entropies of trained tokens, float32 [rows, trained], nats."""
+    """Return a jitted (params, batch) → log-probabilities, entropies, nats, float32 [rows, trained]."""
 
     @jax.jit
     def read(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:

@@ -132,9 +132,7 @@ class PolicyReader:
             if self.reference is not None:
                 values["ref_logps"] = on_host(self.compute(self.reference.params, placed)[0])
             if "old_logps" in out or "entropies" in out:
-                values["old_logps"], values["entropies"] = (
-                    on_host(x) for x in self.compute(params, placed)
-                )
+                values["old_logps"], values["entropies"] = (on_host(x) for x in self.compute(params, placed))
             for name, kept in out.items():
                 kept[at.completion, at.token] = values[name][at.row, at.column]
         return out

@@ -140,9 +140,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
     collector = RolloutCollector(
         stage, prompts, model.tokenizer, sampler, rewards, options.num_generations, stop_ids=stop_ids
     )
-    return FixedPrompts(
-        collector, count, config.num_preview_samples, model.as_stored, options.pass_threshold
-    )
+    return FixedPrompts(collector, count, config.num_preview_samples, model.as_stored, options.pass_threshold)
 
 
 def _warn(config: GRPOConfig, stage: Stage, model: Model, updates: int, longest_prompt: int) -> None:

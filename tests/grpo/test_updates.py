@@ -1,5 +1,6 @@
-"""The source of GRPO's updates, with a sampler and a policy made of NumPy: what each update trains on, and resuming."""
+"""GRPO's updates, with a sampler and a policy made of NumPy: what each update trains on, and resuming."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -7,14 +8,14 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
-from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
-from rlhf_grpo.reference import Reference
+from rlhf_grpo.policies import PolicyReader, Reference
+from rlhf_grpo.updates import GRPOUpdates
 
 from rlhf_core import data
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing.rows import Layout
-from rlhf_core.rollouts import Reward
+from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 5
@@ -38,44 +39,54 @@ def sampler(params, prompts, key, ids):
     return Rollouts(tokens, lengths, logps, lengths < C)
 
 
-def read(params, batch):
+class NumpyPolicy:
     """A policy whose log-probability of a token is −token/50 − params, and its entropy the token."""
-    tokens = np.take_along_axis(np.asarray(batch.rows.tokens), np.maximum(batch.trained, 0), axis=1)
-    there = np.asarray(batch.trained) >= 0
-    return (
-        jax.numpy.asarray(np.where(there, -tokens / 50 - int(params), 0), "float32"),
-        jax.numpy.asarray(np.where(there, tokens, 0), "float32"),
-    )
+
+    def __call__(self, params, batch):
+        tokens = np.take_along_axis(np.asarray(batch.rows.tokens), np.maximum(batch.trained, 0), axis=1)
+        there = np.asarray(batch.trained) >= 0
+        return (
+            jax.numpy.asarray(np.where(there, -tokens / 50 - int(params), 0), "float32"),
+            jax.numpy.asarray(np.where(there, tokens, 0), "float32"),
+        )
+
+    def lower(self, params, batch):
+        return SimpleNamespace(compile=lambda: None)
 
 
 @pytest.fixture
 def make(tiny, tmp_path):
     prompts = data.encode_prompts(data.load(tiny.prompts(8)), tiny.make_tokenizer(), max_prompt_length=16)
     stage = SimpleNamespace(
-        devices=tiny.one_device, seed=5, is_main=True, dir=tmp_path, name="policy", say=lambda line: None
+        devices=tiny.one_device,
+        seed=5,
+        is_main=True,
+        dir=tmp_path,
+        name="policy",
+        say=lambda line: None,
+        mesh=None,
     )
 
     def length(completion_ids):
         return [float(len(ids)) for ids in completion_ids]
 
-    def make(reference=None, reward=length, **options):
+    def make(reference=None, reward=length, advantage=None, **options):
         config = GRPOConfig(**{"total_batch_size": 6, "num_generations": G, "log_steps": 4, **options})
         rewards = [Reward("length", 1.0, reward() if isinstance(reward, type) else reward)]
-        return RolloutFeed(
+        collector = RolloutCollector(
             stage,
-            config,
             prompts,
             tiny.make_tokenizer(),
             sampler,
             rewards,
-            Group(config.scale_rewards),
-            read,
-            LAYOUT,
-            reference
-            if reference is None or hasattr(reference, "params")
-            else SimpleNamespace(params=reference),
-            "token_mean",
+            G,
+            max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         )
+        if reference is not None and not hasattr(reference, "params"):
+            reference = SimpleNamespace(params=reference)
+        policies = PolicyReader(config, NumpyPolicy(), reference, 0, tiny.one_device())
+        advantage = advantage or Group(config.scale_rewards)
+        return GRPOUpdates(stage, config, collector, advantage, policies, LAYOUT, "token_mean")
 
     return make
 
@@ -89,7 +100,13 @@ def short_prompts_differ(prompts, completion_ids):
 
 
 def state(params):
-    return SimpleNamespace(params=params, key=jax.random.key(3))
+    return SimpleNamespace(params=params, key=jax.random.key(3), step=params)
+
+
+def advantage_of(by_token):
+    """The advantage of a completion, all of whose tokens have the same."""
+    assert len(set(by_token)) <= 1
+    return by_token[0] if by_token else 0.0
 
 
 def content(update):
@@ -103,7 +120,7 @@ def content(update):
             index = int(batch.sequence_values["index"][row, place])
             found[index] = (
                 batch.rows.tokens[row, at].tolist(),
-                float(batch.sequence_values["advantages"][row, place]),
+                advantage_of(values.pop("advantages")),
                 values,
             )
     return found
@@ -121,7 +138,7 @@ def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
     drawn, told = [], []
     feed = make(reward=reward)
     for number in range(len(flat)):
-        feed.roll_out(number * feed.config.updates_per_rollout, state(0))
+        feed.update(number * feed.config.updates_per_rollout, state(0))
         told.append(sum("nothing is learned" in str(each.message) for each in recwarn))
     assert told == [0, 0, 0, 0, 0, 0, 1, 1, 1]
     (message,) = [str(each.message) for each in recwarn if "nothing is learned" in str(each.message)]
@@ -161,11 +178,17 @@ def test_an_update_trains_on_its_part_of_a_rollout_and_comes_again_the_next_iter
 
 def test_with_one_update_a_rollout_no_old_log_probabilities_are_kept(make):
     feed = make()
-    assert feed.token_names == ("sampling_logps",)
+    always = {"sampling_logps", "advantages"}
+
+    def names(updates):
+        (names,) = {tuple(sorted(batch.token_values)) for batch in updates.shapes()}
+        return set(names) - always
+
     batches = feed.update(0, state(0)).batches
-    assert all(set(batch.token_values) == {"sampling_logps"} for batch in batches)
-    assert make(num_iterations=2).token_names == ("sampling_logps", "old_logps")
-    assert make(reference=9, top_entropy_quantile=0.5).token_names == ("sampling_logps", "ref_logps", "kept")
+    assert all(set(batch.token_values) == always for batch in batches)
+    assert names(feed) == set()
+    assert names(make(num_iterations=2)) == {"old_logps"}
+    assert names(make(reference=9, top_entropy_quantile=0.5)) == {"ref_logps", "kept"}
 
 
 def test_every_shape_is_known_before(make):
@@ -250,8 +273,8 @@ def test_equal_kl_gives_no_advantage_whether_completions_finished_or_not(make):
         mask_truncated_completions=True,
         scale_rewards="none",
     )
-    feed.rewards[0].function = lambda completions: [1.0] * len(completions)
-    feed.sampler = equal
+    feed.collector.rewards[0].function = lambda completions: [1.0] * len(completions)
+    feed.collector = replace(feed.collector, sampler=equal)
     feed.update(0, state(0))
     assert feed.rollout.advantages.tolist() == [0.0] * 6
 
@@ -306,19 +329,23 @@ def flat_reward(completion_ids):
 
 def test_empty_completions_are_told_once(make, recwarn):
     feed = make()
-    feed.sampler = lambda params, prompts, key, ids: Rollouts(
-        np.ones((len(ids), 1), np.int32),  # </s>
-        np.ones(len(ids), np.int32),
-        np.zeros((len(ids), 1), np.float32),
-        np.ones(len(ids), bool),
-    )
+
+    def stops_at_once(params, prompts, key, ids):
+        return Rollouts(
+            np.ones((len(ids), 1), np.int32),  # </s>
+            np.ones(len(ids), np.int32),
+            np.zeros((len(ids), 1), np.float32),
+            np.ones(len(ids), bool),
+        )
+
+    feed.collector = replace(feed.collector, sampler=stops_at_once)
     for number in range(2):
-        feed.roll_out(number, state(0))
+        feed.update(number, state(0))
     (message,) = [str(each.message) for each in recwarn if "are empty" in str(each.message)]
     assert message.startswith("stage 'policy': 6 of 6 completions are empty")
     assert "messages" in message
     other = make()
-    other.roll_out(0, state(0))
+    other.update(0, state(0))
     assert sum("are empty" in str(each.message) for each in recwarn) == 1
 
 
@@ -386,13 +413,13 @@ def test_a_moving_reference_is_part_of_the_checkpoint(make):
     fixed, mesh = frozenset([("base",)]), make_mesh(devices=jax.devices()[:1])
     params = {"base": jax.numpy.arange(2.0), "w": jax.numpy.arange(3.0)}
     feed = make(reference=Reference(params, fixed, mesh), **options)
-    feed.reference.move({"base": params["base"], "w": 3 * params["w"]}, 0.5)
+    feed.policies.reference.move({"base": params["base"], "w": 3 * params["w"]}, 0.5)
     host, arrays = feed.snapshot(0)
     assert list(arrays) == ["reference['w']"]
     other = make(reference=Reference({**params, "w": 0 * params["w"]}, fixed, mesh), **options)
     other.restore(0, host, arrays)
-    np.testing.assert_array_equal(other.reference.params["w"], [0, 2, 4])
-    assert other.reference.params["base"] is params["base"]
+    np.testing.assert_array_equal(other.policies.reference.params["w"], [0, 2, 4])
+    assert other.policies.reference.params["base"] is params["base"]
 
 
 def test_tokens_and_places(make):
@@ -445,11 +472,11 @@ def test_nothing_to_train_on_has_no_quantile(make):
 def test_no_two_rollouts_share_a_key(make):
     feed, keys = make(), []
 
-    def listening(params, prompts, key, ids, draw=feed.sampler):
+    def listening(params, prompts, key, ids, draw=feed.collector.sampler):
         keys.append(tuple(jax.random.key_data(key).tolist()))
         return draw(params, prompts, key, ids)
 
-    feed.sampler = listening
+    feed.collector = replace(feed.collector, sampler=listening)
     for step in range(4):
         feed.update(step, state(0))
     assert len(keys) == len(set(keys)) == 4

@@ -1,15 +1,15 @@
-"""A rollout on its way from samples to rewards, advantages, trees and the samples file."""
+"""A rollout: its rewards and metrics, its samples file, and its arrays in a checkpoint."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rlhf_grpo.rollout import Draw, Rollout, advantage_inputs, advantages_of, group_trees, write_samples
 
 from rlhf_core import data
-from rlhf_core.errors import RunError
-from rlhf_core.rollouts import Reward, measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts import Reward, Rollout
+from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -41,7 +41,12 @@ def samples():
 @pytest.fixture
 def rollout(samples):
     rewards = np.array([[1, 0.5], [np.nan, 0.5], [0, 0.5], [2, 0.5], [2, 0.5], [np.nan, np.nan]])
-    return Rollout(7, np.array([4, 2]), samples, rewards, np.arange(6, dtype=np.float32))
+    total = np.array([2.0, 1.0, 1.0, 3.0, 3.0, np.nan])
+    values = {"old_logps": samples.logps - 1}
+    advantages = np.arange(6, dtype=np.float32)
+    return Rollout(
+        np.array([4, 2]), samples, rewards, total, number=7, advantages=advantages, token_values=values
+    )
 
 
 def test_reward_functions_get_prompts_completions_and_columns_in_step(prompts, samples, tokenizer):
@@ -121,43 +126,20 @@ def test_where_nothing_ended_there_is_no_length_of_it(rollout):
     assert found["completions/max_length"] == 4
 
 
-def test_weighted_sum_and_advantage_inputs(prompts, samples, tokenizer):
+def test_weighted_sum(prompts, samples, tokenizer):
     rewards = [
         Reward("f1", 0.7, lambda completions: np.ones(6)),
         Reward("f2", 0.3, lambda completions: np.zeros(6)),
     ]
-    each, total = measure(rewards, reward_inputs(prompts, [4, 2], samples, tokenizer))
+    _, total = measure(rewards, reward_inputs(prompts, [4, 2], samples, tokenizer))
     assert total.tolist() == pytest.approx([0.7] * 6)
-    inputs = advantage_inputs(each, total, [0.7, 0.3], samples.lengths, G)
-    assert np.shape(inputs.rewards) == (2, G)
-    assert np.shape(inputs.rewards_by_function) == (2, G, 2)
-    assert inputs.weights.tolist() == [0.7, 0.3]
-    assert inputs.lengths.tolist() == [[2, 4, 1], [3, 2, 4]]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_group_is_a_tree_with_its_prompt_once(prompts, rollout, masked):
-    trees = group_trees(prompts, rollout, 0, 2, mask_truncated=masked)
-    assert [tree.prefix.tolist() for tree in trees] == [list(prompts.ids[4]), list(prompts.ids[2])]
-    first, second = trees
-    assert [branch.tolist() for branch in first.branches] == [[3, 1], [7, 8, 9, 10], [1]]
-    assert [weight.tolist() for weight in first.weights] == [[1, 1], [0 if masked else 1] * 4, [1]]
-    assert second.sequence_values["advantages"].tolist() == [3, 4, 5]
-    assert second.sequence_values["index"].tolist() == [3, 4, 5]
-    np.testing.assert_array_equal(first.token_values["sampling_logps"][1], rollout.samples.logps[1])
-    assert [len(x) for x in second.token_values["sampling_logps"]] == [3, 2, 4]
-    only = group_trees(prompts, rollout, 1, 2, mask_truncated=masked)
-    assert len(only) == 1
-    assert only[0].sequence_values["index"].tolist() == [3, 4, 5]
 
 
 def test_samples_file(prompts, rollout, tokenizer, tmp_path):
     inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
     rewards = [SimpleNamespace(label="right"), SimpleNamespace(label="short")]
-    total = np.array([2.0, 1.0, 1.0, 3.0, 3.0, np.nan])
-    drawn = Draw(rollout.prompts, rollout.samples, inputs, rollout.rewards, total)
     path = tmp_path / "samples" / "some.jsonl"
-    write_samples(path, drawn, rewards, rollout.advantages)
+    replace(rollout, inputs=inputs).write(path, rewards)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 6
     assert rows[1] == {
@@ -170,53 +152,20 @@ def test_samples_file(prompts, rollout, tokenizer, tmp_path):
         "finished": False,
     }
     assert rows[5]["reward"] is None
+    by_token = np.where(rollout.samples.mask, np.arange(C, dtype=np.float32), np.float32(99))
+    replace(rollout, inputs=inputs, advantages=by_token).write(path, rewards)
+    means = [json.loads(line)["advantage"] for line in path.read_text().splitlines()]
+    assert means == [0.5, 1.5, 0.0, 1.0, 0.5, 1.5]  # over the tokens of the completion
 
 
 def test_a_checkpoint_gives_the_rollout_back(rollout):
-    again = Rollout.from_arrays(7, {name: x.copy() for name, x in rollout.arrays().items()})
-    assert again.number == 7
-    np.testing.assert_array_equal(again.rewards, rollout.rewards)
-    for name in ("prompts", "advantages"):
+    arrays = {name: x.copy() for name, x in rollout.arrays().items()}
+    again = Rollout.from_arrays(arrays, number=7, rounds=2, metrics={"reward": 1.0})
+    assert (again.number, again.rounds, again.metrics, again.inputs) == (7, 2, {"reward": 1.0}, None)
+    np.testing.assert_array_equal(again.token_values["old_logps"], rollout.token_values["old_logps"])
+    for name in ("prompts", "rewards", "total", "advantages"):
         np.testing.assert_array_equal(getattr(again, name), getattr(rollout, name))
         assert getattr(again, name).dtype == getattr(rollout, name).dtype
     for ours, theirs in zip(again.samples, rollout.samples, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
-
-
-def misspelt(inputs):
-    return inputs.reward
-
-
-@pytest.mark.parametrize(
-    ("advantage", "message"),
-    [
-        (lambda inputs: inputs.rewards.T, r"shape \[3, 2\]; wanted is a number a completion, \[2, 3\]"),
-        (lambda inputs: inputs.rewards.reshape(-1), r"shape \[6\]; wanted"),
-        (lambda inputs: inputs.rewards[..., None] * np.ones(5), r"shape \[2, 3, 5\]; wanted"),
-        (lambda inputs: None, r"shape \[\]; wanted"),
-        (
-            lambda inputs: inputs.rewards / 0,
-            r"returned nan for sample 0 of prompt 0, whose rewards are \[0.0, 1.0, ",
-        ),
-        (lambda inputs: "high", r"raised ValueError: could not convert string to float"),
-        (
-            misspelt,
-            r"raised AttributeError: 'AdvantageInputs' object has no attribute 'reward'.* \(.*test_rollout.py ",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_what_is_no_advantage(advantage, message):
-    total = np.arange(6.0)
-    inputs = advantage_inputs(total[:, None], total, [1.0], np.ones(6), 3)
-    with pytest.raises(RunError, match=f"^advantage 'mine' .*{message}"):
-        advantages_of(advantage, inputs, name="mine")
-
-
-def test_what_is_one():
-    total = np.arange(6.0)
-    inputs = advantage_inputs(total[:, None], total, [1.0], np.ones(6), 3)
-    found = advantages_of(lambda inputs: inputs.rewards - 1, inputs, name="mine")
-    np.testing.assert_array_equal(found, total - 1)
-    assert found.dtype == np.float32

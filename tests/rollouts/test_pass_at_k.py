@@ -4,7 +4,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from rlhf_grpo.evaluation import pass_at_k
+
+from rlhf_core.rollouts.fixed_prompts import pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 3, 6, 8])

@@ -1,0 +1,123 @@
+"""What an advantage returns, per completion and per token, and the trees that a rollout's groups become."""
+
+import numpy as np
+import pytest
+from rlhf_grpo.updates import advantage_inputs, compute_advantages, group_trees
+
+from rlhf_core import data
+from rlhf_core.contracts import RewardInputs
+from rlhf_core.errors import RunError
+from rlhf_core.rollouts import Reward, Rollout
+from rlhf_core.sampling import Rollouts
+
+G, C = 3, 4
+END = 1
+
+
+@pytest.fixture
+def prompts(tiny):
+    return data.encode_prompts(data.load(tiny.prompts(5)), tiny.make_tokenizer(), max_prompt_length=16)
+
+
+@pytest.fixture
+def rollout():
+    """Six completions of one to four tokens; the second and the last were cut."""
+    lengths = np.array([2, 4, 1, 3, 2, 4], np.int32)
+    finished = np.array([True, False, True, True, True, False])
+    tokens = np.arange(3, 3 + 6 * C, dtype=np.int32).reshape(6, C)
+    tokens[np.arange(C) >= lengths[:, None]] = 0
+    tokens[finished, lengths[finished] - 1] = END
+    logps = np.where(tokens > 0, -np.arange(6 * C, dtype=np.float32).reshape(6, C) / 10, 0).astype(np.float32)
+    inputs = RewardInputs([""] * 6, [""] * 6, [[]] * 6, {"number": [4, 4, 4, 2, 2, 2]})
+    each = np.stack([np.arange(6.0), np.ones(6)], axis=1)
+    total = 0.7 * each[:, 0] + 0.3 * each[:, 1]
+    return Rollout(np.array([4, 2]), Rollouts(tokens, lengths, logps, finished), each, total, inputs)
+
+
+REWARDS = [Reward("f1", 0.7, None), Reward("f2", 0.3, None)]
+
+
+def test_inputs_are_grouped_by_prompt(rollout):
+    inputs = advantage_inputs(rollout, REWARDS)
+    np.testing.assert_array_equal(inputs.rewards, rollout.total.reshape(2, G))
+    np.testing.assert_array_equal(inputs.rewards_by_function[..., 0], [[0, 1, 2], [3, 4, 5]])
+    assert inputs.weights.tolist() == [0.7, 0.3]
+    assert inputs.lengths.tolist() == [[2, 4, 1], [3, 2, 4]]
+    assert inputs.labels == ("f1", "f2")
+    assert inputs.columns == {"number": [4, 4, 4, 2, 2, 2]}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_group_is_a_tree_with_its_prompt_once(prompts, rollout, masked):
+    trees = group_trees(prompts, rollout, 0, 2, mask_truncated=masked)
+    assert [tree.prefix.tolist() for tree in trees] == [list(prompts.ids[4]), list(prompts.ids[2])]
+    first, second = trees
+    assert [branch.tolist() for branch in first.branches] == [[3, 1], [7, 8, 9, 10], [1]]
+    assert [weight.tolist() for weight in first.weights] == [[1, 1], [0 if masked else 1] * 4, [1]]
+    assert second.sequence_values["index"].tolist() == [3, 4, 5]
+    np.testing.assert_array_equal(first.token_values["sampling_logps"][1], rollout.samples.logps[1])
+    assert [len(x) for x in second.token_values["sampling_logps"]] == [3, 2, 4]
+    only = group_trees(prompts, rollout, 1, 2, mask_truncated=masked)
+    assert len(only) == 1
+    assert only[0].sequence_values["index"].tolist() == [3, 4, 5]
+
+
+def test_tokens_that_the_policy_did_not_write_are_not_trained_on(prompts, rollout):
+    mask = rollout.samples.mask.copy()
+    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
+    samples = rollout.samples._replace(mask=mask)
+    (first,) = group_trees(
+        prompts, Rollout(rollout.prompts, samples, rollout.rewards, rollout.total), 0, 1, mask_truncated=False
+    )
+    assert [weight.tolist() for weight in first.weights] == [[1, 1], [1, 0, 0, 1], [1]]
+
+
+def misspelt(inputs):
+    return inputs.reward
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        (lambda inputs: inputs.rewards.T, r"shape \[3, 2\]; wanted is one number per completion, \[2, 3\]"),
+        (lambda inputs: inputs.rewards.reshape(-1), r"shape \[6\]; wanted"),
+        (lambda inputs: inputs.rewards[..., None] * np.ones(3), r"shape \[2, 3, 3\]; wanted .* \[2, 3, 4\]"),
+        (lambda inputs: None, r"shape \[\]; wanted"),
+        (
+            lambda inputs: inputs.rewards / 0,
+            r"returned nan for sample 0 of prompt 0, whose rewards are \[0.0, 1.0, ",
+        ),
+        (
+            lambda inputs: np.where(inputs.rewards == 4, np.inf, 0)[..., None] * np.ones(9),
+            r"returned .* for sample 1 of prompt 1",
+        ),
+        (lambda inputs: "high", r"raised ValueError: could not convert string to float"),
+        (
+            misspelt,
+            r"raised AttributeError: 'AdvantageInputs' object has no attribute 'reward'.* \(.*test_group_adv",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_what_is_no_advantage(rollout, advantage, message):
+    inputs = advantage_inputs(rollout, REWARDS)._replace(rewards=np.arange(6.0).reshape(2, 3))
+    with pytest.raises(RunError, match=f"^advantage 'mine' .*{message}"):
+        compute_advantages(advantage, inputs, C, name="mine")
+
+
+def test_an_advantage_per_completion(rollout):
+    inputs = advantage_inputs(rollout, REWARDS)
+    advantages = compute_advantages(lambda inputs: inputs.rewards - 1, inputs, C, name="mine")
+    np.testing.assert_array_equal(advantages, (rollout.total - 1).astype(np.float32))
+    assert advantages.dtype == np.float32
+
+
+@pytest.mark.parametrize("width", [4, 5, 3])
+def test_an_advantage_per_token(rollout, width):
+    """As wide as the samples' arrays, whatever the component returned beyond the longest completion."""
+    inputs = advantage_inputs(rollout, REWARDS)
+    out = np.arange(2 * G * 6, dtype=np.float64).reshape(2, G, 6)
+    advantages = compute_advantages(lambda _: out, inputs, width, name="mine")
+    np.testing.assert_array_equal(advantages, out.reshape(6, 6)[:, :width])
+    wide = compute_advantages(lambda _: out, inputs, 8, name="mine")
+    np.testing.assert_array_equal(wide, np.pad(out.reshape(6, 6), ((0, 0), (0, 2))))

@@ -1,0 +1,131 @@
+"""Dynamic sampling: which groups a rollout keeps, what it reports, and where the prompts go on."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.fit.batches import Update
+from rlhf_core.fit.logged import Interval
+from rlhf_core.rollouts import Reward, RolloutCollector
+from rlhf_core.rollouts.updates import _update_metrics
+from rlhf_core.sampling import Rollouts
+
+G = 3
+DIFFER = {1, 4, 5, 6}  # prompts whose completions get different rewards
+
+
+@pytest.fixture
+def prompts(tiny):
+    return data.encode_prompts(data.load(tiny.prompts(8)), tiny.make_tokenizer(), max_prompt_length=16)
+
+
+@pytest.fixture
+def collect(tiny, prompts):
+    """Collect rollout 4 of a state after 7 updates from prompts in this order; (rollout, prompts that were taken)."""
+
+    def sampler(params, ids, key, numbers):
+        n = len(ids) * G
+        number = int(numbers[0]) // n
+        tokens = np.arange(n, dtype=np.int32)[:, None] % 20 + 3 + number
+        return Rollouts(tokens, np.ones(n, np.int32), np.zeros((n, 1), np.float32), np.ones(n, bool))
+
+    def reward(completion_ids, number):
+        return [
+            float(i % G) if n in DIFFER else 0.25
+            for i, (n, _) in enumerate(zip(number, completion_ids, strict=True))
+        ]
+
+    def collect(order, max_rounds, size=2):
+        batches = iter(np.array(order).reshape(-1, size))
+        stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
+        collector = RolloutCollector(
+            stage,
+            prompts,
+            tiny.make_tokenizer(),
+            sampler,
+            [Reward("r", 2.0, reward)],
+            G,
+            max_rounds=max_rounds,
+        )
+        state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(7))
+        rollout = collector.collect(state, 4, lambda: next(batches))
+        assert rollout.number == 4
+        assert len(list(batches)) == len(order) // size - rollout.rounds
+        assert rollout.samples.version.tolist() == [7] * len(rollout.total)
+        return rollout
+
+    return collect
+
+
+def test_one_round_keeps_everything(collect):
+    rollout = collect([0, 1], 1)
+    assert rollout.prompts.tolist() == [0, 1]
+    assert (rollout.rounds, rollout.metrics["frac_reward_zero_std"]) == (1, 0.5)
+    assert not any(name.startswith("dynamic_sampling") for name in rollout.metrics)
+
+
+def test_groups_without_a_difference_are_replaced(collect, prompts):
+    rollout = collect([0, 1, 2, 3, 4, 5], 5)
+    assert rollout.prompts.tolist() == [1, 4]
+    assert rollout.rounds == 3
+    assert rollout.total.tolist() == [0.0, 2.0, 4.0] * 2
+    assert rollout.inputs.columns["number"] == [1] * G + [4] * G
+    assert rollout.inputs.prompts == [prompts.raw[1]] * G + [prompts.raw[4]] * G
+    # The tokens are those of the round and place at which the group was drawn.
+    assert rollout.samples.tokens[:, 0].tolist() == [6, 7, 8, 5, 6, 7]
+    assert [list(ids) for ids in rollout.inputs.completion_ids] == rollout.samples.tokens.tolist()
+    expected = {"rounds": 3, "dropped": 3, "surplus": 1, "filled_up": 0}
+    assert {n: rollout.metrics[f"dynamic_sampling/{n}"] for n in expected} == expected
+    # Of all six groups, not of the two that are left.
+    assert rollout.metrics["frac_reward_zero_std"] == 0.5
+    assert rollout.metrics["reward"] == pytest.approx((3 * 0.5 + 3 * 2.0) / 6)
+
+
+def test_no_further_round_where_the_first_is_enough(collect):
+    rollout = collect([4, 5, 0, 0], 2)
+    assert (rollout.prompts.tolist(), rollout.rounds) == ([4, 5], 1)
+    assert rollout.metrics["dynamic_sampling/dropped"] == 0
+
+
+def test_the_bound_is_kept_and_told(collect):
+    with pytest.warns(UserWarning, match="2 rounds of 2 prompts gave 1 groups whose rewards differ"):
+        rollout = collect([0, 2, 3, 6], 2)
+    assert rollout.prompts.tolist() == [0, 6]  # the first that was drawn fills the gap
+    assert rollout.metrics["dynamic_sampling/filled_up"] == 1
+    assert rollout.metrics["dynamic_sampling/dropped"] == 2
+
+
+def test_what_drawing_took_is_of_all_rounds(collect):
+    rollout = collect([0, 1, 2, 3, 4, 5], 5)
+    timing = rollout.timing
+    assert timing.tokens == 3 * 2 * G  # one token each, of the groups that were left out too
+    assert timing.sampling > 0
+    assert timing.rewards > 0
+    told = timing.metrics()
+    assert (told["time/rollout"], told["time/reward"]) == (timing.sampling, timing.rewards)
+    assert float(told["rollout/tokens_per_second"].result()) == pytest.approx(timing.tokens / timing.sampling)
+
+
+def test_counts_add_up_and_extremes_stay_extremes_over_updates():
+    rollout = {
+        "reward": 1.0,
+        "rewards/judge/failed": 2.0,
+        "completions/min_length": 3.0,
+        "completions/max_length": 8.0,
+    }
+    other = {
+        "reward": 2.0,
+        "rewards/judge/failed": 1.0,
+        "completions/min_length": 2.0,
+        "completions/max_length": 5.0,
+    }
+    interval = Interval()
+    for metrics, once in ((rollout, True), (rollout, False), (other, True), (other, False)):
+        interval.add(Update([], 1, str, _update_metrics(metrics, first=once)), {})
+    for row in (interval.read(4), Interval.from_json(json.loads(json.dumps(interval.to_json()))).read(4)):
+        assert (row["reward"], row["rewards/judge/failed"]) == (1.5, 3.0)
+        assert (row["completions/min_length"], row["completions/max_length"]) == (2.0, 8.0)

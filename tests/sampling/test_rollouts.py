@@ -1,0 +1,62 @@
+"""`Rollouts`: four fields that every sampler gives, two that are filled in, and a named tuple all the same."""
+
+from __future__ import annotations
+
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import Rollouts
+from rlhf_core.sampling import Rollouts as SamplersRollouts
+
+LENGTHS = np.array([2, 3, 1], np.int32)
+
+
+@pytest.fixture
+def samples() -> Rollouts:
+    tokens = np.array([[5, 6, 0], [7, 8, 9], [1, 0, 0]], np.int32)
+    return Rollouts(tokens, LENGTHS, np.zeros((3, 3), np.float32), np.array([True, False, True]))
+
+
+def test_the_policy_wrote_all_tokens_unless_the_sampler_says_otherwise(samples: Rollouts) -> None:
+    assert Rollouts is SamplersRollouts
+    assert samples.mask.dtype == np.bool_
+    np.testing.assert_array_equal(samples.mask, [[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    assert samples.version.dtype == np.int32
+    np.testing.assert_array_equal(samples.version, [0, 0, 0])
+    mask = samples.mask & ~np.array([False, True, False])
+    given = Rollouts(*samples[:4], mask=mask, version=np.full(3, 7, np.int32))
+    assert given.mask is mask
+    np.testing.assert_array_equal(given.version, 7)
+
+
+def test_rows_are_taken_from_every_field(samples: Rollouts) -> None:
+    samples = samples._replace(mask=samples.mask & False, version=np.arange(3, dtype=np.int32))
+    rows = np.array([2, 0])
+    part = Rollouts(*(values[rows] for values in samples))
+    assert Rollouts._fields == ("tokens", "lengths", "logps", "finished", "mask", "version")
+    for name in Rollouts._fields:
+        np.testing.assert_array_equal(getattr(part, name), getattr(samples, name)[rows])
+    assert not part.mask.any()
+    np.testing.assert_array_equal(part.version, [2, 0])
+    whole = Rollouts(*(np.concatenate(values) for values in zip(part, part, strict=True)))
+    np.testing.assert_array_equal(whole.version, [2, 0, 2, 0])
+
+
+def test_it_is_a_named_tuple_and_a_tree(samples: Rollouts) -> None:
+    tokens, lengths, logps, finished, mask, version = samples
+    assert (tokens, lengths, logps, finished) == samples[:4]
+    assert mask is samples.mask
+    later = samples._replace(version=version + 1)
+    assert type(later) is Rollouts
+    np.testing.assert_array_equal(later.version, 1)
+    doubled = jax.tree.map(lambda x: x + x, samples)
+    assert type(doubled) is Rollouts
+    np.testing.assert_array_equal(doubled.lengths, 2 * LENGTHS)
+    np.testing.assert_array_equal(doubled.mask, samples.mask)
+    assert len(jax.tree.leaves(samples)) == 6
+    again = pickle.loads(pickle.dumps(later))
+    assert type(again) is Rollouts
+    np.testing.assert_array_equal(again.version, 1)
