@@ -75,9 +75,8 @@ def check_advantage(advantage: Any) -> None:
     with found.property("direction"):
         _direction(np.asarray(out))
     with found.property("arrays"):
-        on_device = base._replace(
-            **{name: jnp.asarray(getattr(base, name)) for name in AdvantageInputs._fields[:4]}
-        )
+        rewards, by_function, weights, lengths = (jnp.asarray(x) for x in base[:4])
+        on_device = AdvantageInputs(rewards, by_function, weights, lengths, base.labels, base.columns)
         require_close(advantage(on_device), out, "of jax arrays in place of NumPy's", rtol=1e-4)
     with found.property("inputs"):
         given = example(REWARDS)

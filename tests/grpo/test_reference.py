@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.reference import Reference
+from rlhf_grpo.policies import Reference
 from rlhf_grpo.train import _reference_sync
 
 
