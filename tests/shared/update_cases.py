@@ -12,7 +12,7 @@ from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
 from rlhf_grpo.objective import Terms, objective
 
-from rlhf_core.fit.batches import empty
+from rlhf_core.fit.batches import empty_batches
 from rlhf_core.packing.rows import Layout, Packed, Tree, pack
 
 N, T = 6, 8
@@ -167,11 +167,11 @@ class Case:
     def laid_out(
         self, layout: Layout, *, shared: bool = True, reverse: bool = False, spare: bool = False
     ) -> Any:
-        """The update's micro-batches, as the trainer's feed makes them; `spare`: one without a sequence as well."""
+        """The update's micro-batches, as the trainer's update source makes them; `spare`: and an empty one."""
         each = self.trees(shared=shared)
         names = {"token_names": tuple(each[0].token_values), "sequence_names": ("advantages",)}
         batches = pack(each[::-1] if reverse else each, layout, **names)
-        batches += empty(layout, **names) if spare else []
+        batches += empty_batches(layout, **names) if spare else []
         entropies = [batch.token_values.pop("entropies") for batch in batches]
         if (share := self.options["top_entropy_quantile"]) < 1:
             batches = with_kept(batches, entropies, share)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import Prompts
-from rlhf_core.fit.batches import Encoded, Update, empty
+from rlhf_core.fit.batches import EncodedRows, Update, empty_batches
 from rlhf_core.mesh import abstract_rows, put_rows
 from rlhf_core.packing.rows import Layout, Packed, pack
 from rlhf_core.rollouts import Reward, restore, snapshots
@@ -77,7 +77,7 @@ class RolloutFeed:
         self.read, self.layout, self.reference = read, layout, reference
         self.aggregation, self.preview = aggregation, preview
         self.mesh = stage.devices()
-        self.data: Encoded = prompts
+        self.data: EncodedRows = prompts
         self.order = PromptOrder(config, len(prompts), seed=stage.seed)
         self.total = config.max_training_steps or self.order.draws * config.updates_per_rollout
         self.rollout: Rollout | None = None
@@ -106,13 +106,13 @@ class RolloutFeed:
         return ("advantages", "index", *(("entropy_scale",) if self.config.entropy_coef else ()))
 
     def shapes(self) -> list[Packed]:
-        return empty(self.layout, token_names=self.token_names, sequence_names=self.sequence_names)
+        return empty_batches(self.layout, token_names=self.token_names, sequence_names=self.sequence_names)
 
     def compile(self, params: Any) -> None:
         """Start to compile what reads the policies, which are placed like `params`."""
         if self.reference is None and not self.off_policy and self.config.top_entropy_quantile == 1:
             return
-        for batch in empty(self.layout, token_names=READ_TOKENS, sequence_names=READ_SEQUENCES):
+        for batch in empty_batches(self.layout, token_names=READ_TOKENS, sequence_names=READ_SEQUENCES):
             lowered = self.read.lower(params, abstract_rows(self.mesh, batch))
             self.reading.compile(batch.rows.tokens.shape, lowered)
 

@@ -11,19 +11,19 @@ from rlhf_core import ADVANTAGE, POLICY_LOSS, artifacts, optimizers
 from rlhf_core.errors import RunError
 from rlhf_core.fit import fit
 from rlhf_core.rollouts import check_columns, set_up
-from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.state import create_state, fixed_parameters
-from rlhf_core.training.attention import with_attention
+from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.open import (
     open_model,
     open_prompts,
     open_rewards,
     open_sampler,
-    require_known,
+    require_vocabulary,
     warm_up,
 )
 from rlhf_grpo.config import GRPOConfig, watch
-from rlhf_grpo.config_warnings import advise
+from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.evaluation import FixedPrompts
 from rlhf_grpo.feed import RolloutFeed
 from rlhf_grpo.minibatches import group_layout, longest_groups
@@ -44,7 +44,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     model = open_model(config, stage, head="lm")
     longest = config.max_prompt_length
     prompts = open_prompts(config, stage, model.tokenizer, "train_data", max_prompt_length=longest)
-    require_known(prompts, model.definition.vocab_size)
+    require_vocabulary(prompts, model.definition.vocab_size)
     rewards = open_rewards(config.rewards, stage, weights=config.reward_weights)
     set_up(rewards, prompts, stage)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
@@ -63,7 +63,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     sizes = np.array([len(ids) for ids in prompts.ids])
     warm_up(sampler, model, prompts.ids)
     layout = group_layout(config, sizes, model.definition.hidden_size, stage.devices())
-    model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
+    model = choose_attention(model, config, stage, longest_groups(config, sizes), layout)
     held_out = _held_out(config, stage, model, rewards)
     asked = held_out or FixedPrompts(
         stage,
@@ -96,7 +96,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         warm_up(held_out.sampler, model, held_out.prompts.ids[: held_out.count])
     if stage.is_main:
         context = model.hf_config.get("max_position_embeddings")
-        for line in advise(
+        for line in config_warnings(
             config,
             updates=feed.total,
             context=context,
@@ -131,7 +131,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
     )
     if prompts is None:
         return None
-    require_known(prompts, model.definition.vocab_size)
+    require_vocabulary(prompts, model.definition.vocab_size)
     check_columns(rewards, prompts, stage)
     own = config.evaluation
     size = config.eval_batch_size or max(config.total_batch_size // own.num_generations, 1)
@@ -184,7 +184,7 @@ class GRPOTrainer:
         """inputs: `model`, `rewards` (callables, registered names, reward model directories), `train_dataset`,
         `eval_dataset`, `tokenizer`, `callbacks`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
         """
-        self.config, self.inputs = door_inputs(GRPOConfig, config, inputs)
+        self.config, self.inputs = trainer_arguments(GRPOConfig, config, inputs)
 
     def train(self) -> Result:
         """Train; returns the artifact and the last metrics."""
