@@ -266,13 +266,13 @@ class Trainer:
     config: the options it takes, a subclass of `TrainerConfig`.
     outputs: {output name: artifact kind}, all of which `run` must save.
     run: does the work; reads its inputs from the config and the stage.
-    plan: optional; a few lines that say what `run` would do, without touching a device.
+    forecast: optional; a few lines that say what `run` would do, without touching a device.
     """
 
     config: type[TrainerConfig]
     outputs: Mapping[str, str]
     run: Callable[[Any, Stage], None]
-    plan: Callable[[Any, Stage], Sequence[str]] | None = None
+    forecast: Callable[[Any, Stage], Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Programs:
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
         """Start to compile what these calls need and `apply`, in this order; a call waits for what it needs.
 
-        calls: as `rlhf_core.fit.batches.calls` gives them, micro-batches of which shapes and dtypes count and whether
+        calls: from `rlhf_core.fit.batches.expected_calls`: micro-batches, read for shapes and dtypes only, and whether
         another came before in the update. What has been asked for already is not compiled again.
         """
         mesh = state.step.sharding.mesh

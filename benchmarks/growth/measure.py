@@ -35,7 +35,7 @@ import works
 
 
 def build(case: Case, directory: Path) -> tuple[Any, Any, Any, Any]:
-    """(objective, feed, state, packed rows of one update), as the benchmark of the same work makes them."""
+    """(objective, updates, state, packed rows of one update), as the benchmark of the same work makes them."""
     works.MODELS["1m"] = works.Model(*SMALL)
     works.PAIRS, works.PAIR_TOKENS = case.pairs, case.length
     works.PROMPTS, works.GROUP, works.PROMPT, works.COMPLETION = (
@@ -47,12 +47,12 @@ def build(case: Case, directory: Path) -> tuple[Any, Any, Any, Any]:
     ours_steps.make_mesh = partial(make_mesh, case.data, case.fsdp, case.tensor)
     task = works.Task(case.work, case.model, works.BETA, 0, None, None)
     if case.work == "W1":
-        objective, feed, state = ours_steps.reward_update(task, directory)
-        return objective, feed, state, feed.update(0).batches
+        objective, updates, state = ours_steps.reward_update(task, directory)
+        return objective, updates, state, updates.update(0).batches
     PolicyReader.compile = lambda self, shapes: None  # compiled below, once
-    objective, feed, state = ours_steps.policy_update(task, directory)
-    groups = longest_groups(feed.config, np.full(case.prompts, case.prompt))
-    return objective, feed, state, pack(groups, feed.layout)
+    objective, updates, state = ours_steps.policy_update(task, directory)
+    groups = longest_groups(updates.config, np.full(case.prompts, case.prompt))
+    return objective, updates, state, pack(groups, updates.layout)
 
 
 def visits(attention: Any, batches: list[Any]) -> float:
@@ -73,7 +73,7 @@ def measure(case: Case) -> dict[str, Any]:
     """What a device does in one step, and what its programs keep."""
     jax.config.update("jax_num_cpu_devices", case.devices)
     with tempfile.TemporaryDirectory(prefix="growth-") as directory:
-        objective, feed, state, packed = build(case, Path(directory))
+        objective, updates, state, packed = build(case, Path(directory))
     programs, mesh = Programs(objective, state), state.step.sharding.mesh
     total, parts, temporary, arguments = hlo.Counts(), {}, 0, 0
 
@@ -89,7 +89,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     rows = Counter(batch.rows.tokens.shape for batch in packed)
     attention, done = state.model.config.attention, None
-    for empty in feed.shapes():
+    for empty in updates.shapes():
         shape = empty.rows.tokens.shape
         batch, times = abstract_rows(mesh, empty), rows[shape]
         if not times:
@@ -99,7 +99,7 @@ def measure(case: Case) -> dict[str, Any]:
         done = lowered.out_info
         add("accumulate", lowered, times, trips)
         if case.work == "W2":
-            add("reference", feed.policies.compute.lower(state.params, batch), times, trips)
+            add("reference", updates.policies.compute.lower(state.params, batch), times, trips)
     add("apply", programs._apply.lower(state.trained(), done), 1, 1.0)
     return {
         **dataclasses.asdict(case),

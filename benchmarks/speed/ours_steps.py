@@ -1,7 +1,7 @@
 """Steps of our suite, timed: W1 to W5.
 
-W1 and W2 run what `rlhf_core.fit` runs in an update (the trainers' feeds, which pack rows on the host, `Programs` and
-the guard that is read an update late) and nothing of what a run does beside it (logs, evaluations, checkpoints).
+W1 and W2 run what `rlhf_core.fit` runs in an update (the trainers' update sources, which pack rows on the host,
+`Programs` and the guard that is read an update late) and nothing else of a run (logs, evaluations, checkpoints).
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ from rlhf_core import (
     plugins,
 )
 from rlhf_core.config import TrainerConfig
-from rlhf_core.fit.batches import KNOWN_UPDATES, Feed, TreeFeed, calls, layout_for, several
+from rlhf_core.fit.batches import (
+    KNOWN_UPDATES,
+    DatasetUpdates,
+    UpdateSource,
+    choose_row_layout,
+    expected_calls,
+    uses_several_batches,
+)
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
@@ -51,7 +58,7 @@ from rlhf_core.stage.execute import execute
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
-from rlhf_core.training.attention import with_attention
+from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.open import open_prompts, open_rewards
 
 Row = dict[str, Any]
@@ -82,19 +89,22 @@ def run_updates(task: works.Task) -> Row:
     """W1, W2."""
     with tempfile.TemporaryDirectory(prefix="speed-") as directory:
         make = reward_update if task.work == "W1" else policy_update
-        objective, feed, state = make(task, Path(directory))
-        return timed_updates(objective, feed, state, works.WARM_UP + task.steps)
+        objective, updates, state = make(task, Path(directory))
+        return timed_updates(objective, updates, state, works.WARM_UP + task.steps)
 
 
-def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: int) -> Row:
+def timed_updates(objective: Objective, updates: UpdateSource, state: TrainState, count: int) -> Row:
     """One update to start with, while what `fit` compiles is compiled, and then `count`, the last ones timed."""
-    mesh, programs = state.step.sharding.mesh, Programs(objective, state, from_zero=several(feed, state))
-    programs.compile(state, calls(feed, 0, 1, state))
+    mesh, programs = (
+        state.step.sharding.mesh,
+        Programs(objective, state, from_zero=uses_several_batches(updates, state)),
+    )
+    programs.compile(state, expected_calls(updates, 0, 1, state))
     guard, over, first_at = None, [], 0.0
     for step in range(1 + count):
-        if guard is not None and feed.needs_state(step):
+        if guard is not None and updates.needs_state(step):
             int(guard)
-        update, done = feed.update(step, state), None
+        update, done = updates.update(step, state), None
         for number, batch in enumerate(update.batches):
             done = programs.accumulate(state, put_rows(mesh, batch), done, number)
         assert done is not None
@@ -103,7 +113,7 @@ def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: in
             int(guard)  # of the update before, while this one is computed
             over.append(time.perf_counter())
         if step == 1:  # as `fit` does
-            programs.compile(state, calls(feed, step, KNOWN_UPDATES, state))
+            programs.compile(state, expected_calls(updates, step, KNOWN_UPDATES, state))
         elif step == 2:
             programs.wait()
         guard = jax.numpy.copy(state.guard)
@@ -116,7 +126,7 @@ def timed_updates(objective: Objective, feed: Feed, state: TrainState, count: in
     return {"seconds": np.diff(over[works.WARM_UP :]).tolist(), "first_step_at": first_at}
 
 
-def reward_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, TrainState]:
+def reward_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateSource, TrainState]:
     """As `rlhf_reward.train.run` sets it up."""
     stage, _ = a_stage("reward", directory)
     model = fresh(task.model, "score")
@@ -126,9 +136,9 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
         tree(list(works.token_ids(2, works.PAIR_TOKENS, task.model.vocab, i)), sequence_values=margin)
         for i in range(8 * works.PAIRS)
     ]
-    layout = layout_for(trees, config, stage.devices(), task.model.hidden, reads_tokens=False)
-    model = with_attention(model, config, stage, trees, layout, group=2)
-    feed = TreeFeed(
+    layout = choose_row_layout(trees, config, stage.devices(), task.model.hidden, reads_tokens=False)
+    model = choose_attention(model, config, stage, trees, layout, group=2)
+    updates = DatasetUpdates(
         trees,
         config,
         layout,
@@ -139,8 +149,8 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
     )
     loss = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
-    tx, _ = optimizers.make(config, stage.registry, feed.total)
-    return reward_objective(model.definition, measure), feed, create_state(model, tx, seed=stage.seed)
+    tx, _ = optimizers.make(config, stage.registry, updates.total)
+    return reward_objective(model.definition, measure), updates, create_state(model, tx, seed=stage.seed)
 
 
 def grpo_config(task: works.Task, **more: Any) -> GRPOConfig:
@@ -169,7 +179,7 @@ def given_completions(task: works.Task) -> Rollouts:
     return Rollouts(ids, np.full(shape[0], shape[1], np.int32), logps, np.zeros(shape[0], np.bool_))
 
 
-def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, TrainState]:
+def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateSource, TrainState]:
     """As `rlhf_grpo.train.run` sets it up, but with a sampler that returns the same completions every time."""
     tokenizer = load_tokenizer(works.write_tokenizer(directory / "tokenizer", task.model.vocab, stops=True))
     config = grpo_config(task)
@@ -182,9 +192,9 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
     )
     mesh, sizes = stage.devices(), np.full(works.PROMPTS, works.PROMPT)
     layout = group_layout(config, sizes, task.model.hidden, mesh)
-    model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
+    model = choose_attention(model, config, stage, longest_groups(config, sizes), layout)
     reference = Reference(model.params, frozenset(), mesh) if config.keeps_reference else None
-    feed = GRPOUpdates(
+    updates = GRPOUpdates(
         stage,
         config,
         RolloutCollector(
@@ -200,9 +210,9 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
         layout,
         POLICY_LOSS.attribute(loss, "aggregation"),
     )
-    tx, _ = optimizers.make(config, stage.registry, feed.total)
+    tx, _ = optimizers.make(config, stage.registry, updates.total)
     objective = grpo_objective(model.definition, loss, terms, temperature=1.0)
-    return objective, feed, create_state(model, tx, seed=stage.seed)
+    return objective, updates, create_state(model, tx, seed=stage.seed)
 
 
 def run_rollouts(task: works.Task) -> Row:
@@ -288,8 +298,8 @@ def run_log_probs(task: works.Task) -> Row:
     model, config = fresh(task.model, "lm"), TrainerConfig(total_batch_size=works.SEQUENCES)
     sequences = works.token_ids(works.SEQUENCES, works.LENGTH, task.model.vocab)
     trees = [tree([ids]) for ids in sequences]
-    layout = layout_for(trees, config, model.mesh, task.model.hidden, reads_tokens=True)
-    feed = TreeFeed(trees, config, layout, seed=works.SEED, data=NoRows())
+    layout = choose_row_layout(trees, config, model.mesh, task.model.hidden, reads_tokens=True)
+    updates = DatasetUpdates(trees, config, layout, seed=works.SEED, data=NoRows())
 
     def objective(params: Any, batch: Any) -> tuple[Mean, dict[str, Any]]:
         logps, _ = trained_logps(model.definition, params, batch)
@@ -300,7 +310,7 @@ def run_log_probs(task: works.Task) -> Row:
     extra, seconds, first_at = None, [], 0.0
     for step in range(1 + works.WARM_UP + task.steps):
         began, done = time.perf_counter(), None
-        for batch in feed.update(step).batches:
+        for batch in updates.update(step).batches:
             done = programs.accumulate(state, put_rows(model.mesh, batch), done)
         jax.block_until_ready(done)
         seconds.append(time.perf_counter() - began)

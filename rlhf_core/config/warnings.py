@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
 
 
-def advise(config: TrainerConfig, updates: int) -> Iterator[str]:
+def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
     """One line a setting, by its name. updates: of the whole run."""
     if config.learning_rate_end is not None and config.scheduler == "constant":
         yield (

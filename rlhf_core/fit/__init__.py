@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.config.warnings import advise
+from rlhf_core.config.warnings import config_warnings
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.fit.batches import KNOWN_UPDATES, Feed, Update, calls, several
-from rlhf_core.fit.evaluation import evaluated
+from rlhf_core.fit.batches import KNOWN_UPDATES, Update, UpdateSource, expected_calls, uses_several_batches
+from rlhf_core.fit.compute import say_if_slow
+from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.evaluation import evaluator as evaluator
-from rlhf_core.fit.in_turn import said_if_slow
-from rlhf_core.fit.logged import Interval
-from rlhf_core.fit.nonfinite import not_finite, not_finite_error
+from rlhf_core.fit.logged import MetricWindow
+from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
@@ -52,7 +52,7 @@ def fit(
     config: TrainerConfig,
     state: TrainState,
     objective: Objective,
-    feed: Feed,
+    updates: UpdateSource,
     *,
     schedule: Schedule,
     evaluate: Callable[[TrainState], dict[str, float]] | None = None,
@@ -61,7 +61,7 @@ def fit(
     after_update_steps: int = 1,
     stop_when: Callable[[Mapping[str, float]], str | None] | None = None,
 ) -> Fitted:
-    """Run `feed.total` updates, continuing from the newest whole checkpoint of the stage.
+    """Run `updates.total` updates, continuing from the newest whole checkpoint of the stage.
 
     objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, reported with `eval_` in front, every
     `evaluation_steps` updates and at the end; where it raises after the first update, that is a warning, and training
@@ -80,7 +80,7 @@ def fit(
     where `stop_when` gives a reason, with the state saved.
     Raises Stopped after SIGTERM, SIGINT or SIGHUP, with the state saved.
     """
-    for line in advise(config, feed.total) if stage.is_main else ():
+    for line in config_warnings(config, updates.total) if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
     if evaluate is None and stage.is_main and (config.eval_data or stage.inputs.get("eval_dataset")):
         warnings.warn(
@@ -88,7 +88,7 @@ def fit(
             "`rlhf_core.fit.fit`",
             stacklevel=2,
         )
-    run = _Run(stage, config, objective, feed, schedule, evaluate, preview, stop_when)
+    run = _Run(stage, config, objective, updates, schedule, evaluate, preview, stop_when)
     try:
         with stop_signals() as run.stop:
             fitted = run.loop(state, after_update, after_update_steps)
@@ -112,48 +112,48 @@ class _Run:
         stage: Stage,
         config: TrainerConfig,
         objective: Objective,
-        feed: Feed,
+        updates: UpdateSource,
         schedule: Schedule,
         evaluate: Callable[[TrainState], dict[str, float]] | None,
         preview: Callable[[int, TrainState], None] | None,
         stop_when: Callable[[Mapping[str, float]], str | None] | None,
     ) -> None:
-        self.stage, self.config, self.objective, self.feed = stage, config, objective, feed
+        self.stage, self.config, self.objective, self.updates = stage, config, objective, updates
         self.evaluate, self.preview, self.stop_when = evaluate, preview, stop_when
         self.rate = jax.jit(schedule)
         self.mesh = stage.devices()
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
-        self.progress = Progress(stage, config, feed, schedule)
+        self.progress = Progress(stage, config, updates, schedule)
         self.best = self.progress.best
         self.out_of_time = False
 
     def loop(
         self, state: TrainState, after_update: Callable[[int, TrainState], None] | None, every: int
     ) -> Fitted:
-        config, feed = self.config, self.feed
+        config, updates = self.config, self.updates
         start, state = self.progress.restore(state)
         fresh = self.progress.newest < 0
         if self.stage.is_main:
-            plan = {"updates": feed.total, "start": start, "updates_per_epoch": feed.updates_per_epoch}
+            plan = {"updates": updates.total, "start": start, "updates_per_epoch": updates.updates_per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
-        stop_together(here := f"at stage '{self.stage.name}', after update {start} of {feed.total}")
-        steps = Programs(self.objective, state, from_zero=several(feed, state))
-        if start < feed.total:
-            self.stage.say(f"compiling, for update {start + 1} of {feed.total}")
-            steps.compile(state, calls(feed, start, 1, state))
+        stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
+        steps = Programs(self.objective, state, from_zero=uses_several_batches(updates, state))
+        if start < updates.total:
+            self.stage.say(f"compiling, for update {start + 1} of {updates.total}")
+            steps.compile(state, expected_calls(updates, start, 1, state))
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
         if fresh and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
             metrics, _ = self.report(0, state, logs=False, evaluates=True)
             if self.best.watches:
                 self.best.name(metrics)
         stop_together(here)
-        self.progress.saved_at = self.progress.interval.started = time.perf_counter()
-        began = self.progress.interval.started - self.progress.elapsed
+        self.progress.saved_at = self.progress.window.started = time.perf_counter()
+        began = self.progress.window.started - self.progress.elapsed
         count, ends = start, self.best.exhausted
         if not self.progress.reported:
             ends = self.settle(start, steps, state)
-        for step in range(start, start if ends else feed.total):
-            if feed.needs_state(step):
+        for step in range(start, start if ends else updates.total):
+            if updates.needs_state(step):
                 self.check(steps, state)
             update = self.next_update(step, state)
             if step == 0 and self.preview is not None:
@@ -166,7 +166,7 @@ class _Run:
             state, measured = steps.apply(state, done)
             if step == start + 1:
                 # The first update is done by now; this one is being computed.
-                steps.compile(state, calls(feed, step, KNOWN_UPDATES, state))
+                steps.compile(state, expected_calls(updates, step, KNOWN_UPDATES, state))
             elif step == start + 2:
                 steps.wait()
             self.check(steps, state)  # the one before: this one is still being computed
@@ -179,9 +179,9 @@ class _Run:
             if self.settle(count, steps, state):
                 break
         self.progress.checkpoints.wait()
-        if self.out_of_time and count < feed.total:
+        if self.out_of_time and count < updates.total:
             warnings.warn(
-                f"stage '{self.stage.name}': training_time_limit reached after update {count} of {feed.total}; "
+                f"stage '{self.stage.name}': training_time_limit reached after update {count} of {updates.total}; "
                 "the stage ends here",
                 stacklevel=2,
             )
@@ -198,7 +198,7 @@ class _Run:
         config = self.config
         limit = config.training_time_limit
         self.out_of_time = limit is not None and any_of(self.progress.elapsed >= limit)[0]
-        ends = count >= self.feed.total or self.out_of_time
+        ends = count >= self.updates.total or self.out_of_time
         evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
         evaluates = evaluates and self.evaluate is not None
         # An evaluation that is compared may be the last thing that happens, so it logs too.
@@ -216,7 +216,7 @@ class _Run:
             if self.stop_when is not None and (reason := self.stop_when(metrics)):
                 self.progress.save(count, state, wait=True)
                 raise RunError(
-                    f"stage '{self.stage.name}': stopped after update {count} of {self.feed.total}: {reason}. "
+                    f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}: {reason}. "
                     f"The state is kept in {self.stage.dir / 'checkpoints'}."
                 )
         # Asked last, so that a signal that comes during an evaluation stops after this update.
@@ -232,7 +232,7 @@ class _Run:
 
     def stopped(self, count: int) -> Stopped:
         return Stopped(
-            f"stage '{self.stage.name}': stopped after update {count} of {self.feed.total}, state saved; "
+            f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}, state saved; "
             "the same command goes on from here"
         )
 
@@ -245,9 +245,9 @@ class _Run:
             raise
 
     def next_update(self, step: int, state: TrainState) -> Update:
-        """Ask the feed for an update; where that fails, as by a reward, save what was reached before."""
+        """Ask for an update; where that fails, as by a reward, save what was reached before."""
         try:
-            return self.feed.update(step, state)
+            return self.updates.update(step, state)
         except (InputError, RunError):
             if step > max(self.progress.newest, 0):
                 self.progress.save(step, state, wait=True)
@@ -260,12 +260,12 @@ class _Run:
             step, guard, update, metrics = self.pending.pop(0)
             if int(guard) < 0:
                 self.progress.tokens += update.tokens
-                self.progress.interval.add(update, metrics)
+                self.progress.window.add(update, metrics)
                 continue
             sound = replace(state, guard=jax.device_put(np.int32(-1), state.guard.sharding))
             self.progress.save(step, sound, wait=True)
-            culprits = not_finite(steps, sound, update, self.feed.shapes(), self.mesh)
-            raise not_finite_error(self.stage, step, culprits)
+            culprits = find_nonfinite_rows(steps, sound, update, self.updates.shapes(), self.mesh)
+            raise nonfinite_error(self.stage, step, culprits)
 
     def report(
         self, count: int, state: TrainState, *, logs: bool, evaluates: bool
@@ -274,17 +274,17 @@ class _Run:
         metrics: dict[str, float] = {}
         found = None
         if logs:
-            metrics = self.progress.interval.read(self.progress.tokens)
+            metrics = self.progress.window.read(self.progress.tokens)
             metrics["learning_rate"] = float(self.rate(jnp.int32(count - 1)))
-            metrics["epoch"] = count / self.feed.updates_per_epoch
+            metrics["epoch"] = count / self.updates.updates_per_epoch
             metrics |= peak_memory() if self.config.track_memory else {}
-            self.progress.interval = Interval()
+            self.progress.window = MetricWindow()
         if evaluates and self.evaluate is not None:
             began = time.perf_counter()
-            with said_if_slow(self.stage.say, f"evaluating after update {count}"):
-                found = evaluated(self.evaluate, state, count, self.stage.name)
+            with say_if_slow(self.stage.say, f"evaluating after update {count}"):
+                found = evaluate_or_warn(self.evaluate, state, count, self.stage.name)
             metrics |= found or {}
-            self.progress.interval.started += time.perf_counter() - began
+            self.progress.window.started += time.perf_counter() - began
         self.progress.metrics.update(metrics)
         if metrics:
             self.stage.hook.rlhf_step_end(stage=self.stage, step=count, metrics=metrics)

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.data import drawn, schedule, updates
+from rlhf_core.data import drawn, schedule
+from rlhf_core.data import updates as count_updates
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -41,7 +42,7 @@ class Update(NamedTuple):
     """The same of what differs from run to run: seconds, by names that begin with time/, and speeds."""
 
 
-class Encoded(Protocol):
+class EncodedRows(Protocol):
     """Training data as token ids: `Texts`, `Pairs` or `Prompts`, or a trainer's own."""
 
     def row_digests(self) -> NDArray[np.uint64]:
@@ -53,7 +54,7 @@ class Encoded(Protocol):
         ...
 
 
-class Feed(Protocol):
+class UpdateSource(Protocol):
     """Where updates come from. What it gives at a step depends on the step, the seed and (rollouts) the state alone.
 
     Steps count from 0. Unless `needs_state(step)`, `update(step)` may be asked for ahead and again, and the state it is
@@ -64,7 +65,7 @@ class Feed(Protocol):
     """Updates in the whole run."""
     updates_per_epoch: float
     """The metric `epoch` is the updates done over it."""
-    data: Encoded
+    data: EncodedRows
     """What updates are drawn from; a run is not continued where a row that was drawn is another now."""
 
     def shapes(self) -> Sequence[Packed]:
@@ -98,35 +99,37 @@ FIRST_UPDATES = 8
 """Updates that tell whether there are several micro-batches in one."""
 
 
-def calls(feed: Feed, start: int, count: int, state: TrainState) -> list[tuple[Packed, bool]]:
+def expected_calls(
+    updates: UpdateSource, start: int, count: int, state: TrainState
+) -> list[tuple[Packed, bool]]:
     """What `count` updates from `start` on compute: micro-batches, and whether another comes before in the update.
 
     Each combination once, as first needed. Where one of the updates reads the state, only shapes are known: every one
     at the head of an update, and for more than one update also after another.
     """
-    steps = range(start, min(start + count, feed.total))
-    if any(map(feed.needs_state, steps)):
-        empties = feed.shapes()
+    steps = range(start, min(start + count, updates.total))
+    if any(map(updates.needs_state, steps)):
+        empties = updates.shapes()
         return [(batch, follows) for follows in (False, True)[:count] for batch in empties]
     found: dict[Any, tuple[Packed, bool]] = {}
     for step in steps:
-        for number, batch in enumerate(feed.update(step, state).batches):
+        for number, batch in enumerate(updates.update(step, state).batches):
             kind = number > 0, *(array.shape for array in jax.tree.leaves(batch))
             found.setdefault(kind, (batch, number > 0))
     return list(found.values())
 
 
-def several(feed: Feed, state: TrainState) -> bool:
+def uses_several_batches(updates: UpdateSource, state: TrainState) -> bool:
     """Whether updates are of several micro-batches now and then, as far as can be told before one is computed.
 
     By the first of the run, wherever it continues from: a run that continues then computes the same.
     """
-    steps = range(min(FIRST_UPDATES, feed.total))
-    known = not any(map(feed.needs_state, steps))
-    return known and any(len(feed.update(step, state).batches) > 1 for step in steps)
+    steps = range(min(FIRST_UPDATES, updates.total))
+    known = not any(map(updates.needs_state, steps))
+    return known and any(len(updates.update(step, state).batches) > 1 for step in steps)
 
 
-def empty(
+def empty_batches(
     layout: Layout, *, token_names: Sequence[str] = (), sequence_names: Sequence[str] = ()
 ) -> list[Packed]:
     """A micro-batch without a sequence in it, of every class of `layout`."""
@@ -155,7 +158,7 @@ def empty(
     return [one(*shape) for shape in classes]
 
 
-def layout_for(
+def choose_row_layout(
     trees: Sequence[Tree], config: TrainerConfig, mesh: Mesh, hidden_size: int, *, reads_tokens: bool
 ) -> Layout:
     """Rows for these trees. `gradient_accumulation_steps` splits an update into about so many micro-batches.
@@ -174,14 +177,14 @@ def layout_for(
         trees_per_update=per_update,
         trained_counts=trained_of(trees) if reads_tokens else None,
         row_multiple=row_multiple(mesh),
-        skips_unseen=skips_unseen(config, mesh),
-        updates=updates(
+        skips_blocks=attention_skips_blocks(config, mesh),
+        updates=count_updates(
             len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
         ),
     )
 
 
-def skips_unseen(config: TrainerConfig, mesh: Mesh) -> bool:
+def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
     """Whether attention in rows of several trees will skip what no token sees: blocks are for one device."""
     name = config.attention.name
     return mesh.size == 1 and (name == "blocks" or (name == "auto" and jax.default_backend() == "cpu"))
@@ -201,7 +204,7 @@ def evaluation_batches(
     at_once = config.eval_batch_size or config.total_batch_size
     if config.max_evaluation_steps is not None:
         trees = trees[: at_once * config.max_evaluation_steps]
-    layout = layout_for(trees, config, mesh, hidden_size, reads_tokens=reads_tokens)
+    layout = choose_row_layout(trees, config, mesh, hidden_size, reads_tokens=reads_tokens)
     return [
         batch
         for start in range(0, len(trees), at_once)
@@ -209,7 +212,7 @@ def evaluation_batches(
     ]
 
 
-class TreeFeed:
+class DatasetUpdates:
     """Shuffled epochs over trees, `total_batch_size` an update; batches run across the ends of epochs.
 
     Stateless: update `n` is a function of the trees, the seed and `n`, so a checkpoint needs to keep nothing.
@@ -222,7 +225,7 @@ class TreeFeed:
         layout: Layout,
         *,
         seed: int,
-        data: Encoded,
+        data: EncodedRows,
         sequence_names: Sequence[str] = (),
         group: int = 1,
     ) -> None:
@@ -230,7 +233,7 @@ class TreeFeed:
         self.data = data
         self.sequence_names, self.group = sequence_names, group
         self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
-        self.total = updates(
+        self.total = count_updates(
             len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
         )
         self.updates_per_epoch = len(trees) / config.total_batch_size
@@ -238,7 +241,7 @@ class TreeFeed:
         self._next = -1
 
     def shapes(self) -> list[Packed]:
-        return empty(self.layout, sequence_names=self.sequence_names)
+        return empty_batches(self.layout, sequence_names=self.sequence_names)
 
     def needs_state(self, step: int) -> bool:
         return False

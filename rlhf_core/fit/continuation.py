@@ -17,7 +17,7 @@ from rlhf_core.stage import differences, experiment
 if TYPE_CHECKING:
     from rlhf_core.checkpoint import Restored
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.fit.batches import Feed
+    from rlhf_core.fit.batches import UpdateSource
     from rlhf_core.optimizers import Schedule
     from rlhf_core.stage import Stage
 
@@ -31,8 +31,10 @@ SHOWN = 5
 class Continuation:
     """One loop's part of every checkpoint: the experiment, a digest per row of the data, past learning rates."""
 
-    def __init__(self, stage: Stage, config: TrainerConfig, feed: Feed, schedule: Schedule) -> None:
-        self.stage, self.config, self.feed, self.schedule = stage, config, feed, schedule
+    def __init__(
+        self, stage: Stage, config: TrainerConfig, updates: UpdateSource, schedule: Schedule
+    ) -> None:
+        self.stage, self.config, self.updates, self.schedule = stage, config, updates, schedule
 
     @cached_property
     def experiment(self) -> differences.Record:
@@ -44,14 +46,14 @@ class Continuation:
 
     @cached_property
     def rows(self) -> NDArray[np.uint64]:
-        return self.feed.data.row_digests()
+        return self.updates.data.row_digests()
 
     def host(self, step: int) -> dict[str, Any]:
         """What a checkpoint after `step` updates holds, as JSON."""
         return {
             "experiment": {"digest": differences.digest(self.experiment), **self.experiment},
             "rows": len(self.rows),
-            "total": self.feed.total,
+            "total": self.updates.total,
             "rates": {str(at): self._rate(at) for at in _sampled(step)},
         }
 
@@ -64,12 +66,12 @@ class Continuation:
         Called before the state is read.
         """
         self._require_experiment(found)
-        if found.step > self.feed.total:
+        if found.step > self.updates.total:
             self._refuse(
                 found,
-                f"it has made more updates than the {self.feed.total:,} that are asked for; give at least as many",
+                f"it has made more updates than the {self.updates.total:,} that are asked for; give at least as many",
             )
-        if found.host["total"] != self.feed.total:
+        if found.host["total"] != self.updates.total:
             self._require_rates(found)
         self._require_rows(found)
 
@@ -89,9 +91,9 @@ class Continuation:
             if not np.isclose(rate, now, rtol=1e-5, atol=0.0):
                 self._refuse(
                     found,
-                    f"with {self.feed.total:,} updates in place of {found.host['total']:,}, update {int(at) + 1} would "
-                    f"have had a learning rate of {now:.6g} rather than {rate:.6g}; give back the length it had, or "
-                    'use scheduler = "constant" for runs that are to be extended',
+                    f"with {self.updates.total:,} updates in place of {found.host['total']:,}, update {int(at) + 1} "
+                    f"would have had a learning rate of {now:.6g} rather than {rate:.6g}; give back the length it had, "
+                    'or use scheduler = "constant" for runs that are to be extended',
                 )
 
     def _require_rows(self, found: Restored) -> None:
@@ -105,7 +107,7 @@ class Continuation:
         changed = np.flatnonzero(before != now)
         if not len(changed):
             return
-        drawn = np.intersect1d(changed, self.feed.drawn(found.step, found.host["feed"]))
+        drawn = np.intersect1d(changed, self.updates.drawn(found.step, found.host["updates"]))
         if len(drawn):
             self._refuse(
                 found,
@@ -119,7 +121,7 @@ class Continuation:
             )
 
     def _listed(self, rows: NDArray[np.int64]) -> str:
-        names = [self.feed.data.where(int(i)) for i in rows[:SHOWN]]
+        names = [self.updates.data.where(int(i)) for i in rows[:SHOWN]]
         more = f" and {len(rows) - SHOWN:,} more rows" if len(rows) > SHOWN else ""
         return ", ".join(names) + more
 

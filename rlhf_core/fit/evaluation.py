@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from rlhf_core.errors import InputError, RunError, Stopped, raised
-from rlhf_core.fit.in_turn import in_turn
+from rlhf_core.fit.compute import compute_batches
 from rlhf_core.metrics import Metric, merge, read
 from rlhf_core.packing.rows import Packed
 from rlhf_core.runtime.agreement import any_of
@@ -42,14 +42,14 @@ def evaluator(
     def evaluate(state: TrainState) -> dict[str, float]:
         total: dict[str, Metric] = {}
         params = stored(state.params)
-        for _, (loss, metrics) in in_turn(lambda batch: forward(params, batch), mesh, batches, say):
+        for _, (loss, metrics) in compute_batches(lambda batch: forward(params, batch), mesh, batches, say):
             total = merge(total, {**metrics, "loss": loss})
         return read(total)
 
     return evaluate
 
 
-def evaluated(
+def evaluate_or_warn(
     evaluate: Callable[[TrainState], dict[str, float]], state: TrainState, count: int, stage: str
 ) -> dict[str, float] | None:
     """Call `evaluate` after `count` updates; None, with a warning, where it raises or returns no metrics.

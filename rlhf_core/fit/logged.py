@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from rlhf_core.fit.batches import Update
 
 TIME = "time/"
-"""Names of seconds per update begin so; what a feed does not report of `step_time` is time/update."""
+"""Names of seconds per update begin so; what an Update does not report of `step_time` is time/update."""
 
 
 @dataclass
-class Interval:
+class MetricWindow:
     """Metrics of the sound updates since the last logged step."""
 
     device: list[Metrics] = field(default_factory=list)
@@ -34,12 +34,12 @@ class Interval:
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, update: Update, metrics: Metrics) -> None:
-        """Raises InputError where the feed reports a metric of the step or the objective."""
+        """Raises InputError where an Update reports a metric of the step or the objective."""
         told = {**update.metrics, **update.timing}
         if both := sorted(told.keys() & metrics.keys()):
             raise InputError(
-                f"metrics: {', '.join(both)} reported twice, by the feed's Update and by the objective or the step; "
-                "rename the feed's"
+                f"metrics: {', '.join(both)} reported twice, by the Update and by the objective or the step; "
+                "rename the Update's"
             )
         self.device.append(metrics)
         self.host.append({name: value for name, value in told.items() if not isinstance(value, Metric)})
@@ -92,7 +92,7 @@ class Interval:
         }
 
     @classmethod
-    def from_json(cls, kept: Mapping[str, Any]) -> Interval:
+    def from_json(cls, kept: Mapping[str, Any]) -> MetricWindow:
         return cls(
             [from_json(kept["device"])],
             kept["host"],

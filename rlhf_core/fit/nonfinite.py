@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf_core.step import Programs
 
 
-def not_finite(
+def find_nonfinite_rows(
     steps: Programs, state: TrainState, update: Update, shapes: Sequence[Packed], mesh: Mesh
 ) -> list[str]:
     """The rows whose own loss or gradient is not finite, with the examples in them.
@@ -46,7 +46,7 @@ def not_finite(
     return found
 
 
-def not_finite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunError:
+def nonfinite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunError:
     """Say that the update after `step` others was none, which rows it comes from, and what to do."""
     listed = "; ".join(culprits[:5]) + (f"; and {len(culprits) - 5} more" if len(culprits) > 5 else "")
     return RunError(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.fit.best import Best
 from rlhf_core.fit.continuation import Continuation, without_rows
-from rlhf_core.fit.logged import Interval
+from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.stage import files
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.fit.batches import Feed
+    from rlhf_core.fit.batches import UpdateSource
     from rlhf_core.optimizers import Schedule
     from rlhf_core.stage import Stage
 
@@ -25,19 +25,21 @@ DEFAULT_SAVE_MINUTES = 10.0
 class Progress:
     """What a run has done beside its state, and where both are saved.
 
-    metrics: the newest value of each. tokens, elapsed (seconds): so far. interval: since the last logged step. best: of
+    metrics: the newest value of each. tokens, elapsed (seconds): so far. window: since the last logged step. best: of
     the evaluations. newest: the step of the newest checkpoint, −1 without one. reported: whether that step was logged
     and evaluated before it was saved.
     """
 
-    def __init__(self, stage: Stage, config: TrainerConfig, feed: Feed, schedule: Schedule) -> None:
-        self.stage, self.config, self.feed = stage, config, feed
-        self.continuation = Continuation(stage, config, feed, schedule)
+    def __init__(
+        self, stage: Stage, config: TrainerConfig, updates: UpdateSource, schedule: Schedule
+    ) -> None:
+        self.stage, self.config, self.updates = stage, config, updates
+        self.continuation = Continuation(stage, config, updates, schedule)
         self.checkpoints = Checkpoints(stage.dir / "checkpoints", keep=config.save_total_limit)
         self.metrics: dict[str, float] = {}
         self.tokens = 0
         self.elapsed = 0.0
-        self.interval = Interval()
+        self.window = MetricWindow()
         self.best = Best(config, stage)
         self.newest = -1
         self.reported = True
@@ -52,8 +54,8 @@ class Progress:
         if found is not None:
             self.newest, self.reported = found.step, found.host.get("reported", True)
             self.tokens, self.elapsed = found.host["tokens"], found.host["elapsed"]
-            self.interval = Interval.from_json(found.host["interval"])
-            self.feed.restore(found.step, found.host["feed"], without_rows(found.arrays))
+            self.window = MetricWindow.from_json(found.host["window"])
+            self.updates.restore(found.step, found.host["updates"], without_rows(found.arrays))
             self.best.restore(found.host["best"])
             kept = found.host["metrics"]
             self.metrics = {name: math.nan if value is None else value for name, value in kept.items()}
@@ -65,13 +67,13 @@ class Progress:
 
     def save(self, step: int, state: TrainState, *, reported: bool = True, wait: bool = False) -> None:
         """Save what was reached after `step` updates; `wait` until it is on the disk."""
-        host, arrays = self.feed.snapshot(step)
+        host, arrays = self.updates.snapshot(step)
         kept = {
-            "feed": host,
+            "updates": host,
             **self.continuation.host(step),
             "tokens": self.tokens,
             "elapsed": self.elapsed,
-            "interval": self.interval.to_json(),
+            "window": self.window.to_json(),
             "best": self.best.to_json(),
             "metrics": {name: float(x) if math.isfinite(x) else None for name, x in self.metrics.items()},
             "reported": reported,

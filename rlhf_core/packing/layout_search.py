@@ -49,7 +49,7 @@ def choose_layout(
     trained_counts: Sequence[int] | NDArray[np.integer] | None = None,
     row_multiple: int = 1,
     longest: int | None = None,
-    skips_unseen: bool = False,
+    skips_blocks: bool = False,
     updates: int | None = None,
 ) -> Layout:
     """The classes of rows that make updates over this data cheapest.
@@ -63,7 +63,7 @@ def choose_layout(
     trained_counts: trained tokens of each tree; None: nobody reads trained tokens one by one (reward models).
     row_multiple: rows of a micro-batch are a multiple of it (the devices that rows are sharded over).
     longest: tokens of the longest tree that may come, where that is more than the longest of the data.
-    skips_unseen: attention skips what no token of a row sees, so that long rows cost no more than short ones.
+    skips_blocks: attention skips what no token of a row sees, so that long rows cost no more than short ones.
     updates: of the run; a short one is not worth the programs of several classes. None: many.
     """
     counts = np.asarray(token_counts, np.int64)
@@ -71,7 +71,7 @@ def choose_layout(
         counts = np.array([longest or 1])
     trained = None if trained_counts is None else np.asarray(trained_counts, np.int64)
     top = max(int(counts.max()), longest or 0)
-    crossover = NO_CROSSOVER if skips_unseen else 6 * hidden_size
+    crossover = NO_CROSSOVER if skips_blocks else 6 * hidden_size
     search = _Search(
         counts,
         trained,

@@ -29,7 +29,7 @@ def previews(
 
     mesh: of the devices that memory is told for, each; None: memory in all.
 
-    Raises InputError with every problem that the trainers find, such as malformed rows, and for every `plan` that
+    Raises InputError with every problem that the trainers find, such as malformed rows, and for every `forecast` that
     fails of itself.
     """
     lines: dict[str, list[str]] = {}
@@ -63,12 +63,12 @@ def previews(
 
 
 def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
-    """What the trainer's `plan` says. Raises InputError where it fails of itself, with the plugin and the place."""
-    plan = planned.trainer.plan
-    if plan is None:
+    """What the trainer's `forecast` says. Raises InputError where it fails of itself, with the plugin and the place."""
+    forecast = planned.trainer.forecast
+    if forecast is None:
         return []
     try:
-        return [line if isinstance(line, str) else str(line) for line in plan(planned.preview, stage)]
+        return [line if isinstance(line, str) else str(line) for line in forecast(planned.preview, stage)]
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:
@@ -76,14 +76,14 @@ def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
             raise
         owner = host.registry.owner(TRAINER, planned.trainer_name)
         raise InputError(
-            f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to plan: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, plan)}"
+            f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to forecast: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, forecast)}"
         ) from error
 
 
-def _place(error: Exception, plan: Any) -> str:
-    """` (FILE line N)`: the innermost line of the package that `plan` is of."""
-    package = str(getattr(plan, "__module__", "")).partition(".")[0]
+def _place(error: Exception, forecast: Any) -> str:
+    """` (FILE line N)`: the innermost line of the package of `forecast`."""
+    package = str(getattr(forecast, "__module__", "")).partition(".")[0]
     frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

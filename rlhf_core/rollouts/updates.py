@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit.batches import Encoded, Update
+from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Packed
 from rlhf_core.rewards.setup import restore, snapshots
@@ -42,7 +42,7 @@ class RolloutUpdates(ABC):
         updates_per_rollout: int = 1,
     ) -> None:
         self.stage, self.collector, self.prompts = stage, collector, collector.prompts
-        self.data: Encoded = collector.prompts
+        self.data: EncodedRows = collector.prompts
         self.updates_per_rollout = updates_per_rollout
         self.order = PromptOrder(
             config,

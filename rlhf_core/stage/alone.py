@@ -37,7 +37,7 @@ INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "cal
 """What a trainer class is handed beside its config."""
 
 
-def door_inputs(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
+def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
     """A trainer class's arguments, with the other spellings that users of other libraries type.
 
     Raises InputError for a name nobody knows or given twice, TypeError for a config of another class.

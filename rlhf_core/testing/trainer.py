@@ -52,7 +52,7 @@ def check_trainer(
 
     component: it can be registered.
     config: it survives being written and read.
-    plan: it says what would happen, and writes nothing.
+    forecast: it says what would happen, and writes nothing.
     finishes: a run of a few updates ends.
     outputs: every output is saved, announced and finite, and opens again; a reward model as rewards open it.
     metrics: finite numbers, `loss` among them, at rising steps.
@@ -96,16 +96,16 @@ def _settings(found: Findings, case: Case) -> None:
             raise Broken(
                 f"read again from JSON it is {again}, not {case.config}; use fields that JSON can hold"
             )
-    if case.trainer.plan is None:
+    if case.trainer.forecast is None:
         return
-    with found.property("plan"):
-        stage = case.stage("plan", mesh=None)
-        lines = case.trainer.plan(case.config, stage)
+    with found.property("forecast"):
+        stage = case.stage("forecast", mesh=None)
+        lines = case.trainer.forecast(case.config, stage)
         if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
-            raise Broken(f"plan returned {lines!r:.80}; return a list of lines")
+            raise Broken(f"forecast returned {lines!r:.80}; return a list of lines")
         if stage.dir.exists() and any(stage.dir.iterdir()):
             raise Broken(
-                f"plan wrote {sorted(p.name for p in stage.dir.iterdir())}; it only says what run would do"
+                f"forecast wrote {sorted(p.name for p in stage.dir.iterdir())}; it only says what run would do"
             )
 
 

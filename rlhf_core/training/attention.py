@@ -30,7 +30,7 @@ SAMPLE = 64  # trees that are tried
 log = logging.getLogger("rlhf_core")
 
 
-def with_attention(
+def choose_attention(
     model: Model,
     config: TrainerConfig,
     stage: Stage,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data, optimizers
-from rlhf_core.config.warnings import advise
+from rlhf_core.config.warnings import config_warnings
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.training.memory import definition_of, memory_lines, training_bytes
-from rlhf_core.training.open import asked_lora, open_records, require_model, told_of
+from rlhf_core.training.open import asked_lora, error_context, open_records, require_model
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 
-def plan_lines(
+def forecast_lines(
     config: TrainerConfig, stage: Stage, *, unit: str, head: Head, encode: Callable[[str], Any] | None
 ) -> Sequence[str]:
     """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens, memory.
@@ -35,9 +35,9 @@ def plan_lines(
         assert records is not None
         count, said = len(records), f"{len(records):,} {unit} before length limits"
     else:
-        with told_of(stage, "train_data"):
+        with error_context(stage, "train_data"):
             encoded = encode("train_data")
-        with told_of(stage, "eval_data"):
+        with error_context(stage, "eval_data"):
             encode("eval_data")
         count, said = len(encoded), str(encoded.report)
     total = data.updates(count, config.total_batch_size, config.num_train_epochs, config.max_training_steps)
@@ -51,7 +51,7 @@ def plan_lines(
         update_tokens, longest = round(int(sizes.sum()) / count * config.total_batch_size), int(sizes.max())
     memory = training_memory(config, stage, head, total, update_tokens, longest)
     if memory is not None and encode is not None:
-        with told_of(stage, "model"):
+        with error_context(stage, "model"):
             data.require_vocabulary(trees, encoded.where, memory[0].vocab_size)
         said += _beyond(memory[1].get("max_position_embeddings"), trees)
     return [
@@ -59,7 +59,7 @@ def plan_lines(
         f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
         tokens,
         *([] if memory is None else memory_lines(memory[2], config.dtype, stage.planned_mesh)),
-        *(f"warning: {line}" for line in advise(config, total)),
+        *(f"warning: {line}" for line in config_warnings(config, total)),
     ]
 
 

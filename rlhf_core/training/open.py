@@ -73,7 +73,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             )
     if config.stored_dtype is not None:
         model = replace(model, stored_dtype=config.stored_dtype)
-    with told_of(stage, "model"):
+    with error_context(stage, "model"):
         model = model.computing(dtype=config.dtype, remat=config.remat)
     model = _adapted(config, stage, model, given)
     if tokenizer is not None:
@@ -83,7 +83,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             f"stage '{stage.name}'.model: {given!r} has no tokenizer files; put tokenizer.json and "
             "tokenizer_config.json beside its config.json"
         )
-    with told_of(stage, "chat_template"):
+    with error_context(stage, "chat_template"):
         model = replace(model, tokenizer=settled(model.tokenizer, config.chat_template, model.source))
     rates = {
         n: r for n, r in model.hf_config.items() if n.endswith(DROPOUT) and isinstance(r, int | float) and r
@@ -151,18 +151,18 @@ def require_model(config: TrainerConfig, stage: Stage, *, head: Head) -> None:
     """
     given = _given_model(config, stage)
     if isinstance(given, str) and Path(given).exists():
-        with told_of(stage, "model"):
+        with error_context(stage, "model"):
             check_model(given, head, registry=stage.registry)
 
 
 def try_loss(stage: Stage, measure: Callable[..., Any], *inputs: Any) -> None:
     """Raise InputError where a loss fails for inputs of these shapes: told before anything is loaded or trained."""
-    with told_of(stage, "loss"):
+    with error_context(stage, "loss"):
         jax.eval_shape(measure, *inputs)
 
 
 @contextmanager
-def told_of(stage: Stage, field: str) -> Iterator[None]:
+def error_context(stage: Stage, field: str) -> Iterator[None]:
     """Put the stage and the field in front of what is wrong, unless it is there."""
     try:
         yield
@@ -196,11 +196,11 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
             "one process tokenises, with a thread on every core; more would not be faster",
         )
     stop_if_asked(f"before the data of stage '{stage.name}' were read")
-    with told_of(stage, field):
+    with error_context(stage, field):
         return data.load(spec, registry=stage.registry, columns=config.columns)
 
 
-def tell(report: Report, stage: Stage, field: str) -> None:
+def warn_dropped_rows(report: Report, stage: Stage, field: str) -> None:
     """Warn where rows of `train_data` or `eval_data` were dropped, cut, or teach nothing; once, not a process.
 
     A stage that is only checked has it in its plan.
@@ -253,11 +253,11 @@ def open_prompts(
         truncation_mode=config.truncation_mode,
         chat_template=text_options(config, stage),
     )
-    tell(encoded.report, stage, field)
+    warn_dropped_rows(encoded.report, stage, field)
     return encoded
 
 
-def require_known(prompts: Prompts, vocab_size: int) -> None:
+def require_vocabulary(prompts: Prompts, vocab_size: int) -> None:
     """Raise InputError naming the rows with tokens that the model has no embedding for."""
     data.require_vocabulary(prompts.ids, prompts.where, vocab_size)
 

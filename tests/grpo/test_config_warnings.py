@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.config_warnings import advise
+from rlhf_grpo.config_warnings import config_warnings
 
 TWICE = {"num_iterations": 2}
 CASES = [
@@ -47,7 +47,7 @@ CASES = [
 
 def told(options):
     return "\n".join(
-        advise(
+        config_warnings(
             GRPOConfig(**{"max_completion_length": 40, **options}),
             updates=10,
             context=64,

@@ -65,7 +65,7 @@ def test_rows_get_the_class_they_need_and_few_slots_are_empty(skips):
     draw = np.random.default_rng(3)
     sizes = np.minimum(draw.lognormal(5.6, 0.5, 1500).astype(int) + 20, 560)
     layout = choose_layout(
-        sizes, 2, hidden_size=256, max_tokens=16384, trees_per_update=32, skips_unseen=skips
+        sizes, 2, hidden_size=256, max_tokens=16384, trees_per_update=32, skips_blocks=skips
     )
     used = slots = 0
     for update in range(20):

@@ -274,7 +274,7 @@ def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: M
 
 def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleType) -> None:
     host = plugins.load(objects=[fake])
-    planned = plan(read(pipeline, sets=["rm.fail=plan", "policy.fail=plan"], dir="runs/a"), host)
+    planned = plan(read(pipeline, sets=["rm.fail=forecast", "policy.fail=forecast"], dir="runs/a"), host)
     with pytest.raises(InputError) as caught:
         previews(planned, host)
     assert caught.value.problems == (
@@ -283,27 +283,27 @@ def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleT
     )
 
 
-def test_a_plan_that_fails_is_told_with_its_plugin_and_place(
+def test_a_forecast_that_fails_is_told_with_its_plugin_and_place(
     pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
 ) -> None:
     source = Path(str(fake.__file__))
     line = next(n for n, text in enumerate(source.read_text().splitlines(), 1) if "json.loads" in text)
     plugin = ["--plugin", str(source), "--dir", "runs/a"]
     for command in ("check", "run"):
-        sets = ["--set", "base.fail=broken plan", "--set", "policy.fail=plan"]
+        sets = ["--set", "base.fail=broken forecast", "--set", "policy.fail=forecast"]
         ended = rlhf(command, "p.toml", *plugin, *sets)
         assert ended.code == 2
         assert ended.message.splitlines() == [
-            f"stage 'base'.trainer: 'fake' (from {source}) failed to plan: JSONDecodeError: Expecting property name "
-            f"enclosed in double quotes: line 1 column 2 (char 1) ({source} line {line})",
+            f"stage 'base'.trainer: 'fake' (from {source}) failed to forecast: JSONDecodeError: Expecting property "
+            f"name enclosed in double quotes: line 1 column 2 (char 1) ({source} line {line})",
             "stage 'policy': train.jsonl row 7: no column 'text'",
         ]
 
 
-def test_a_full_disk_is_not_the_plans_fault(
+def test_a_full_disk_is_not_the_forecasts_fault(
     pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
 ) -> None:
     source = str(fake.__file__)
-    ended = rlhf("check", "p.toml", "--plugin", source, "--dir", "runs/a", "--set", "rm.fail=full plan")
+    ended = rlhf("check", "p.toml", "--plugin", source, "--dir", "runs/a", "--set", "rm.fail=full forecast")
     assert ended.code == 1
     assert ended.message.startswith("no space left on the disk while writing cache")

@@ -21,7 +21,7 @@ from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.objective import SAME, marked, objective, pair_loss
 
 from rlhf_core import create_state, data
-from rlhf_core.fit.batches import layout_for
+from rlhf_core.fit.batches import choose_row_layout
 from rlhf_core.metrics import Metric, merge, read
 from rlhf_core.packing.rows import pack
 
@@ -45,7 +45,9 @@ def differ(pairs: Any) -> int:
 def test_reward(tiny: ModuleType, pairs: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
     trees = marked(pairs.trees())
-    layout = layout_for(trees, RewardConfig(), model.mesh, model.definition.hidden_size, reads_tokens=False)
+    layout = choose_row_layout(
+        trees, RewardConfig(), model.mesh, model.definition.hidden_size, reads_tokens=False
+    )
     batches = pack([trees[i] for i in range(len(trees))], layout, sequence_names=("margin", SAME), group=2)
     measure = partial(pair_loss, BradleyTerry(), coefficient=None, name="bradley_terry")
     compute = jax.jit(objective(model.definition, measure))
@@ -61,7 +63,9 @@ def test_dpo(tiny: ModuleType, pairs: Any) -> None:
     model = tiny.make_model("lm", scale=4.0)
     known = PairSet.of(pairs)
     known.reference[:] = -3.0
-    layout = layout_for(known.trees, DPOConfig(), model.mesh, model.definition.hidden_size, reads_tokens=True)
+    layout = choose_row_layout(
+        known.trees, DPOConfig(), model.mesh, model.definition.hidden_size, reads_tokens=True
+    )
     names = ("reference", "tokens", DPO_SAME)
     batches = pack([known.trees[i] for i in range(len(known.trees))], layout, sequence_names=names, group=2)
     seen = []

@@ -96,13 +96,13 @@ def _run(kind: str) -> Any:
     return run
 
 
-def _plan(config: FakeConfig, stage: Stage) -> list[str]:
+def _forecast(config: FakeConfig, stage: Stage) -> list[str]:
     assert stage.mesh is None
-    if config.fail == "plan":
+    if config.fail == "forecast":
         raise InputError("train.jsonl row 7: no column 'text'")
-    if config.fail == "full plan":
+    if config.fail == "full forecast":
         raise OSError(28, "No space left on device", "cache")
-    if config.fail == "broken plan":
+    if config.fail == "broken forecast":
         json.loads("{'a'")  # the place that helps is this line, not one of the library
     return [f"{config.size} bytes from {config.model}"]
 
@@ -110,10 +110,10 @@ def _plan(config: FakeConfig, stage: Stage) -> list[str]:
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     registry.add(
-        TRAINER, "fake", Trainer(FakeConfig, {"model": "language_model"}, _run("language_model"), _plan)
+        TRAINER, "fake", Trainer(FakeConfig, {"model": "language_model"}, _run("language_model"), _forecast)
     )
     registry.add(
-        TRAINER, "fake_rm", Trainer(FakeConfig, {"model": "reward_model"}, _run("reward_model"), _plan)
+        TRAINER, "fake_rm", Trainer(FakeConfig, {"model": "reward_model"}, _run("reward_model"), _forecast)
     )
     registry.add(PAIRWISE_LOSS, "fake_loss", FakeLoss)
     registry.add(REWARD, "fake_model", FakeModelReward)

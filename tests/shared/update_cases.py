@@ -12,7 +12,7 @@ from rlhf_grpo.functional import loss_by_name
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
 from rlhf_grpo.objective import Terms, objective
 
-from rlhf_core.fit.batches import empty
+from rlhf_core.fit.batches import empty_batches
 from rlhf_core.packing.rows import Layout, Packed, Tree, pack
 
 N, T = 6, 8
@@ -174,7 +174,7 @@ class Case:
         each = self.trees(shared=shared)
         names = tuple(each[0].token_values)
         batches = pack(each[::-1] if reverse else each, layout, token_names=names)
-        batches += empty(layout, token_names=names) if spare else []
+        batches += empty_batches(layout, token_names=names) if spare else []
         entropies = [batch.token_values.pop("entropies") for batch in batches]
         if (share := self.options["top_entropy_quantile"]) < 1:
             batches = with_kept(batches, entropies, share)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import TrainerConfig
-from rlhf_core.config.warnings import advise
+from rlhf_core.config.warnings import config_warnings
 
 WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
 TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"
@@ -33,11 +33,11 @@ SETS = ["--set", "policy.warmup_steps=9", "--set", "policy.top_p=0.9", "--set", 
     ],
 )
 def test_what_is_said(settings: dict[str, Any], told: list[str]) -> None:
-    assert list(advise(TrainerConfig(learning_rate=1.0, **settings), 4)) == told
+    assert list(config_warnings(TrainerConfig(learning_rate=1.0, **settings), 4)) == told
 
 
 def test_a_run_of_one_update() -> None:
-    (said,) = advise(TrainerConfig(warmup_steps=2), 1)
+    (said,) = config_warnings(TrainerConfig(warmup_steps=2), 1)
     assert "the run has 1 update, so" in said
 
 

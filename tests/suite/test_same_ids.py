@@ -42,13 +42,13 @@ def tokenizer():
 
 
 def trained_on(monkeypatch):
-    seen, inner = [], batches.TreeFeed.__init__
+    seen, inner = [], batches.DatasetUpdates.__init__
 
     def spy(self, trees, *arguments, **options):
         seen.extend(trees)
         inner(self, trees, *arguments, **options)
 
-    monkeypatch.setattr(batches.TreeFeed, "__init__", spy)
+    monkeypatch.setattr(batches.DatasetUpdates, "__init__", spy)
     return seen
 
 

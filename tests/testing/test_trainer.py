@@ -79,9 +79,9 @@ class Forgetful(Config):
     size: Any = Field(np.float32(1), description="which JSON cannot hold")
 
 
-def writing_plan(config: TrainerConfig, stage: Stage) -> list[str]:
+def writing_forecast(config: TrainerConfig, stage: Stage) -> list[str]:
     stage.dir.mkdir(parents=True, exist_ok=True)
-    (stage.dir / "plan.txt").write_text("?")
+    (stage.dir / "forecast.txt").write_text("?")
     return ["6 updates"]
 
 
@@ -93,8 +93,8 @@ good = variant()
 MUTANTS: dict[str, tuple[str, Trainer]] = {
     "a config that is none": ("component", replace(good, config=dict)),  # type: ignore[arg-type]
     "a config that JSON cannot hold": ("config", replace(good, config=Forgetful)),
-    "a plan that writes": ("plan", replace(good, plan=writing_plan)),
-    "a plan that is one text": ("plan", replace(good, plan=lambda config, stage: "6 updates")),
+    "a forecast that writes": ("forecast", replace(good, forecast=writing_forecast)),
+    "a forecast that is one text": ("forecast", replace(good, forecast=lambda config, stage: "6 updates")),
     "a run that fails": ("finishes", replace(good, run=fails)),
     "an output that is not saved": ("finishes", replace(good, outputs={"model": "point", "more": "point"})),
     "no outputs": ("outputs", replace(good, outputs={})),

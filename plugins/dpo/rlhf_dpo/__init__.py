@@ -34,9 +34,9 @@ __all__ = [
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     from rlhf_dpo.losses import LOSSES
-    from rlhf_dpo.train import plan, run
+    from rlhf_dpo.train import forecast, run
 
-    registry.add(TRAINER, "dpo", Trainer(DPOConfig, {"model": "language_model"}, run, plan))
+    registry.add(TRAINER, "dpo", Trainer(DPOConfig, {"model": "language_model"}, run, forecast))
     for name, loss in LOSSES.items():
         registry.add(DPO_LOSS, name, loss)
 

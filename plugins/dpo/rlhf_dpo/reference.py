@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Pairs
-    from rlhf_core.fit.batches import TreeFeed, Update
+    from rlhf_core.fit.batches import DatasetUpdates, Update
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed, Tree
     from rlhf_core.packing.trees import Trees
@@ -153,23 +153,23 @@ class Reference:
         self.known = True
 
 
-def reached(feed: TreeFeed) -> NDArray[np.integer]:
-    """The pairs that the feed's updates will take, ascending; not all of them where updates end before the epoch."""
-    config, count = feed.config, len(feed.trees)
-    if feed.total * config.total_batch_size >= count:
+def reached(updates: DatasetUpdates) -> NDArray[np.integer]:
+    """The pairs that the updates will take, ascending; not all of them where updates end before the epoch."""
+    config, count = updates.config, len(updates.trees)
+    if updates.total * config.total_batch_size >= count:
         return np.arange(count)
     return data.drawn(
         count,
-        feed.total * config.total_batch_size,
-        seed=feed.seed,
+        updates.total * config.total_batch_size,
+        seed=updates.seed,
         shuffle=config.shuffle_train_dataset,
     )
 
 
-class PairFeed:
-    """A `TreeFeed` over the pairs, and the references that its trees carry; see `rlhf_core.fit.batches.Feed`."""
+class PairUpdates:
+    """An `UpdateSource` of pairs: `DatasetUpdates`, and the references that its trees carry."""
 
-    def __init__(self, trees: TreeFeed, reference: Reference) -> None:
+    def __init__(self, trees: DatasetUpdates, reference: Reference) -> None:
         self._trees, self._reference = trees, reference
         self.total, self.updates_per_epoch = trees.total, trees.updates_per_epoch
         self.data = trees.data

@@ -12,18 +12,18 @@ import numpy as np
 
 from rlhf_core import artifacts, data, optimizers
 from rlhf_core.fit import fit
-from rlhf_core.fit.batches import TreeFeed, layout_for
-from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
+from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.stage.text_settings import text_options
 from rlhf_core.state import create_state
-from rlhf_core.training.attention import with_attention
-from rlhf_core.training.forecast import plan_lines
-from rlhf_core.training.open import open_model, open_records, tell, told_of, try_loss
+from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.forecast import forecast_lines
+from rlhf_core.training.open import error_context, open_model, open_records, try_loss, warn_dropped_rows
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import SAME, objective, pair_loss
-from rlhf_dpo.reference import PairFeed, PairSet, Reader, Reference, reached
+from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference, reached
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
@@ -40,10 +40,10 @@ def run(config: DPOConfig, stage: Stage) -> None:
     assert train is not None
     pairs = PairSet.of(train)
     data.require_vocabulary(pairs.trees, train.where, model.definition.vocab_size)
-    layout = layout_for(pairs.trees, config, mesh, model.definition.hidden_size, reads_tokens=True)
-    model = with_attention(model, config, stage, pairs.trees, layout, group=2)
+    layout = choose_row_layout(pairs.trees, config, mesh, model.definition.hidden_size, reads_tokens=True)
+    model = choose_attention(model, config, stage, pairs.trees, layout, group=2)
     definition = model.definition
-    trees = TreeFeed(
+    trees = DatasetUpdates(
         pairs.trees,
         config,
         layout,
@@ -66,7 +66,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
         config,
         create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters),
         objective(definition, measure, beta=config.beta),
-        PairFeed(trees, reference),
+        PairUpdates(trees, reference),
         schedule=schedule,
         evaluate=evaluate,
     )
@@ -89,11 +89,13 @@ def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
     at_once = config.eval_batch_size or config.total_batch_size
     most = len(encoded) if config.max_evaluation_steps is None else at_once * config.max_evaluation_steps
     which = np.arange(min(most, len(encoded)))
-    layout = layout_for(pairs.trees[: len(which)], config, mesh, definition.hidden_size, reads_tokens=True)
+    layout = choose_row_layout(
+        pairs.trees[: len(which)], config, mesh, definition.hidden_size, reads_tokens=True
+    )
     return Reader(definition, mesh, pairs, layout, which, at_once)
 
 
-def plan(config: DPOConfig, stage: Stage) -> Sequence[str]:
+def forecast(config: DPOConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data alone."""
     measure, pairs = _measure(config, stage), jax.ShapeDtypeStruct((2,), jnp.float32)
     try_loss(stage, lambda x: measure(DPOInputs(x, x, x, x, x, x, config.beta), x > 0), pairs)
@@ -101,7 +103,7 @@ def plan(config: DPOConfig, stage: Stage) -> Sequence[str]:
     encode = tokenizer and (
         lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")
     )
-    lines = list(plan_lines(config, stage, unit="pairs", head="lm", encode=encode))
+    lines = list(forecast_lines(config, stage, unit="pairs", head="lm", encode=encode))
     if config.loss.name == "robust" and not config.loss.options.get("label_smoothing"):
         lines.append(
             "warning: loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
@@ -115,7 +117,7 @@ def _pairs(
     records = open_records(config, stage, field, needed=needed)
     if records is None:
         return None
-    with told_of(stage, field):
+    with error_context(stage, field):
         encoded = data.encode_pairs(
             records,
             tokenizer,
@@ -128,7 +130,7 @@ def _pairs(
         if field == "train_data":
             encoded.report.require_differences(records.name)
     encoded.report.unread += [encoded.where(i) for i in np.flatnonzero(encoded.margins).tolist()]
-    tell(encoded.report, stage, field)
+    warn_dropped_rows(encoded.report, stage, field)
     return encoded
 
 
@@ -137,7 +139,7 @@ class DPOTrainer:
 
     def __init__(self, config: DPOConfig | None = None, **inputs: Any) -> None:
         """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`; `args`, `processing_class`."""
-        self.config, self.inputs = door_inputs(DPOConfig, config, inputs)
+        self.config, self.inputs = trainer_arguments(DPOConfig, config, inputs)
 
     def train(self) -> Result:
         """Train; returns the artifact and the last metrics."""

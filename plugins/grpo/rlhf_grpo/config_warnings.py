@@ -12,7 +12,7 @@ WEIGHTED = ("group", "rloo", "reinforce_pp", "normalize_then_sum")
 """Advantages to which a function of weight 0 says nothing; others may read it all the same."""
 
 
-def advise(
+def config_warnings(
     config: GRPOConfig,
     *,
     updates: int,

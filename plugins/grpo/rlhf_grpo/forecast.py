@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs, data
-from rlhf_core.config.warnings import advise as advise_shared
+from rlhf_core.config.warnings import config_warnings as shared_warnings
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.rollouts import forecast_rewards
 from rlhf_core.sampling import slots_a_device
@@ -17,7 +17,7 @@ from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import cache_bytes, memory_lines, scoring_bytes
 from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model, try_loss
-from rlhf_grpo.config_warnings import advise
+from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.objective import Terms, combine
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
 
-def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
+def forecast(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data and the model's config alone."""
     require_model(config, stage, head="lm")
     _try_loss(config, stage)
@@ -67,13 +67,13 @@ def plan(config: GRPOConfig, stage: Stage) -> Sequence[str]:
             parts["sampler"] = parts["parameters"]
             parts["reward models"] = _reward_models(config, stage, parts["parameters"])
         lines += memory_lines(parts, config.dtype, stage.planned_mesh)
-    told = advise(
+    told = config_warnings(
         config,
         updates=total,
         context=context,
         longest_prompt=longest,
     )
-    told += advise_shared(config, total)
+    told += shared_warnings(config, total)
     return [*lines, *said[1:], *(f"warning: {line}" for line in told)]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit.batches import skips_unseen
+from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import row_multiple
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
 from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout
@@ -114,7 +114,7 @@ def group_layout(
 ) -> Layout:
     """Choose rows for groups over prompts of these sizes, in tokens, with room for completions of the full length."""
     group, length = config.num_generations, config.sampling.max_completion_length
-    skips = skips_unseen(config, mesh)
+    skips = attention_skips_blocks(config, mesh)
     crossover = NO_CROSSOVER if skips else 6 * hidden_size
     mean, together = float(prompt_sizes.mean()), group
     cost = _group_cost(mean, length, group, group, crossover)
@@ -134,7 +134,7 @@ def group_layout(
         trained_counts=np.full(len(sizes), together * length),
         row_multiple=row_multiple(mesh),
         longest=int(sizes.max()),
-        skips_unseen=skips,
+        skips_blocks=skips,
     )
 
 

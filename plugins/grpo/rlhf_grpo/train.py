@@ -10,19 +10,19 @@ import numpy as np
 from rlhf_core import ADVANTAGE, POLICY_LOSS, artifacts, optimizers
 from rlhf_core.fit import fit
 from rlhf_core.rollouts import FixedPrompts, RolloutCollector
-from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.state import create_state, fixed_parameters
-from rlhf_core.training.attention import with_attention
+from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.open import (
     open_model,
     open_prompts,
     open_rewards,
     open_sampler,
-    require_known,
+    require_vocabulary,
     warm_up,
 )
 from rlhf_grpo.config import GRPOConfig, watch
-from rlhf_grpo.config_warnings import advise
+from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.minibatches import group_layout, longest_groups
 from rlhf_grpo.objective import Terms, objective, reader
 from rlhf_grpo.policies import PolicyReader, Reference
@@ -44,7 +44,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     prompts = open_prompts(
         config, stage, model.tokenizer, "train_data", max_prompt_length=config.max_prompt_length
     )
-    require_known(prompts, model.definition.vocab_size)
+    require_vocabulary(prompts, model.definition.vocab_size)
     rewards = open_rewards(config.rewards, stage, weights=config.reward_weights)
     advantage = registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
@@ -54,7 +54,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     collector = _collector(config, stage, model, prompts, rewards)
     sizes = np.array([len(ids) for ids in prompts.ids])
     layout = group_layout(config, sizes, model.definition.hidden_size, mesh)
-    model = with_attention(model, config, stage, longest_groups(config, sizes), layout)
+    model = choose_attention(model, config, stage, longest_groups(config, sizes), layout)
     held_out = _held_out(config, stage, model, rewards)
     policies = PolicyReader(
         config, reader(model.definition, temperature=temperature), reference, model.params, mesh
@@ -123,7 +123,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
     )
     if prompts is None:
         return None
-    require_known(prompts, model.definition.vocab_size)
+    require_vocabulary(prompts, model.definition.vocab_size)
     size = config.eval_batch_size or max(config.total_batch_size // options.num_generations, 1)
     steps = config.max_evaluation_steps
     count = min(len(prompts), size * steps if steps is not None else len(prompts))
@@ -145,7 +145,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
 
 def _warn(config: GRPOConfig, stage: Stage, model: Model, updates: int, longest_prompt: int) -> None:
     context = model.hf_config.get("max_position_embeddings")
-    lines = advise(config, updates=updates, context=context, longest_prompt=longest_prompt)
+    lines = config_warnings(config, updates=updates, context=context, longest_prompt=longest_prompt)
     for line in lines if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=3)
 
@@ -164,7 +164,7 @@ class GRPOTrainer:
         """inputs: `model`, `rewards` (callables, registered names, reward model directories), `train_dataset`,
         `eval_dataset`, `tokenizer`, `callbacks`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
         """
-        self.config, self.inputs = door_inputs(GRPOConfig, config, inputs)
+        self.config, self.inputs = trainer_arguments(GRPOConfig, config, inputs)
 
     def train(self) -> Result:
         """Train; returns the artifact and the last metrics."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rlhf_core import AdvantageInputs
 from rlhf_core.data import Prompts
 from rlhf_core.errors import InputError, RunError, raised
-from rlhf_core.fit.batches import empty
+from rlhf_core.fit.batches import empty_batches
 from rlhf_core.packing.rows import Layout, Packed, Tree, pack
 from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates, completion
 from rlhf_grpo.minibatches import (
@@ -60,12 +60,12 @@ class GRPOUpdates(RolloutUpdates):
         )
         self.config, self.advantage, self.policies = config, advantage, policies
         self.layout, self.aggregation = layout, aggregation
-        policies.compile(empty(layout, token_names=SAMPLED, sequence_names=INDEX))
+        policies.compile(empty_batches(layout, token_names=SAMPLED, sequence_names=INDEX))
 
     def shapes(self) -> list[Packed]:
         laid = [name for name in self.policies.names if name != "entropies"]
         laid += ["kept"] if self.config.top_entropy_quantile < 1 else []
-        return empty(
+        return empty_batches(
             self.layout,
             token_names=(*SAMPLED, "advantages", *laid),
             sequence_names=(*INDEX, *(("entropy_scale",) if self.config.entropy_coef else ())),

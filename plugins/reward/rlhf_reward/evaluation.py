@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlhf_core import PairInputs
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.fit.batches import evaluation_batches
-from rlhf_core.fit.in_turn import in_turn
+from rlhf_core.fit.compute import compute_batches
 from rlhf_core.mesh import replicated
 from rlhf_core.metrics import read
 from rlhf_core.objective import sequence_scores
@@ -51,7 +51,7 @@ class Evaluation:
         stored: Callable[[Any], Any] = lambda params: params,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """stored: makes of the state's parameters what is read, such as `Model.as_stored`. say: see `in_turn`.
+        """stored: makes of the state's parameters what is read, such as `Model.as_stored`. say: see `compute_batches`.
 
         subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
         trees = pairs.trees().changed(
@@ -90,7 +90,7 @@ class Evaluation:
     def _gather(self, params: Any) -> NDArray[np.float32]:
         scores = np.full((len(self.margins), 2), np.nan, np.float32)
         compute = partial(self._score, params)
-        for batch, found in in_turn(compute, self.mesh, self.batches, self.say):
+        for batch, found in compute_batches(compute, self.mesh, self.batches, self.say):
             there = batch.example[:, 0::2] >= 0
             at = batch.sequence_values["pair"][:, 0::2][there].astype(np.intp)
             scores[at] = np.stack([found[:, side::2][there] for side in (0, 1)], 1)

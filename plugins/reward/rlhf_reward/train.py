@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, artifacts, data, optimizers
 from rlhf_core.fit import fit
-from rlhf_core.fit.batches import TreeFeed, layout_for
+from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
 from rlhf_core.scoring import Contract, Scorer, base_identity
-from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.stage.text_settings import read_at_of, text_options
 from rlhf_core.state import create_state
-from rlhf_core.training.attention import with_attention
-from rlhf_core.training.forecast import plan_lines
-from rlhf_core.training.open import open_model, open_records, tell, told_of, try_loss
+from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.forecast import forecast_lines
+from rlhf_core.training.open import error_context, open_model, open_records, try_loss, warn_dropped_rows
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite, subsets_of
 from rlhf_reward.objective import SAME, marked, objective, pair_loss
@@ -40,9 +40,9 @@ def run(config: RewardConfig, stage: Stage) -> None:
     trees = marked(train.trees())
     data.require_vocabulary(trees, train.where, model.definition.vocab_size)
     mesh, width = stage.devices(), model.definition.hidden_size
-    layout = layout_for(trees, config, mesh, width, reads_tokens=False)
-    model = with_attention(model, config, stage, trees, layout, group=2)
-    feed = TreeFeed(
+    layout = choose_row_layout(trees, config, mesh, width, reads_tokens=False)
+    model = choose_attention(model, config, stage, trees, layout, group=2)
+    updates = DatasetUpdates(
         trees,
         config,
         layout,
@@ -54,10 +54,10 @@ def run(config: RewardConfig, stage: Stage) -> None:
     measure = _measure(config, stage)
     loss = objective(model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
-    tx, schedule = optimizers.make(config, stage.registry, feed.total)
+    tx, schedule = optimizers.make(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     preview = evaluate and Preview(evaluate, model.tokenizer, stage, config.num_preview_samples)
-    fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=preview)
+    fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=preview)
     trained = model.with_params(fitted.state.params)
     contract = Contract.of(
         trained.tokenizer,
@@ -115,7 +115,7 @@ def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measu
     )
 
 
-def plan(config: RewardConfig, stage: Stage) -> Sequence[str]:
+def forecast(config: RewardConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data alone."""
     measure, pairs = _measure(config, stage), jax.ShapeDtypeStruct((2,), jnp.float32)
     try_loss(stage, lambda x: measure(PairInputs(x, x, x), x > 0), pairs)
@@ -123,7 +123,7 @@ def plan(config: RewardConfig, stage: Stage) -> Sequence[str]:
     encode = tokenizer and (
         lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")
     )
-    return plan_lines(config, stage, unit="pairs", head="score", encode=encode)
+    return forecast_lines(config, stage, unit="pairs", head="score", encode=encode)
 
 
 def _pairs(
@@ -134,7 +134,7 @@ def _pairs(
 
 
 def _encoded(records: Records, config: RewardConfig, stage: Stage, tokenizer: Any, field: str) -> Pairs:
-    with told_of(stage, field):
+    with error_context(stage, field):
         encoded = data.encode_pairs(
             records,
             tokenizer,
@@ -145,7 +145,7 @@ def _encoded(records: Records, config: RewardConfig, stage: Stage, tokenizer: An
         )
         if field == "train_data":
             encoded.report.require_differences(records.name)
-    tell(encoded.report, stage, field)
+    warn_dropped_rows(encoded.report, stage, field)
     return encoded
 
 
@@ -154,7 +154,7 @@ class RewardTrainer:
 
     def __init__(self, config: RewardConfig | None = None, **inputs: Any) -> None:
         """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`; `args`, `processing_class`."""
-        self.config, self.inputs = door_inputs(RewardConfig, config, inputs)
+        self.config, self.inputs = trainer_arguments(RewardConfig, config, inputs)
 
     def train(self) -> Result:
         """Train; returns the artifact and the last metrics."""

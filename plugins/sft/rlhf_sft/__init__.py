@@ -16,9 +16,9 @@ __all__ = ["SFTConfig", "SFTTrainer"]
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_sft.train import plan, run
+    from rlhf_sft.train import forecast, run
 
-    registry.add(TRAINER, "sft", Trainer(SFTConfig, {"model": "language_model"}, run, plan))
+    registry.add(TRAINER, "sft", Trainer(SFTConfig, {"model": "language_model"}, run, forecast))
 
 
 def __getattr__(name: str) -> object:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import artifacts, data, optimizers
 from rlhf_core.fit import evaluator, fit
-from rlhf_core.fit.batches import TreeFeed, evaluation_batches, layout_for
-from rlhf_core.stage.alone import Result, door_inputs, run_alone
+from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout, evaluation_batches
+from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.stage.text_settings import text_options
 from rlhf_core.state import create_state
-from rlhf_core.training.attention import with_attention
-from rlhf_core.training.forecast import plan_lines
-from rlhf_core.training.open import open_model, open_records, tell
+from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.forecast import forecast_lines
+from rlhf_core.training.open import open_model, open_records, warn_dropped_rows
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
@@ -27,10 +27,12 @@ def run(config: SFTConfig, stage: Stage) -> None:
     train = _texts(config, stage, model.tokenizer, "train_data")
     trees = train.trees()
     data.require_vocabulary(trees, train.where, model.definition.vocab_size)
-    layout = layout_for(trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True)
-    model = with_attention(model, config, stage, trees, layout)
-    feed = TreeFeed(trees, config, layout, seed=stage.seed, data=train)
-    tx, schedule = optimizers.make(config, stage.registry, feed.total)
+    layout = choose_row_layout(
+        trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True
+    )
+    model = choose_attention(model, config, stage, trees, layout)
+    updates = DatasetUpdates(trees, config, layout, seed=stage.seed, data=train)
+    tx, schedule = optimizers.make(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
@@ -41,17 +43,17 @@ def run(config: SFTConfig, stage: Stage) -> None:
             trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True
         )
         evaluate = evaluator(loss, stage.devices(), batches, stored=model.as_stored, say=stage.say)
-    fitted = fit(stage, config, state, loss, feed, schedule=schedule, evaluate=evaluate)
+    fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=evaluate)
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
 
-def plan(config: SFTConfig, stage: Stage) -> Sequence[str]:
+def forecast(config: SFTConfig, stage: Stage) -> Sequence[str]:
     """What `run` would do, from the data alone."""
     tokenizer = stage.inputs.get("tokenizer")
     encode = tokenizer and (
         lambda field: _texts(config, stage, tokenizer, field, needed=field == "train_data")
     )
-    return plan_lines(config, stage, unit="demonstrations", head="lm", encode=encode)
+    return forecast_lines(config, stage, unit="demonstrations", head="lm", encode=encode)
 
 
 def _texts(config: SFTConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True) -> Any:
@@ -66,7 +68,7 @@ def _texts(config: SFTConfig, stage: Stage, tokenizer: Any, field: str, *, neede
         truncation_mode=config.truncation_mode,
         chat_template=text_options(config, stage),
     )
-    tell(encoded.report, stage, field)
+    warn_dropped_rows(encoded.report, stage, field)
     return encoded
 
 
@@ -75,7 +77,7 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig | None = None, **inputs: Any) -> None:
         """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`."""
-        self.config, self.inputs = door_inputs(SFTConfig, config, inputs)
+        self.config, self.inputs = trainer_arguments(SFTConfig, config, inputs)
 
     def train(self) -> Result:
         """Train; returns the artifact and the last metrics."""

@@ -23,7 +23,7 @@ QUIET_SECONDS = 5.0
 """What takes no longer is not spoken of; what does is spoken of this often, then ten times as rarely."""
 
 
-def in_turn(
+def compute_batches(
     compute: Callable[[Packed], Any],
     mesh: Mesh,
     batches: Sequence[Packed],
@@ -49,7 +49,7 @@ def in_turn(
 
 
 @contextmanager
-def said_if_slow(say: Callable[[str], None], line: str) -> Iterator[None]:
+def say_if_slow(say: Callable[[str], None], line: str) -> Iterator[None]:
     """Say a line where what is inside takes longer than a few seconds."""
     timer = threading.Timer(QUIET_SECONDS, say, [line])
     timer.daemon = True

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.fit import in_turn as module
+from rlhf_core.fit import compute as module
+from rlhf_core.fit.compute import compute_batches, say_if_slow
 from rlhf_core.fit.evaluation import evaluator
-from rlhf_core.fit.in_turn import in_turn, said_if_slow
 from rlhf_core.metrics import Mean
 
 
@@ -35,7 +35,9 @@ class Device:
 def test_two_at_most_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     batches: Any = range(7)
-    found = [(batch, float(loss.total)) for batch, (loss, _) in in_turn(device.compute, None, batches)]  # type: ignore[arg-type]
+    found = [
+        (batch, float(loss.total)) for batch, (loss, _) in compute_batches(device.compute, None, batches)
+    ]  # type: ignore[arg-type]
     assert found == [(i, float(i)) for i in range(7)]
     assert (device.most, device.there) == (2, 0)
 
@@ -56,10 +58,10 @@ def test_long_evaluations_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch) 
         return device.compute(batch)
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    list(in_turn(compute, None, range(40), said.append))  # type: ignore[arg-type]
+    list(compute_batches(compute, None, range(40), said.append))  # type: ignore[arg-type]
     assert said == ["evaluating 3/40", "evaluating 29/40"]
     said.clear()
-    list(in_turn(compute, None, range(2), said.append))  # type: ignore[arg-type]
+    list(compute_batches(compute, None, range(2), said.append))  # type: ignore[arg-type]
     assert said == []
 
 
@@ -67,9 +69,9 @@ def test_only_what_is_slow_is_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None
     import time
 
     said: list[str] = []
-    with said_if_slow(said.append, "quick"):
+    with say_if_slow(said.append, "quick"):
         pass
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
-    with said_if_slow(said.append, "slow"):
+    with say_if_slow(said.append, "slow"):
         time.sleep(0.5)
     assert said == ["slow"]
