@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.metrics import Mean, Metric
+from rlhf_core.packing.rows import Tree
 from rlhf_core.sampling import Rollouts
 
 if TYPE_CHECKING:
+    from rlhf_core.data import Prompts
     from rlhf_core.rewards.function import Reward
 
 VALUE = "value_"
@@ -110,6 +112,43 @@ class Rollout:
             ),
             timing=Timing(*(sum(values) for values in zip(*(part.timing for part in parts), strict=True))),
         )
+
+    def trees(
+        self,
+        prompts: Prompts,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        mask: NDArray[np.bool_] | None = None,
+    ) -> list[Tree]:
+        """Make trees of the groups from `start` to `stop`: the prompt once, its completions as branches.
+
+        mask: bool [N, C], the tokens to train on; None: those that the policy wrote. Branches carry, per token, the
+        sampler's log-probabilities as `sampling_logps`, the advantages, if there are any, and all token values; and
+        `index`, the completion's number in the rollout.
+        """
+        mask = self.samples.mask if mask is None else mask
+        values = {"sampling_logps": self.samples.logps, **self.token_values}
+        if len(self.advantages):
+            by_token = self.advantages if self.advantages.ndim > 1 else self.advantages[:, None]
+            values["advantages"] = np.broadcast_to(by_token, mask.shape)
+        trees = []
+        for group in range(len(self.prompts))[start:stop]:
+            members = range(group * self.group, (group + 1) * self.group)
+            spans = [(i, slice(int(self.samples.lengths[i]))) for i in members]
+            trees.append(
+                Tree(
+                    prefix=np.asarray(prompts.ids[self.prompts[group]], np.int32),
+                    branches=tuple(self.samples.tokens[i, span].astype(np.int32) for i, span in spans),
+                    weights=tuple(mask[i, span].astype(np.float32) for i, span in spans),
+                    token_values={
+                        name: tuple(x[i, span].astype(np.float32) for i, span in spans)
+                        for name, x in values.items()
+                    },
+                    sequence_values={"index": np.array(members, np.float32)},
+                )
+            )
+        return trees
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps."""

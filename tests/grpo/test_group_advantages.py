@@ -1,10 +1,9 @@
-"""What an advantage returns, per completion and per token, and the trees that a rollout's groups become."""
+"""What an advantage is given, and what it returns: per completion or per token."""
 
 import numpy as np
 import pytest
-from rlhf_grpo.updates import advantage_inputs, compute_advantages, group_trees
+from rlhf_grpo.updates import advantage_inputs, compute_advantages
 
-from rlhf_core import data
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import Reward, Rollout
@@ -12,11 +11,6 @@ from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
 END = 1
-
-
-@pytest.fixture
-def prompts(tiny):
-    return data.encode_prompts(data.load(tiny.prompts(5)), tiny.make_tokenizer(), max_prompt_length=16)
 
 
 @pytest.fixture
@@ -45,31 +39,6 @@ def test_inputs_are_grouped_by_prompt(rollout):
     assert inputs.lengths.tolist() == [[2, 4, 1], [3, 2, 4]]
     assert inputs.labels == ("f1", "f2")
     assert inputs.columns == {"number": [4, 4, 4, 2, 2, 2]}
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_group_is_a_tree_with_its_prompt_once(prompts, rollout, masked):
-    trees = group_trees(prompts, rollout, 0, 2, mask_truncated=masked)
-    assert [tree.prefix.tolist() for tree in trees] == [list(prompts.ids[4]), list(prompts.ids[2])]
-    first, second = trees
-    assert [branch.tolist() for branch in first.branches] == [[3, 1], [7, 8, 9, 10], [1]]
-    assert [weight.tolist() for weight in first.weights] == [[1, 1], [0 if masked else 1] * 4, [1]]
-    assert second.sequence_values["index"].tolist() == [3, 4, 5]
-    np.testing.assert_array_equal(first.token_values["sampling_logps"][1], rollout.samples.logps[1])
-    assert [len(x) for x in second.token_values["sampling_logps"]] == [3, 2, 4]
-    only = group_trees(prompts, rollout, 1, 2, mask_truncated=masked)
-    assert len(only) == 1
-    assert only[0].sequence_values["index"].tolist() == [3, 4, 5]
-
-
-def test_tokens_that_the_policy_did_not_write_are_not_trained_on(prompts, rollout):
-    mask = rollout.samples.mask.copy()
-    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
-    samples = rollout.samples._replace(mask=mask)
-    (first,) = group_trees(
-        prompts, Rollout(rollout.prompts, samples, rollout.rewards, rollout.total), 0, 1, mask_truncated=False
-    )
-    assert [weight.tolist() for weight in first.weights] == [[1, 1], [1, 0, 0, 1], [1]]
 
 
 def misspelt(inputs):

@@ -463,7 +463,8 @@ def test_nothing_to_train_on_has_no_quantile(make):
     """All completions truncated and masked."""
     feed = make(top_entropy_quantile=0.4, entropy_coef=0.1, mask_truncated_completions=True)
     blank = feed.shapes()[0]
-    batches = with_kept([blank], [np.zeros(blank.trained.shape, np.float32)], 0.4)
+    blank.token_values["entropies"] = np.zeros(blank.trained.shape, np.float32)
+    batches = with_kept([blank], 0.4)
     assert not batches[0].token_values["kept"].any()
     scale = with_entropy_scale(batches, "token_mean", C)[0].sequence_values["entropy_scale"]
     assert np.isfinite(scale).all()

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.fit.batches import Update
-from rlhf_core.fit.logged import Interval
+from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.rollouts.updates import _update_metrics
 from rlhf_core.sampling import Rollouts
@@ -123,9 +123,9 @@ def test_counts_add_up_and_extremes_stay_extremes_over_updates():
         "completions/min_length": 2.0,
         "completions/max_length": 5.0,
     }
-    interval = Interval()
+    window = MetricWindow()
     for metrics, once in ((rollout, True), (rollout, False), (other, True), (other, False)):
-        interval.add(Update([], 1, str, _update_metrics(metrics, first=once)), {})
-    for row in (interval.read(4), Interval.from_json(json.loads(json.dumps(interval.to_json()))).read(4)):
+        window.add(Update([], 1, str, _update_metrics(metrics, first=once)), {})
+    for row in (window.read(4), MetricWindow.from_json(json.loads(json.dumps(window.to_json()))).read(4)):
         assert (row["reward"], row["rewards/judge/failed"]) == (1.5, 3.0)
         assert (row["completions/min_length"], row["completions/max_length"]) == (2.0, 8.0)

@@ -169,3 +169,29 @@ def test_a_checkpoint_gives_the_rollout_back(rollout):
     for ours, theirs in zip(again.samples, rollout.samples, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("finished_only", [False, True])
+def test_a_group_is_a_tree_with_its_prompt_once(prompts, rollout, finished_only):
+    mask = rollout.samples.mask & rollout.samples.finished[:, None] if finished_only else None
+    trees = rollout.trees(prompts, mask=mask)
+    assert [tree.prefix.tolist() for tree in trees] == [list(prompts.ids[4]), list(prompts.ids[2])]
+    first, second = trees
+    assert [branch.tolist() for branch in first.branches] == [[3, 1], [7, 8, 9, 10], [1]]
+    assert [weight.tolist() for weight in first.weights] == [[1, 1], [0 if finished_only else 1] * 4, [1]]
+    assert second.sequence_values["index"].tolist() == [3, 4, 5]
+    np.testing.assert_array_equal(first.token_values["sampling_logps"][1], rollout.samples.logps[1])
+    np.testing.assert_array_equal(first.token_values["old_logps"][1], rollout.samples.logps[1] - 1)
+    assert [x.tolist() for x in second.token_values["advantages"]] == [[3] * 3, [4] * 2, [5] * 4]
+    (only,) = rollout.trees(prompts, 1, 2)
+    assert only.sequence_values["index"].tolist() == [3, 4, 5]
+    by_token = np.arange(6 * C, dtype=np.float32).reshape(6, C)
+    (only,) = replace(rollout, advantages=by_token).trees(prompts, 1, 2)
+    assert [x.tolist() for x in only.token_values["advantages"]] == [[12, 13, 14], [16, 17], [20, 21, 22, 23]]
+
+
+def test_tokens_that_the_policy_did_not_write_are_not_trained_on(prompts, rollout):
+    mask = rollout.samples.mask.copy()
+    mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
+    (tree,) = replace(rollout, samples=rollout.samples._replace(mask=mask)).trees(prompts, 0, 1)
+    assert [weight.tolist() for weight in tree.weights] == [[1, 1], [1, 0, 0, 1], [1]]

@@ -175,9 +175,11 @@ class Case:
         names = tuple(each[0].token_values)
         batches = pack(each[::-1] if reverse else each, layout, token_names=names)
         batches += empty_batches(layout, token_names=names) if spare else []
-        entropies = [batch.token_values.pop("entropies") for batch in batches]
         if (share := self.options["top_entropy_quantile"]) < 1:
-            batches = with_kept(batches, entropies, share)
+            batches = with_kept(batches, share)
+        else:
+            for batch in batches:
+                del batch.token_values["entropies"]
         if self.options["entropy_coef"]:
             batches = with_entropy_scale(batches, self.loss.aggregation, LONGEST)
         return batches

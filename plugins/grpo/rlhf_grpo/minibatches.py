@@ -23,16 +23,19 @@ if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
 
-def with_kept(batches: Sequence[Packed], entropies: Sequence[np.ndarray], share: float) -> list[Packed]:
-    """Mark, by `kept`, the share of a minibatch's tokens that have the highest entropies (linear quantile)."""
+def with_kept(batches: Sequence[Packed], share: float) -> list[Packed]:
+    """Replace `entropies` by `kept`: the share of a minibatch's tokens with the highest entropies (linear quantile)."""
+    entropies = [batch.token_values["entropies"] for batch in batches]
     there = [batch.trained >= 0 for batch in batches]
     trained = np.concatenate([e[t] for e, t in zip(entropies, there, strict=True)])
     # All completions may have been truncated, and masked.
     threshold = np.quantile(trained, 1 - share) if len(trained) else np.inf
-    return [
-        batch._replace(token_values={**batch.token_values, "kept": ((e >= threshold) & t).astype(np.float32)})
-        for batch, e, t in zip(batches, entropies, there, strict=True)
-    ]
+    marked = []
+    for batch, e, t in zip(batches, entropies, there, strict=True):
+        values = {name: x for name, x in batch.token_values.items() if name != "entropies"}
+        values["kept"] = ((e >= threshold) & t).astype(np.float32)
+        marked.append(batch._replace(token_values=values))
+    return marked
 
 
 def with_entropy_scale(
@@ -79,13 +82,6 @@ def locate(batch: Packed, prompt_sizes: NDArray[np.integer]) -> Places:
     completion = batch.sequence_values["index"][row, sequence].astype(np.int64)
     token = batch.rows.positions[row, slot].astype(np.int64) - prompt_sizes[completion]
     return Places(row, column, completion, token)
-
-
-def scatter(at: Places, values: NDArray[np.float32], batch: Packed) -> NDArray[np.float32]:
-    """Arrange float32 [completions, tokens] like the trained tokens of the packed batch; 0 where there is none."""
-    out = np.zeros(batch.trained.shape, np.float32)
-    out[at.row, at.column] = values[at.completion, at.token]
-    return out
 
 
 def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:

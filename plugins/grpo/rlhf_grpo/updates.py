@@ -11,18 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import AdvantageInputs
-from rlhf_core.data import Prompts
 from rlhf_core.errors import InputError, RunError, raised
 from rlhf_core.fit.batches import empty_batches
-from rlhf_core.packing.rows import Layout, Packed, Tree, pack
-from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates, completion
-from rlhf_grpo.minibatches import (
-    locate,
-    scatter,
-    sequence_kl,
-    with_entropy_scale,
-    with_kept,
-)
+from rlhf_core.packing.rows import Layout, Packed, pack
+from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
+from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
 
 if TYPE_CHECKING:
     from rlhf_core import Stage, TrainState
@@ -60,82 +53,60 @@ class GRPOUpdates(RolloutUpdates):
         )
         self.config, self.advantage, self.policies = config, advantage, policies
         self.layout, self.aggregation = layout, aggregation
+        self.keeps_share = config.top_entropy_quantile < 1
         policies.compile(empty_batches(layout, token_names=SAMPLED, sequence_names=INDEX))
 
     def shapes(self) -> list[Packed]:
-        laid = [name for name in self.policies.names if name != "entropies"]
-        laid += ["kept"] if self.config.top_entropy_quantile < 1 else []
+        names = [name for name in self.policies.names if name != "entropies"]
         return empty_batches(
             self.layout,
-            token_names=(*SAMPLED, "advantages", *laid),
+            token_names=(*SAMPLED, "advantages", *names, *(("kept",) if self.keeps_share else ())),
             sequence_names=(*INDEX, *(("entropy_scale",) if self.config.entropy_coef else ())),
         )
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
         in_reward = config.kl.place == "reward" and "ref_logps" in self.policies.names
-        # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
-        packed = self.pack(rollout, masked=not in_reward) if self.policies.names else []
-        values = self.policies.read(packed, rollout, self.prompt_sizes(rollout), state.params)
-        total = rollout.total
+        if self.policies.names:
+            # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
+            packed = self._pack(rollout, SAMPLED, masked=not in_reward)
+            sizes = np.repeat([len(self.prompts.ids[i]) for i in rollout.prompts], rollout.group)
+            rollout = replace(rollout, token_values=self.policies.read(packed, rollout, sizes, state.params))
         if in_reward:
-            total = total - config.kl.beta * sequence_kl(rollout.samples, values["ref_logps"], config.kl.name)
-        rollout = replace(rollout, total=total, token_values=values)
+            penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
+            rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
         inputs = advantage_inputs(rollout, self.collector.rewards)
         width = rollout.samples.tokens.shape[1]
-        return replace(
-            rollout,
-            advantages=compute_advantages(self.advantage, inputs, width, name=config.advantage.name),
-        )
+        advantages = compute_advantages(self.advantage, inputs, width, name=config.advantage.name)
+        return replace(rollout, advantages=advantages)
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
-        """Lay the advantages and what the policies said into the packed groups."""
-        sizes, values = self.prompt_sizes(rollout), dict(rollout.token_values)
-        advantages = rollout.advantages
-        values["advantages"] = (
-            advantages
-            if advantages.ndim > 1
-            else np.broadcast_to(advantages[:, None], rollout.samples.tokens.shape)
-        )
-        return [self._finish(minibatch, values, sizes) for minibatch in self.pack(rollout)]
+        packed = self._pack(rollout, (*SAMPLED, "advantages", *self.policies.names))
+        if self.keeps_share:
+            packed = [with_kept(batches, self.config.top_entropy_quantile) for batches in packed]
+        if self.config.entropy_coef:
+            length = self.config.sampling.max_completion_length
+            packed = [with_entropy_scale(batches, self.aggregation, length) for batches in packed]
+        return packed
 
-    def pack(self, rollout: Rollout, *, masked: bool = True) -> list[list[Packed]]:
-        """Pack the groups of each minibatch; a group is never split between minibatches.
+    def _pack(self, rollout: Rollout, names: Sequence[str], *, masked: bool = True) -> list[list[Packed]]:
+        """Pack the groups of each minibatch, with the token values of these names; no group is split between them.
 
         masked: whether `mask_truncated_completions` is heeded; if not, every token of a completion counts.
         """
-        config = self.config
+        config, mask = self.config, rollout.samples.mask
+        if masked and config.mask_truncated_completions:
+            mask = mask & rollout.samples.finished[:, None]
         groups = config.total_batch_size // config.num_generations
-        hidden = masked and config.mask_truncated_completions
         return [
             pack(
-                group_trees(self.prompts, rollout, m * groups, (m + 1) * groups, mask_truncated=hidden),
+                rollout.trees(self.prompts, m * groups, (m + 1) * groups, mask=mask),
                 self.layout,
-                token_names=SAMPLED,
+                token_names=names,
                 sequence_names=INDEX,
             )
             for m in range(config.steps_per_generation)
         ]
-
-    def prompt_sizes(self, rollout: Rollout) -> NDArray[np.int64]:
-        """Return the number of prompt tokens of each completion, int64 [N]."""
-        sizes = [len(self.prompts.ids[i]) for i in rollout.prompts]
-        return np.repeat(np.array(sizes, np.int64), self.config.num_generations)
-
-    def _finish(
-        self, batches: Sequence[Packed], values: Mapping[str, NDArray[np.float32]], sizes: NDArray[np.int64]
-    ) -> list[Packed]:
-        done, entropies = [], []
-        for batch in batches:
-            at = locate(batch, sizes)
-            laid = {name: scatter(at, each, batch) for name, each in values.items()}
-            entropies += [laid.pop("entropies")] if "entropies" in laid else []
-            done.append(batch._replace(token_values={**batch.token_values, **laid}))
-        if entropies:
-            done = with_kept(done, entropies, self.config.top_entropy_quantile)
-        if not self.config.entropy_coef:
-            return done
-        return with_entropy_scale(done, self.aggregation, self.config.sampling.max_completion_length)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host, arrays = super().snapshot(step)
@@ -192,37 +163,3 @@ def compute_advantages(
     kept = out.reshape(len(laid), -1)[:, :width]
     laid[:, : kept.shape[1]] = kept
     return laid
-
-
-def group_trees(
-    prompts: Prompts, rollout: Rollout, start: int, stop: int, *, mask_truncated: bool
-) -> list[Tree]:
-    """Make trees of groups `start` to `stop` of a rollout: the prompt once, its completions as branches.
-
-    Trained are the tokens that the policy wrote, as `mask` has it. A branch carries the sampler's log-probabilities and
-    `index`, its number in the rollout.
-    """
-    samples, group = rollout.samples, rollout.group
-    trees = []
-    for g in range(start, stop):
-        members = range(g * group, (g + 1) * group)
-        off = [mask_truncated and not samples.finished[i] for i in members]
-        lengths = [int(samples.lengths[i]) for i in members]
-        trees.append(
-            Tree(
-                prefix=np.asarray(prompts.ids[rollout.prompts[g]], np.int32),
-                branches=tuple(completion(samples, i) for i in members),
-                weights=tuple(
-                    np.where(samples.mask[i, :length], 0.0 if masked else 1.0, 0.0).astype(np.float32)
-                    for i, length, masked in zip(members, lengths, off, strict=True)
-                ),
-                token_values={
-                    "sampling_logps": tuple(
-                        np.asarray(samples.logps[i, :length], np.float32)
-                        for i, length in zip(members, lengths, strict=True)
-                    )
-                },
-                sequence_values={"index": np.arange(members.start, members.stop, dtype=np.float32)},
-            )
-        )
-    return trees
