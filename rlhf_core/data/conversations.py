@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.source import Source
-from rlhf_core.data.unicode import text_problem
 from rlhf_core.errors import InputError, near
 from rlhf_core.tokenizer.encoding import Encoder, Turns
-from rlhf_core.tokenizer.text_options import kwargs_problem
+from rlhf_core.tokenizer.text_options import kwargs_problem, text_problem
 
 
 def message_problem(value: Any) -> str | None:
@@ -163,3 +162,23 @@ def require_template(source: Source, encoder: Encoder) -> None:
         )
     if problem := encoder.chat.problem():
         raise InputError(problem)
+
+
+def bad_text(row: Mapping[Any, Any]) -> str | None:
+    """The first column that holds such a text, at any depth, and what is wrong with it; None where none does."""
+    for name, value in row.items():
+        if isinstance(name, str) and (problem := text_problem(name)):
+            return f"the name of column {name!r} {problem}"
+        if problem := _within(value):
+            return f"'{name}' {problem}"
+    return None
+
+
+def _within(value: Any) -> str | None:
+    if isinstance(value, str):
+        return text_problem(value)
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return next((problem for problem in map(_within, value) if problem), None)
+    return None

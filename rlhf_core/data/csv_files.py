@@ -7,8 +7,8 @@ import io
 import re
 from collections.abc import Iterator
 
+from rlhf_core.data.lazy_rows import Content, Row
 from rlhf_core.data.report import Problems
-from rlhf_core.data.stored import Content, Row
 from rlhf_core.data.text_files import BOM, Found, decoded, indexed, lines, require_text
 from rlhf_core.errors import InputError
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.ragged import Places, Ragged
+from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Report
+from rlhf_core.data.source import Places
 from rlhf_core.data.token_ids import combined, digest64, fingerprint_of
 from rlhf_core.packing.rows import Tree, tree
 from rlhf_core.packing.trees import Trees

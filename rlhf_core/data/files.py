@@ -11,11 +11,11 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.data.arrow_files import arrow, parquet
+from rlhf_core.data.column_kinds import Kinds
 from rlhf_core.data.csv_files import csv_rows
-from rlhf_core.data.kinds import Kinds
+from rlhf_core.data.lazy_rows import Content, spool
 from rlhf_core.data.source import digest
-from rlhf_core.data.stored import Content, spool
-from rlhf_core.data.tables import arrow, parquet
 from rlhf_core.data.text_files import Found, json_array, jsonl, txt
 from rlhf_core.errors import InputError, reading
 

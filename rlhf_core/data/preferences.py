@@ -15,9 +15,8 @@ from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import ROWS, Arrays, Tokens, flat
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
-from rlhf_core.data.notes import Notes
 from rlhf_core.data.report import Problems, Report, shorten
-from rlhf_core.data.selection import Selection, check, finished, sequences, together
+from rlhf_core.data.row_selection import Notes, Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.token_ids import facts, pretokenised, prompt_ids, unknown_id
 from rlhf_core.errors import InputError

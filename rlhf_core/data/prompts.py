@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, Tokens, flat
-from rlhf_core.data.notes import Notes
-from rlhf_core.data.ragged import Cells, Places, Ragged
+from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.selection import Selection, check, finished, sequences, together
-from rlhf_core.data.source import Records, Source, json_text
+from rlhf_core.data.row_selection import Notes, Selection, check, finished, sequences, together
+from rlhf_core.data.source import Cells, Changed, Places, Records, Source, digest, json_text
 from rlhf_core.data.token_ids import combined, digest64, facts, fingerprint_of, unknown_id
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
@@ -158,3 +157,38 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
             problems.add(f"{source.where(i)}: {error}")
     problems.stop()
     return {**flat("ids", encoder.opened(texts)), **notes.arrays()}
+
+
+def as_prompts(records: Records) -> Records:
+    """Rows with `messages` and no `prompt` get one: their conversation without the replies at its end.
+
+    Raises InputError, naming the rows, for conversations that are none, and for those that nobody asks anything in.
+    """
+    return Records([_asked(source) for source in records.sources])
+
+
+def _asked(source: Source) -> Source:
+    if "prompt" in source.columns or "messages" not in source.columns:
+        return source
+    problems = Problems()
+    for i, row in enumerate(source.rows):
+        problem = cells.cell_problem(row, "messages", chat=True)
+        if problem or not _question(row):
+            wrong = problem or "'messages' has no turn to reply to"
+            problems.add(f"{source.where(i)}: {wrong}")
+    problems.stop()
+    return replace(
+        source,
+        rows=Changed(source.rows, lambda row: {**row, "prompt": _question(row)}),
+        fingerprint=digest(source.fingerprint, "messages"),
+        known={**source.kinds, "prompt": source.kind("messages")},
+        origin=source.source,
+    )
+
+
+def _question(row: Mapping[str, Any]) -> list[Any]:
+    """The row's conversation without the replies at its end."""
+    turns = list(row["messages"])
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return turns

@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.kinds import Kind, Kinds, kinds_of
-from rlhf_core.data.views import Chosen
+from rlhf_core.data.column_kinds import Kind, Kinds, kinds_of
 from rlhf_core.runtime.signals import stop_if_asked
 
 CHUNK = 2048
@@ -163,6 +162,88 @@ def _told_apart(sources: Sequence[Source]) -> Iterator[Source]:
             if len(same) > 1
             else source
         )
+
+
+class Chosen(Sequence[Any]):
+    """Some elements of a sequence, in the order given, each as often as it is named."""
+
+    def __init__(self, whole: Sequence[Any], which: NDArray[np.int64]) -> None:
+        self.whole, self.which = whole, which
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not isinstance(i, slice):
+            return self.whole[int(self.which[range(len(self))[i]])]
+        which = self.which[i]
+        if len(which) > 1 and (np.diff(which) == 1).all():
+            return list(self.whole[int(which[0]) : int(which[-1]) + 1])
+        return [self.whole[k] for k in which.tolist()]
+
+
+class Changed(Sequence[Any]):
+    """Rows that are changed when they are asked for."""
+
+    def __init__(self, whole: Sequence[Any], change: Callable[[Any], Any]) -> None:
+        self.whole, self.change = whole, change
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, i: Any) -> Any:
+        return list(map(self.change, self.whole[i])) if isinstance(i, slice) else self.change(self.whole[i])
+
+
+class Places(Sequence[str]):
+    """What rows are called, such as "prefs.jsonl row 17"."""
+
+    def __init__(self, records: Records, rows: NDArray[np.int64]) -> None:
+        """rows: int64 [n], of all rows of the records."""
+        self.records, self.rows = records, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self.records.where(k) for k in self.rows[i].tolist()]
+        return self.records.where(int(self.rows[i]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def identities(self) -> NDArray[np.int64]:
+        """A number for each, the same where the name is the same."""
+        names: dict[str, int] = {}
+        every = [
+            np.asarray(source.numbers, np.int64) + (names.setdefault(source.name, len(names)) << 40)
+            for source in self.records.sources
+        ]
+        whole: NDArray[np.int64] = np.concatenate(every)
+        return whole[self.rows]
+
+
+class Cells(Sequence[Any]):
+    """A column of some rows, read when it is asked for; None where a row lacks it."""
+
+    def __init__(self, records: Records, rows: NDArray[np.int64], column: str) -> None:
+        self.records, self.rows, self.column = records, rows, column
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self.records[k].get(self.column) for k in self.rows[i].tolist()]
+        return self.records[int(self.rows[i])].get(self.column)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def digest(*parts: str) -> str:

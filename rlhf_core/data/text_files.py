@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data.cache import Arrays, cached, code
-from rlhf_core.data.kinds import Kinds, from_json, kinds_of, note, to_json
+from rlhf_core.data.column_kinds import Kinds, from_json, kinds_of, note, to_json
+from rlhf_core.data.conversations import bad_text
+from rlhf_core.data.lazy_rows import Content, FileRows, Row
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import digest
-from rlhf_core.data.stored import Content, FileRows, Row
-from rlhf_core.data.unicode import bad_text
 from rlhf_core.errors import InputError
 
 Numbers = Sequence[int] | NDArray[np.int64]

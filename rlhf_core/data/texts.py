@@ -13,10 +13,9 @@ from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import ROWS, Arrays, Tokens, flat
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
-from rlhf_core.data.notes import Notes
 from rlhf_core.data.preferences import begins_with, number_of, parse, require_said, without_prompts
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.selection import Selection, check, finished, sequences, together
+from rlhf_core.data.row_selection import Notes, Selection, check, finished, sequences, together
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.token_ids import facts, unknown_id
 from rlhf_core.errors import InputError

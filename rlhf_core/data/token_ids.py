@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.ragged import Places, Ragged
+from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.source import Source
+from rlhf_core.data.source import Places, Source
 from rlhf_core.packing.rows import Tree, shared_prefix
 from rlhf_core.packing.trees import Trees
 from rlhf_core.tokenizer.encoding import Ints

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.data import drawn, schedule, updates
+from rlhf_core.data import batch_rows, count_updates, visited_rows
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -175,7 +175,7 @@ def layout_for(
         trained_counts=trained_of(trees) if reads_tokens else None,
         row_multiple=row_multiple(mesh),
         skips_unseen=skips_unseen(config, mesh),
-        updates=updates(
+        updates=count_updates(
             len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
         ),
     )
@@ -230,7 +230,7 @@ class TreeFeed:
         self.data = data
         self.sequence_names, self.group = sequence_names, group
         self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
-        self.total = updates(
+        self.total = count_updates(
             len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
         )
         self.updates_per_epoch = len(trees) / config.total_batch_size
@@ -245,7 +245,7 @@ class TreeFeed:
 
     def update(self, step: int, state: TrainState | None = None) -> Update:
         if self._order is None or step != self._next:
-            self._order = schedule(
+            self._order = batch_rows(
                 len(self.trees),
                 self.config.total_batch_size,
                 seed=self.seed,
@@ -262,7 +262,7 @@ class TreeFeed:
         )
 
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        return drawn(
+        return visited_rows(
             len(self.trees), self._examples(step), seed=self.seed, shuffle=self.config.shuffle_train_dataset
         )
 

@@ -39,11 +39,11 @@ __all__ = [
     "load_tokenizer",
     "prompt_ids",
     "render",
-    "settled",
     "special_ids",
     "template_hash",
     "template_text",
     "tokenizer_hash",
+    "with_template_and_stop_ids",
 ]
 
 
@@ -150,7 +150,7 @@ def _hub_problem(name: str) -> str:
     return ""
 
 
-def settled(tokenizer: Any, chat_template: str | None, model: Path | None) -> Any:
+def with_template_and_stop_ids(tokenizer: Any, chat_template: str | None, model: Path | None) -> Any:
     """The tokenizer with the template that it is used with as its own (None: the one it has), and the stop tokens of
     the model that it is used with, if that has a directory: both are then saved with what is trained. A copy where
     that changes it.

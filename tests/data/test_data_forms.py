@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import stored
+from rlhf_core.data import lazy_rows
 from rlhf_core.errors import InputError
 
 PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
@@ -30,7 +30,7 @@ def place(request, tmp_path, monkeypatch):
     """Whether files are held in memory, or read where they are."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     if request.param == "on the disk":
-        monkeypatch.setattr(stored, "IN_MEMORY", 0)
+        monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     return tmp_path
 
 
@@ -237,7 +237,7 @@ def test_rows_in_memory_that_json_does_not_hold(tmp_path):
 
 def test_a_file_that_changes_while_it_is_used_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([PAIR, {**PAIR, "prompt": "b"}]))
     records = data.load(path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import cache, source, stored
+from rlhf_core.data import cache, lazy_rows, source
 from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import trained_per_branch
 
@@ -23,7 +23,7 @@ def tokenizer(tiny):
 def disk(tmp_path, monkeypatch):
     """Everything as with large files: read in parts, from the disk."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     monkeypatch.setattr(cache, "SMALL", 1)
     monkeypatch.setattr(source.Source.parts, "__defaults__", (7,))
     return tmp_path
@@ -97,7 +97,7 @@ def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer,
         first = plain(encode(data.load(spec), tokenizer, **way))
         again = plain(encode(data.load(spec), tokenizer, **way))
         with monkeypatch.context() as patch:
-            patch.setattr(stored, "IN_MEMORY", 1 << 30)
+            patch.setattr(lazy_rows, "IN_MEMORY", 1 << 30)
             patch.setattr(cache, "SMALL", 1 << 30)
             patch.setattr(source.Source.parts, "__defaults__", (1000,))
             whole = plain(encode(data.load(spec), tokenizer, **way))
@@ -132,7 +132,7 @@ def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
 def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
     """Less than 300 bytes a row are held, where the text of a row alone is longer."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     count, path = 6000, tmp_path / "pairs.jsonl"
     words = " a b c d e" * 60
     with path.open("w") as file:

@@ -15,6 +15,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig, build
 from rlhf_core.data import cache
+from rlhf_core.data.whole_sequences import encode_whole
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.plugins.component import load_file
@@ -70,7 +71,7 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
     assert pairs.pairs[0].chosen.tolist() == whole
     assert pairs.pairs[0].starts is not None
     for rows in ({"messages": [*PROMPT, *REPLY]}, {"prompt": PROMPT, "completion": REPLY}):
-        read = data.encode_whole(data.load([{**rows, **row}]), Encoder(tokenizer, options)).sequences[0]
+        read = encode_whole(data.load([{**rows, **row}]), Encoder(tokenizer, options)).sequences[0]
         assert read is not None
         assert read[0].tolist() == whole
         # What is learned ends with the stop token behind the reply, wherever a score is read.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlhf_core.data import Prompts
 from rlhf_core.fit.batches import Encoded, Update, empty
 from rlhf_core.mesh import abstract_rows, put_rows
-from rlhf_core.packing.rows import Layout, Packed, pack
+from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import Reward, restore, snapshots
 from rlhf_core.runtime.background import Ahead
 from rlhf_grpo.config import GRPOConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import drawn, schedule, updates
+from rlhf_core.data import batch_rows, count_updates, visited_rows
 
 if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
@@ -25,13 +25,13 @@ class PromptOrder:
         """count: prompts of the data set. seed: where the config has no shuffle_seed_train."""
         self.config, self.count = config, count
         self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
-        self.draws = updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
+        self.draws = count_updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
         self.extra_rounds, self.rounds = 0, 1
 
     def batches(self, number: int) -> Callable[[int], NDArray[np.int64]]:
         """Return a function: round → int64 [P], the prompts of that round of rollout `number`."""
         config = self.config
-        order = schedule(
+        order = batch_rows(
             self.count,
             config.prompts_per_rollout,
             seed=self.seed,
@@ -61,4 +61,4 @@ class PromptOrder:
         config = self.config
         rounds = -(-step // config.updates_per_rollout) + extra_rounds
         shuffle = config.shuffle_train_dataset
-        return drawn(self.count, rounds * config.prompts_per_rollout, seed=self.seed, shuffle=shuffle)
+        return visited_rows(self.count, rounds * config.prompts_per_rollout, seed=self.seed, shuffle=shuffle)

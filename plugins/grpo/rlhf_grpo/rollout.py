@@ -18,7 +18,7 @@ from rlhf_core.artifacts import write_atomic
 from rlhf_core.data import Prompts
 from rlhf_core.errors import InputError, RunError, raised
 from rlhf_core.metrics import Max, Mean, Metric, Min, Sum
-from rlhf_core.packing.rows import Tree
+from rlhf_core.packing import Tree
 from rlhf_core.rollouts import completion, measure, reward_inputs, rollout_metrics
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.advantages import constant

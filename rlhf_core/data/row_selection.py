@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data.cache import ENDS, ROWS
-from rlhf_core.data.ragged import Places, Ragged
+from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Report
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.source import Places, Records, Source
 from rlhf_core.data.token_ids import digest64, note_repeats, shared_start
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.encoding import Encoder, Turns
 
 
 class Selection:
@@ -144,3 +145,29 @@ def check(overlong: str, truncation_mode: str) -> None:
         raise InputError(f"overlong '{overlong}' is neither filter nor truncate")
     if truncation_mode not in ("keep_end", "keep_start"):
         raise InputError(f"truncation_mode '{truncation_mode}' is neither keep_end nor keep_start")
+
+
+class Notes:
+    """Rows of a source by the name of the `Report` list they belong to."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.rows: dict[str, set[int]] = {name: set() for name in names}
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """int64 row numbers by name and `ROWS`."""
+        return {f"{name}{ROWS}": np.array(sorted(rows), np.int64) for name, rows in self.rows.items()}
+
+    def add(self, name: str, i: int, applies: bool) -> None:
+        if applies:
+            self.rows[name].add(i)
+
+    def written(
+        self, i: int, encoder: Encoder, turns: Turns, tools: Any, kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, bool]:
+        """As `Encoder.text`, of a text, or of what of row i's conversation is judged."""
+        kept = encoder.judged(turns)
+        text = encoder.text(kept, tools=tools, kwargs=kwargs)
+        if not isinstance(kept, str):
+            self.add("after_reply", i, len(kept) < len(turns))
+            self.add("left_out", i, encoder.chat.leaves_out(kept, text[0], tools))
+        return text

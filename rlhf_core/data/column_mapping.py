@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlhf_core.data.kinds import (
+from rlhf_core.data.column_kinds import (
     CONVERSATIONS,
     ROLES,
     conversation_in,
@@ -16,8 +16,7 @@ from rlhf_core.data.kinds import (
     is_literal,
     renamed_message,
 )
-from rlhf_core.data.source import Source, digest
-from rlhf_core.data.views import Changed
+from rlhf_core.data.source import Changed, Source, digest
 from rlhf_core.errors import InputError, near
 
 READ = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from rlhf_core.data.kinds import Kinds, note
-from rlhf_core.data.stored import Content, TableRows, spool
+from rlhf_core.data.column_kinds import Kinds, note
+from rlhf_core.data.lazy_rows import Content, TableRows, spool
 from rlhf_core.data.text_files import Found
 from rlhf_core.errors import InputError
 

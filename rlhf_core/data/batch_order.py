@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
+def count_updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
     """Updates in a run: `max_steps` where given, else what `epochs` passes over `size` examples take.
 
     `max_steps` may ask for more than the epochs: the data is then gone through again.
@@ -16,16 +16,16 @@ def updates(size: int, batch_size: int, epochs: float, max_steps: int | None = N
     return max_steps if max_steps is not None else int(-(-(size * epochs) // batch_size))
 
 
-def drawn(size: int, count: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+def visited_rows(size: int, count: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Indices of the examples that the first `count` places of a schedule hold, ascending, each once."""
     if count >= size:
         return np.arange(size)
     if count <= 0:
         return np.zeros(0, np.int64)
-    return np.sort(next(schedule(size, count, seed=seed, shuffle=shuffle)))
+    return np.sort(next(batch_rows(size, count, seed=seed, shuffle=shuffle)))
 
 
-def schedule(
+def batch_rows(
     size: int,
     batch_size: int,
     *,
