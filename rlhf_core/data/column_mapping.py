@@ -1,4 +1,4 @@
-"""Columns under other names and conversations in other forms, read as if they had those of this package."""
+"""Rename columns, and convert conversations in other formats to lists of messages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from rlhf_core.data.column_kinds import (
     CONVERSATIONS,
     ROLES,
-    conversation_in,
-    is_foreign,
-    is_literal,
-    renamed_message,
+    convert_message,
+    is_python_literal,
+    is_sharegpt,
+    parse_conversation,
 )
-from rlhf_core.data.source import Changed, Source, digest
+from rlhf_core.data.source import MappedRows, Source, digest
 from rlhf_core.errors import InputError, near
 
-READ = (
+KNOWN_COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
     *("chat_template_kwargs", "input_ids_chosen", "input_ids_rejected", "attention_mask_chosen"),
     *("attention_mask_rejected", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids"),
@@ -32,13 +32,13 @@ READ = (
         "prompt_mask",
     ),
 )
-"""Columns that are read under a name of their own; a reward function may name others."""
+"""The columns that this package reads; reward functions may read others."""
 
 
-def with_columns(source: Source, columns: Any) -> Source:
-    """The source with columns renamed. columns: {name that is read: name in the data}.
+def rename_columns(source: Source, columns: Any) -> Source:
+    """Rename columns of a source. columns: {name that this package reads: name in the data}.
 
-    Raises InputError for a column that is not there, and for two of one name.
+    Raises InputError for a missing column, and where two columns would share a name.
     """
     if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
         raise InputError(
@@ -60,7 +60,9 @@ def with_columns(source: Source, columns: Any) -> Source:
     if len(set(columns.values())) < len(columns):
         problems.append(f"columns of {source.name} names one column twice")
     for ours in columns:
-        if ours not in READ and (close := difflib.get_close_matches(ours, READ, n=1, cutoff=0.8)):
+        if ours not in KNOWN_COLUMNS and (
+            close := difflib.get_close_matches(ours, KNOWN_COLUMNS, n=1, cutoff=0.8)
+        ):
             problems.append(
                 f"columns.{ours} of {source.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
             )
@@ -69,77 +71,77 @@ def with_columns(source: Source, columns: Any) -> Source:
     names = {theirs: ours for ours, theirs in columns.items()}
     return replace(
         source,
-        rows=Changed(source.rows, partial(_renamed, names)),
+        rows=MappedRows(source.rows, partial(_rename_row, names)),
         fingerprint=digest(source.fingerprint, "columns", *(f"{k}={v}" for k, v in sorted(names.items()))),
-        known={names.get(name, name): kind for name, kind in source.kinds.items()},
-        origin=source.source,
+        known_kinds={names.get(name, name): kind for name, kind in source.kinds.items()},
+        origin=source.original,
     )
 
 
-def _renamed(names: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_row(names: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in row.items()}
 
 
-def adapted(source: Source) -> Source:
-    """The source with its conversations as lists of messages with roles and contents.
+def normalise_conversations(source: Source) -> Source:
+    """Convert a source's conversations to lists of messages with `role` and `content`.
 
-    Read so, and said in `remarks`: a column `conversations` where there is no `messages`; messages with `from` and
-    `value`, or with the roles human and gpt; conversations that stand in their cells as JSON text. Raises InputError
-    where some texts of a column are such JSON, and most are not.
+    Converts a column `conversations` if there is no `messages`, messages with `from` and `value` or with the roles
+    human and gpt, and conversations stored as JSON text; lists each conversion in `remarks`. Raises InputError if
+    some but not most texts of a column are such JSON.
     """
     kinds, remarks = source.kinds, []
     names = {}
     if "conversations" in kinds and "messages" not in kinds:
         kind = kinds["conversations"]
-        if kind.lists or kind.written:
+        if kind.lists or kind.json_texts:
             names["conversations"] = "messages"
             remarks.append("column 'conversations' is read as 'messages'")
     for name in CONVERSATIONS:
-        if name in kinds and kinds[name].literal:
-            raise InputError(_literal(source, name))
-    written = [name for name in CONVERSATIONS if name in kinds and kinds[name].written]
-    for name in written:
+        if name in kinds and kinds[name].python_texts:
+            raise InputError(_literal_message(source, name))
+    json_columns = [name for name in CONVERSATIONS if name in kinds and kinds[name].json_texts]
+    for name in json_columns:
         kind = kinds[name]
-        if kind.written * 2 < kind.texts:
-            raise InputError(_mixed(source, name))
+        if kind.json_texts * 2 < kind.texts:
+            raise InputError(_mixed_message(source, name))
         remarks.append(f"column '{names.get(name, name)}' holds conversations as JSON, which are read")
-    foreign = [name for name in CONVERSATIONS if name in kinds and kinds[name].foreign]
-    if foreign:
+    sharegpt_columns = [name for name in CONVERSATIONS if name in kinds and kinds[name].sharegpt]
+    if sharegpt_columns:
         roles = " and ".join(f"'{theirs}' as '{ours}'" for theirs, ours in ROLES.items())
         remarks.append(
             f"messages have ShareGPT's form: 'from' is read as 'role', 'value' as 'content', {roles}"
         )
     if not remarks:
         return source
-    rows = Changed(source.rows, partial(_adapted, names, frozenset(written), frozenset(foreign)))
-    found = dict(kinds)
-    for name in written:  # their texts are lists from now on
-        found[name] = replace(
-            found[name],
-            texts=found[name].texts - found[name].written,
-            lists=found[name].lists + found[name].written,
-            text_first=False,
+    rows = MappedRows(
+        source.rows, partial(_normalise_row, names, frozenset(json_columns), frozenset(sharegpt_columns))
+    )
+    converted = dict(kinds)
+    for name in json_columns:
+        kind = kinds[name]
+        converted[name] = replace(
+            kind, texts=kind.texts - kind.json_texts, lists=kind.lists + kind.json_texts, text_first=False
         )
-    found = {names.get(name, name): kind for name, kind in found.items()}
-    return replace(source, rows=rows, known=found, remarks=(*source.remarks, *remarks))
+    converted = {names.get(name, name): kind for name, kind in converted.items()}
+    return replace(source, rows=rows, known_kinds=converted, remarks=(*source.remarks, *remarks))
 
 
-def _mixed(source: Source, name: str) -> str:
+def _mixed_message(source: Source, name: str) -> str:
     return (
-        f"{_first(source, name, lambda text: conversation_in(text) is not None)}: '{name}' is the JSON of a "
+        f"{_first_place(source, name, lambda text: parse_conversation(text) is not None)}: '{name}' is the JSON of a "
         "conversation, and most others are plain texts: write conversations in all rows, or in none"
     )
 
 
-def _literal(source: Source, name: str) -> str:
+def _literal_message(source: Source, name: str) -> str:
     return (
-        f"{_first(source, name, is_literal)}: '{name}' is a conversation in Python's notation, with single quotes: "
-        "write it with json.dumps"
+        f"{_first_place(source, name, is_python_literal)}: '{name}' is a conversation in Python's notation, with "
+        "single quotes: write it with json.dumps"
     )
 
 
-def _first(source: Source, name: str, applies: Callable[[str], bool]) -> str:
-    """Where the first text of a column stands to which this applies."""
+def _first_place(source: Source, name: str, applies: Callable[[str], bool]) -> str:
+    """Name the row of the column's first text that matches `applies`."""
     for part in source.parts():
         for i, row in enumerate(part.rows):
             if isinstance(row.get(name), str) and applies(row[name]):
@@ -147,15 +149,23 @@ def _first(source: Source, name: str, applies: Callable[[str], bool]) -> str:
     return source.name
 
 
-def _adapted(
-    names: Mapping[str, str], written: frozenset[str], foreign: frozenset[str], row: Mapping[str, Any]
+def _normalise_row(
+    names: Mapping[str, str],
+    json_columns: frozenset[str],
+    sharegpt_columns: frozenset[str],
+    row: Mapping[str, Any],
 ) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    normalised: dict[str, Any] = {}
     for name, value in row.items():
-        if name in written and isinstance(value, str):
-            parsed = conversation_in(value)
+        if name in json_columns and isinstance(value, str):
+            parsed = parse_conversation(value)
             value = value if parsed is None else parsed
-        if name in foreign and not isinstance(value, str) and value is not None and is_foreign(value):
-            value = [renamed_message(message) for message in value]
-        out[names.get(name, name)] = value
-    return out
+        if (
+            name in sharegpt_columns
+            and not isinstance(value, str)
+            and value is not None
+            and is_sharegpt(value)
+        ):
+            value = [convert_message(message) for message in value]
+        normalised[names.get(name, name)] = value
+    return normalised

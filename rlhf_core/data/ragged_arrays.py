@@ -1,4 +1,4 @@
-"""Sequences of rows, and what their rows are called, without an object for each of them."""
+"""Ragged arrays: sequences of different lengths stored in a few flat arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Ragged(Sequence[NDArray[Any]]):
-    """Sequences of several lengths: parts of a few flat arrays, which may lie on the disk."""
+    """Sequences of different lengths: slices of a few flat arrays, which may be memory-mapped."""
 
     def __init__(
         self,
@@ -19,12 +19,12 @@ class Ragged(Sequence[NDArray[Any]]):
         starts: NDArray[np.int64],
         stops: NDArray[np.int64],
     ) -> None:
-        """which, starts, stops: [n], of each sequence the number of its flat array, and its ends there."""
+        """which, starts, stops: [n], the index of each sequence's flat array and its bounds there."""
         self.flats, self.which, self.starts, self.stops = list(flats), which, starts, stops
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]) -> Ragged:
-        """parts: (flat array, starts, stops)."""
+        """Concatenate parts (flat array, starts, stops)."""
         which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(starts) for _, starts, _ in parts])
         starts = np.concatenate([np.zeros(0, np.int64), *(starts for _, starts, _ in parts)])
         stops = np.concatenate([np.zeros(0, np.int64), *(stops for _, _, stops in parts)])
@@ -43,5 +43,5 @@ class Ragged(Sequence[NDArray[Any]]):
         return self.stops - self.starts
 
     def largest(self) -> int:
-        """The largest element of the flat arrays: at least as large as any of the sequences'."""
+        """Return the largest element of the flat arrays, an upper bound for the sequences."""
         return max((int(flat.max(initial=0)) for flat in self.flats), default=0)

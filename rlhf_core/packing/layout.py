@@ -58,7 +58,7 @@ def row_cost(time: int, crossover: int) -> float:
     return time * (1.0 + time / crossover)
 
 
-def place(
+def place_trees(
     sizes: Sequence[int], sequences: Sequence[int], trained: Sequence[int], layout: Layout
 ) -> Placement:
     """First fit, longest first, into rows of those classes that make the micro-batches cheapest.
@@ -67,7 +67,7 @@ def place(
     """
     order = np.argsort(-np.asarray(sizes), kind="stable").tolist()
     best: tuple[float, Fit, NDArray[np.intp], NDArray[np.intp]] | None = None
-    for opened, kept in ways(len(layout.time), layout.crossover):
+    for opened, kept in packing_options(len(layout.time), layout.crossover):
         fit = first_fit(order, sizes, sequences, trained, layout, opened)
         if fit is None:
             continue
@@ -104,7 +104,7 @@ Classes: TypeAlias = tuple[int, ...]
 """Some classes of a layout, ascending."""
 
 
-def ways(classes: int, crossover: int) -> list[tuple[Classes, list[Classes]]]:
+def packing_options(classes: int, crossover: int) -> list[tuple[Classes, list[Classes]]]:
     """Ways to pack that are tried: the classes that rows are opened in, and those that they may end in.
 
     Rows of one class fill best, and each then gets the class it needs. Where long rows cost more a token, small trees

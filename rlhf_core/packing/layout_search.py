@@ -15,9 +15,9 @@ from rlhf_core.packing.layout import (
     Layout,
     first_fit,
     micro_batch_cost,
+    packing_options,
     rows_used,
     smallest_class,
-    ways,
 )
 
 MAX_CLASSES = 3
@@ -106,7 +106,7 @@ def _round(time: float) -> int:
     return step * -(-int(np.ceil(time)) // step)
 
 
-def programs(batches: NDArray[np.intp]) -> int:
+def count_programs(batches: NDArray[np.intp]) -> int:
     """How many programs updates of so many micro-batches, [updates, classes], call: each starts with its largest."""
     classes = np.arange(batches.shape[1])
     first = np.where(batches > 0, classes, -1).max(1)[:, None] == classes
@@ -169,7 +169,7 @@ class _Search:
         that suit it."""
         ones = self.shape(times, (1,) * len(times))
         needed = []
-        for opened, kept in ways(len(times), self.crossover):
+        for opened, kept in packing_options(len(times), self.crossover):
             if opened[-1] == len(times) - 1:  # others may not hold the longest tree
                 fits = self.fits(tuple(times[c] for c in opened))
                 needed += [(s, np.stack([self.needed(fit, ones, s) for fit in fits])) for s in kept]
@@ -179,7 +179,7 @@ class _Search:
             used = np.stack([rows_used(n, rows, chosen) for chosen, n in needed])
             each = np.stack([micro_batch_cost(way, layout) for way in used])
             best = used[each.argmin(0), np.arange(each.shape[1])]
-            return float(each.min(0).mean() * (1 + self.program * programs(-(-best // rows))))
+            return float(each.min(0).mean() * (1 + self.program * count_programs(-(-best // rows))))
 
         options = [self.row_options(time) for time in times]
         rows = tuple(each[0] for each in options)

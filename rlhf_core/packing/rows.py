@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.packing.layout import Layout, place
+from rlhf_core.packing.layout import Layout, place_trees
 from rlhf_core.packing.layout_search import choose_layout
 from rlhf_core.packing.trees import Floats, Ints, Tree, shared_prefix, split, trained_per_branch, tree
 
@@ -66,13 +66,13 @@ def pack(
     token_names, sequence_names: the trees' values to lay out. group: branches of a tree that stay together.
     Raises ValueError where a group of branches fits no class.
     """
-    whole, index = _fitted(trees, layout, group)
+    whole, index = _split_to_fit(trees, layout, group)
     if not whole:
         return []
     sizes = [part.size for part in whole]
     sequences = [len(part.branches) for part in whole]
     counts = [sum(trained_per_branch(part)) for part in whole] if any(layout.trained) else [0] * len(whole)
-    placed = place(sizes, sequences, counts, layout)
+    placed = place_trees(sizes, sequences, counts, layout)
     packed: list[Packed] = []
     for kind, time in reversed(list(enumerate(layout.time))):
         members = np.flatnonzero(placed.kind == kind)
@@ -80,7 +80,7 @@ def pack(
             continue
         members = members[np.lexsort((placed.offset[members], placed.row[members]))]
         rows = layout.rows[kind] * -(-(int(placed.row[members[-1]]) + 1) // layout.rows[kind])
-        batch = _fill(
+        batch = _lay_out(
             [whole[i] for i in members],
             index[members],
             placed.row[members] * time + placed.offset[members],
@@ -94,7 +94,7 @@ def pack(
     return packed
 
 
-def _fitted(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tree], Ints]:
+def _split_to_fit(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tree], Ints]:
     """The trees, those too large for the last class in parts; and the index of the tree each came from."""
     time, sequences, trained = layout.time[-1], layout.sequences[-1], layout.trained[-1]
     whole: list[Tree] = []
@@ -113,7 +113,7 @@ def _fitted(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tre
     return whole, np.array(index, np.int32)
 
 
-def _fill(
+def _lay_out(
     trees: Sequence[Tree],
     index: Ints,
     starts: NDArray[np.intp],
@@ -158,17 +158,17 @@ def _fill(
     own = np.repeat(is_branch, length)
     weight = own.astype(np.float32)
     if any(tree.weights is not None for tree in trees):
-        weight[own] = _own_values([_weights(tree) for tree in trees])
+        weight[own] = _branch_values([_weights(tree) for tree in trees])
     weight[parent < 0] = 0.0
 
     grid = (rows, time)
     laid = Rows(
-        tokens=_ints(grid, slot, np.concatenate(segments), 0),
-        positions=_ints(grid, slot, positions, 0),
-        visible_until=_ints(grid, slot, np.repeat(seen_until, length), 0),
-        parent=_ints(grid, slot, parent, -1),
-        sequence=_ints(grid, slot, np.repeat(numbered, length), -1),
-        weight=_floats(grid, slot, weight),
+        tokens=_scatter_ints(grid, slot, np.concatenate(segments), 0),
+        positions=_scatter_ints(grid, slot, positions, 0),
+        visible_until=_scatter_ints(grid, slot, np.repeat(seen_until, length), 0),
+        parent=_scatter_ints(grid, slot, parent, -1),
+        sequence=_scatter_ints(grid, slot, np.repeat(numbered, length), -1),
+        weight=_scatter_floats(grid, slot, weight),
     )
 
     kept = np.flatnonzero(weight) if trained_limit else np.zeros(0, np.intp)
@@ -177,29 +177,31 @@ def _fill(
     token_values: dict[str, Floats] = {}
     for name in token_names:
         value = np.zeros(len(slot), np.float32)
-        value[own] = _own_values([tree.token_values[name] for tree in trees])
-        token_values[name] = _floats(compact, compact_at, value[kept])
+        value[own] = _branch_values([tree.token_values[name] for tree in trees])
+        token_values[name] = _scatter_floats(compact, compact_at, value[kept])
     each, each_at = (rows, sequence_limit), sequence_row * sequence_limit + sequence_in_row
     return Packed(
         rows=laid,
-        last=_ints(each, each_at, (end - 1)[is_branch] - sequence_row * time, -1),
-        trained=_ints(compact, compact_at, slot[kept] % time, -1),
+        last=_scatter_ints(each, each_at, (end - 1)[is_branch] - sequence_row * time, -1),
+        trained=_scatter_ints(compact, compact_at, slot[kept] % time, -1),
         token_values=token_values,
         sequence_values={
-            name: _floats(each, each_at, np.concatenate([tree.sequence_values[name] for tree in trees]))
+            name: _scatter_floats(
+                each, each_at, np.concatenate([tree.sequence_values[name] for tree in trees])
+            )
             for name in sequence_names
         },
-        example=_ints(each, each_at, np.repeat(index, branches), -1),
+        example=_scatter_ints(each, each_at, np.repeat(index, branches), -1),
     )
 
 
-def _ints(shape: Shape, at: NDArray[np.intp], values: NDArray[np.integer], fill: int) -> Ints:
+def _scatter_ints(shape: Shape, at: NDArray[np.intp], values: NDArray[np.integer], fill: int) -> Ints:
     out = np.full(shape, fill, np.int32)
     out.reshape(-1)[at] = values
     return out
 
 
-def _floats(shape: Shape, at: NDArray[np.intp], values: Floats) -> Floats:
+def _scatter_floats(shape: Shape, at: NDArray[np.intp], values: Floats) -> Floats:
     out = np.zeros(shape, np.float32)
     out.reshape(-1)[at] = values
     return out
@@ -213,7 +215,7 @@ def _weights(tree: Tree) -> tuple[Floats, ...]:
     )
 
 
-def _own_values(values: Sequence[Sequence[Floats]]) -> Floats:
+def _branch_values(values: Sequence[Sequence[Floats]]) -> Floats:
     return np.concatenate([branch for branches in values for branch in branches])
 
 

@@ -79,7 +79,7 @@ def test_completions_and_values_count(tokenizer):
 
 
 def test_digests_are_the_same_in_every_version(tokenizer):
-    """Written down: a run that is continued by a later version finds its rows again."""
+    """Rendered down: a run that is continued by a later version finds its rows again."""
     assert [f"{x:016x}" for x in digests("pairs", PAIRS[:1], tokenizer).tolist()] == ["e49cd2b897795cb5"]
     rows = [{"prompt": "a", "completion": " b c"}]
     assert [f"{x:016x}" for x in digests("texts", rows, tokenizer).tolist()] == ["a9ab81da2fb1b089"]

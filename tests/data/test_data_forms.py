@@ -197,10 +197,10 @@ def test_conversations_that_would_be_trained_on_as_text_are_refused(tmp_path, ce
         (
             "a.jsonl",
             b'{"prompt": "a", "answer": "x\\ud83d"}\n',
-            r"row 1: 'answer' is no valid Unicode: \\ud83d at",
+            r"row 1: 'answer' is not valid Unicode: \\ud83d at",
         ),
-        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1: 'a' is no valid Unicode"),
-        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2: 'a' is no valid Unicode"),
+        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1: 'a' is not valid Unicode"),
+        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2: 'a' is not valid Unicode"),
         (
             "a.jsonl",
             b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
@@ -230,7 +230,7 @@ def test_what_no_reader_holds_is_one_message(place, name, content, message):
 def test_rows_in_memory_that_json_does_not_hold(tmp_path):
     circle: list = []
     circle.append(circle)
-    for value, message in ((circle, "Circular reference"), ("\ud83d", "is no valid Unicode")):
+    for value, message in ((circle, "Circular reference"), ("\ud83d", "is not valid Unicode")):
         with pytest.raises(InputError, match=f"dataset row 2.*{message}"):
             data.load([PAIR, {**PAIR, "answer": value}])
 

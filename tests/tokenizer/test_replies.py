@@ -163,7 +163,7 @@ def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
     assert case.tokenizer.decode(text.tokens[text.weights == 1]) == "<think>b</think>a<|im_end|>"
     assert "in</think>" not in case.tokenizer.decode(text.tokens)
     assert encoded.report.unlearned == encoded.report.left_out == ["dataset row 1"]
-    assert "1 of which only the last replies are learned (dataset row 1)" in str(encoded.report)
+    assert "1 whose last reply alone is learned (dataset row 1)" in str(encoded.report)
     assert not encoded.report.all_as_given
     # A reply without a thought is written alike, and learned.
     turns[1] = chat.assistant("ab")

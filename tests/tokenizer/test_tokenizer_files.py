@@ -196,7 +196,7 @@ def test_half_of_a_pair_in_what_a_template_writes_is_told(directory: Path) -> No
     asked = data.load([{"prompt": [chat.user("a")]}])
     options = TextOptions(template, {"x": "\ud83d"})
     with pytest.raises(
-        InputError, match=r"row 1: .* no valid Unicode: \\ud83d at character 2 is half of a pair"
+        InputError, match=r"row 1: .* not valid Unicode: \\ud83d at character 2 is half of a pair"
     ):
         data.encode_prompts(asked, tokenizer, max_prompt_length=None, chat_template=options)
 
@@ -214,5 +214,5 @@ def test_half_of_a_pair_in_any_column_is_told_before_anything_is_computed(
     ))  # fmt: skip
     tiny.make_model("score" if command == "score" else "lm").save(tmp_path / "model")
     monkeypatch.setattr("rlhf_core.models.loading.load_model", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(InputError, match=rf"row 2: '{column}' is no valid Unicode: .*; remove it"):
+    with pytest.raises(InputError, match=rf"row 2: '{column}' is not valid Unicode: .*; remove it"):
         CliRunner().invoke(cli.app, [command, str(tmp_path / "model"), str(rows)], catch_exceptions=False)
