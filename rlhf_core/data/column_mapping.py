@@ -19,7 +19,7 @@ from rlhf_core.data.column_kinds import (
 from rlhf_core.data.source import MappedRows, Source, digest
 from rlhf_core.errors import InputError, near
 
-KNOWN_COLUMNS = (
+COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
     *("chat_template_kwargs", "input_ids_chosen", "input_ids_rejected", "attention_mask_chosen"),
     *("attention_mask_rejected", "chosen_ids", "rejected_ids", "chosen_input_ids", "rejected_input_ids"),
@@ -60,9 +60,7 @@ def rename_columns(source: Source, columns: Any) -> Source:
     if len(set(columns.values())) < len(columns):
         problems.append(f"columns of {source.name} names one column twice")
     for ours in columns:
-        if ours not in KNOWN_COLUMNS and (
-            close := difflib.get_close_matches(ours, KNOWN_COLUMNS, n=1, cutoff=0.8)
-        ):
+        if ours not in COLUMNS and (close := difflib.get_close_matches(ours, COLUMNS, n=1, cutoff=0.8)):
             problems.append(
                 f"columns.{ours} of {source.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
             )
@@ -150,22 +148,14 @@ def _first_place(source: Source, name: str, applies: Callable[[str], bool]) -> s
 
 
 def _normalise_row(
-    names: Mapping[str, str],
-    json_columns: frozenset[str],
-    sharegpt_columns: frozenset[str],
-    row: Mapping[str, Any],
+    names: Mapping[str, str], from_json: frozenset[str], from_sharegpt: frozenset[str], row: Mapping[str, Any]
 ) -> dict[str, Any]:
     normalised: dict[str, Any] = {}
     for name, value in row.items():
-        if name in json_columns and isinstance(value, str):
+        if name in from_json and isinstance(value, str):
             parsed = parse_conversation(value)
             value = value if parsed is None else parsed
-        if (
-            name in sharegpt_columns
-            and not isinstance(value, str)
-            and value is not None
-            and is_sharegpt(value)
-        ):
+        if name in from_sharegpt and not isinstance(value, str) and value is not None and is_sharegpt(value):
             value = [convert_message(message) for message in value]
         normalised[names.get(name, name)] = value
     return normalised

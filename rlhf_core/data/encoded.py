@@ -104,9 +104,7 @@ class _PairTrees(Trees):
         chosen, rejected = pairs.chosen.lengths, pairs.rejected.lengths
         prefix = pairs.shared.astype(np.int64)
         firsts = np.zeros((len(pairs), 2), np.int64) if pairs.starts is None else pairs.starts
-        if (
-            pairs.starts is not None
-        ):  # nothing predicts a first token, so it may be shared whatever its weight
+        if pairs.starts is not None:  # nothing predicts a first token, so it may always be shared
             prefix = np.minimum(prefix, np.maximum(firsts, 1).min(1))
         self.prefixes = prefix
         self.sizes = chosen + rejected - prefix

@@ -16,14 +16,7 @@ from rlhf_core.data.cache import ROWS, Arrays, TokenCache, flatten
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.report import Problems, Report, shorten
-from rlhf_core.data.row_selection import (
-    Notes,
-    Selection,
-    finish_selection,
-    require_overlong_options,
-    used_sequences,
-    used_values,
-)
+from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.token_ids import read_prompt_ids, read_token_ids, sequence_facts, unknown_id
 from rlhf_core.errors import InputError
@@ -69,9 +62,7 @@ class Preference(NamedTuple):
     """Whether a completion repeats the prompt, which will be put before it."""
 
 
-def parse_preferences(
-    source: Source, problems: Problems, prompt_repeated: bool | None = None
-) -> list[Preference]:
+def parse_pairs(source: Source, problems: Problems, prompt_repeated: bool | None = None) -> list[Preference]:
     """Parse every row as a prompt and two completions; add invalid rows to `problems` and leave them out.
 
     prompt_repeated: as in `TextOptions`, for texts; the turns show whether a conversation contains its prompt.
@@ -143,7 +134,7 @@ def strip_prompts(
     return [(row[0], *(side[len(row[0]) :] for side in row[1:])) for row in rows]  # type: ignore[misc]
 
 
-def require_prompt_repeated(source: Source, doubled: Sequence[int], repeated: bool | None) -> None:
+def refuse_repeats(source: Source, doubled: Sequence[int], repeated: bool | None) -> None:
     """Raise InputError if most rows' completions repeat the prompt and `prompt_repeated` is not set.
 
     doubled: the rows that repeat it. repeated: `TextOptions.prompt_repeated`.
@@ -215,7 +206,7 @@ def encode_pairs(
         conversations share, or where texts or ids differ. A pair whose completions are cut away is dropped.
     Raises InputError naming file and row of the first few problems, and if no pair is left.
     """
-    require_overlong_options(overlong, truncation_mode)
+    check_options(overlong, truncation_mode)
     report = Report("pairs", max_length, read_as=records.remarks)
     encoder = None if tokenizer is None else Encoder(tokenizer, chat_template)
     cache, unknown = TokenCache("completions" if completions else "pairs", encoder), unknown_id(tokenizer)
@@ -226,9 +217,7 @@ def encode_pairs(
         encode = partial(_encode_with_facts, encoder=encoder, completions=completions)
         rows = Selection(source, offset, cache.encode(source, encode), SIDES, report)
         if encoder is not None:
-            require_prompt_repeated(
-                source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated
-            )
+            refuse_repeats(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
         firsts = np.array(rows.arrays["starts"]) if completions else np.zeros((len(rows), 2), np.int64)
         rows.drop(~_have_completions(rows, firsts, completions), report.empty)
         lengths.append(rows.longest[rows.used])
@@ -250,7 +239,7 @@ def encode_pairs(
             rows.record(rows.used, report.untemplated)
         selections.append(rows)
         starts.append(firsts)
-    places, digests = finish_selection(records, selections, lengths, "max_sequence_length")
+    places, digests = finish(records, selections, lengths, "max_sequence_length")
     return Pairs(
         used_sequences(selections, "chosen"),
         used_sequences(selections, "rejected"),
@@ -298,12 +287,12 @@ def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Array
             if completions:
                 prompts = read_prompt_ids(source, tokenizer, Problems())
                 firsts = (
-                    map(_first_difference, *sides) if prompts is None else ((len(p),) * 2 for p in prompts)
+                    map(_first_difference, *sides) if prompts is None else [(len(p),) * 2 for p in prompts]
                 )
                 arrays["starts"] = np.array(list(firsts), np.int64)
             return arrays
     repeated = None if encoder is None else encoder.options.prompt_repeated
-    preferences = parse_preferences(source, problems, repeated)
+    preferences = parse_pairs(source, problems, repeated)
     problems.raise_if_any()
     if encoder is None:
         raise InputError(f"{source.name} has text, which needs a tokenizer")

@@ -15,14 +15,7 @@ from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import (
-    Notes,
-    Selection,
-    finish_selection,
-    require_overlong_options,
-    used_sequences,
-    used_values,
-)
+from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
 from rlhf_core.data.source import Cells, MappedRows, Places, Records, Source, digest, json_text
 from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of, sequence_facts, unknown_id
 from rlhf_core.errors import InputError
@@ -86,7 +79,7 @@ def encode_prompts(
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
     Raises InputError naming file and row of the first few problems, and if no prompt is left.
     """
-    require_overlong_options(overlong, truncation_mode)
+    check_options(overlong, truncation_mode)
     encoder = Encoder(tokenizer, chat_template)
     reserved = [name for name in REWARD.arguments if name in records.columns]
     if reserved:
@@ -118,7 +111,7 @@ def encode_prompts(
         if cells.skips_template(source, encoder, "prompt"):
             rows.record(rows.used, report.untemplated)
         selections.append(rows)
-    places, digests = finish_selection(records, selections, lengths, "max_prompt_length")
+    places, digests = finish(records, selections, lengths, "max_prompt_length")
     row_digests = used_values(selections, [rows.arrays["row_digest"] for rows in selections])
     return Prompts(
         used_sequences(selections, "ids"),

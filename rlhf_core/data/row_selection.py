@@ -122,7 +122,7 @@ def used_values(selections: Sequence[Selection], values: Sequence[NDArray[Any]])
     return np.concatenate([value[rows.used] for rows, value in zip(selections, values, strict=True)])
 
 
-def finish_selection(
+def finish(
     records: Records, selections: Sequence[Selection], lengths: Sequence[NDArray[np.int64]], setting: str
 ) -> tuple[Places, NDArray[np.uint64]]:
     """Complete the report, and return the names of the used rows and the digests of their sequences.
@@ -140,7 +140,7 @@ def finish_selection(
     return places, digests
 
 
-def require_overlong_options(overlong: str, truncation_mode: str) -> None:
+def check_options(overlong: str, truncation_mode: str) -> None:
     """Raise InputError for unknown values of the two options."""
     if overlong not in ("filter", "truncate"):
         raise InputError(f"overlong '{overlong}' is neither filter nor truncate")

@@ -13,22 +13,9 @@ from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import ROWS, Arrays, TokenCache, flatten
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
-from rlhf_core.data.preferences import (
-    parse_preferences,
-    read_number,
-    repeats_prompt,
-    require_prompt_repeated,
-    strip_prompts,
-)
+from rlhf_core.data.preferences import parse_pairs, read_number, refuse_repeats, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import (
-    Notes,
-    Selection,
-    finish_selection,
-    require_overlong_options,
-    used_sequences,
-    used_values,
-)
+from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.token_ids import sequence_facts, unknown_id
 from rlhf_core.errors import InputError
@@ -74,7 +61,7 @@ def encode_texts(
     values: columns of numbers, one per text, which an objective reads as `batch.sequence_values[column]`.
     Raises InputError naming file and row of the first few problems, and if no text is left.
     """
-    require_overlong_options(overlong, truncation_mode)
+    check_options(overlong, truncation_mode)
     problems = Problems()
     encoder = Encoder(tokenizer, chat_template)
     report = Report("texts", max_length, read_as=records.remarks)
@@ -91,9 +78,7 @@ def encode_texts(
             ("tokens",),
             report,
         )
-        require_prompt_repeated(
-            source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated
-        )
+        refuse_repeats(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
         counts = np.array(rows.arrays["trained"], np.int64)
         rows.drop(counts == 0, report.empty)
         lengths.append(rows.longest[rows.used])
@@ -119,7 +104,7 @@ def encode_texts(
         selections.append(rows)
         trained.append(counts)
     problems.raise_if_any()
-    places, digests = finish_selection(records, selections, lengths, "max_sequence_length")
+    places, digests = finish(records, selections, lengths, "max_sequence_length")
     return Texts(
         used_sequences(selections, "tokens"),
         used_sequences(selections, "tokens", "learned"),
@@ -192,7 +177,7 @@ def _encode_completions(source: Source, encoder: Encoder, notes: Notes) -> list[
 
 def _encode_chosen(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
     problems = Problems()
-    parsed = parse_preferences(source, problems, encoder.options.prompt_repeated)
+    parsed = parse_pairs(source, problems, encoder.options.prompt_repeated)
     problems.raise_if_any()
     notes.rows["doubled"] = {i for i, p in enumerate(parsed) if p.doubled}
     if any(not isinstance(p.chosen, str) for p in parsed):

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.preferences import (
-    FAMILIES,
-    parse_preferences,
-    repeats_prompt,
-    require_prompt_repeated,
-    strip_prompts,
-)
+from rlhf_core.data.preferences import FAMILIES, parse_pairs, refuse_repeats, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import CHUNK, Records, Source
 from rlhf_core.data.texts import read_columns
@@ -68,7 +62,7 @@ def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterato
             doubled += [start + i for i in repeats]
             yield Whole(sides, sequences, [part.where(i) for i in range(len(part.rows))])
         if complete:
-            require_prompt_repeated(source, doubled, encoder.options.prompt_repeated)
+            refuse_repeats(source, doubled, encoder.options.prompt_repeated)
 
 
 EncodedRows = tuple[list[list[Ints] | None], list[int]]
@@ -84,7 +78,7 @@ def _encode_pairs(source: Source, encoder: Encoder) -> EncodedRows:
         return [list(row) for row in zip(*sides, strict=True)], []
     used = [i for i, row in enumerate(source.rows) if _may_have(row, "chosen") and _may_have(row, "rejected")]
     complete = source.take(used, "complete")
-    parsed = parse_preferences(complete, problems, encoder.options.prompt_repeated) if used else []
+    parsed = parse_pairs(complete, problems, encoder.options.prompt_repeated) if used else []
     problems.raise_if_any()
     rows = [[(p.prompt, p.chosen), (p.prompt, p.rejected)] for p in parsed]
     doubled = [i for i, p in zip(used, parsed, strict=True) if p.doubled]
