@@ -47,7 +47,7 @@ class Report:
     """The chat template renders the prompt differently once a reply follows, so sampling sees another prompt than
     training."""
     unlearned: list[str] = field(default_factory=list)
-    """The chat template renders earlier replies differently in later turns, so only the last one is learned."""
+    """The chat template renders an earlier reply differently in later turns, so that reply is not learned."""
     unread: list[str] = field(default_factory=list)
     """The row has a margin, which the trainer does not use; the trainer fills this list."""
     reversed: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Report:
             ("that go on after the last reply", self.after_reply, False),
             ("that lose something in the chat template", self.left_out, False),
             ("whose reply does not follow the generation prompt", self.unlike, False),
-            ("whose last reply alone is learned", self.unlearned, False),
+            ("whose earlier replies are not all learned", self.unlearned, False),
             ("whose margin is not read", self.unread, False),
             ("that reverse an earlier row", self.reversed, False),
             ("with words that the tokenizer does not know", self.unknown, False),

@@ -32,8 +32,8 @@ from rlhf_core.tokenizer.encoding import (
 )
 
 ACCEPTED = (
-    "text; prompt + completion, as texts or conversations; messages; or preferences, of which the chosen "
-    "completion is learned"
+    "text; prompt + completion, as texts or conversations; messages; or preferences, whose chosen completion "
+    "is learned"
 )
 
 

@@ -173,7 +173,7 @@ def smallest_class(needs: NDArray[np.int64], layout: Layout, chosen: Classes) ->
 
 
 def rows_used(needed: NDArray[np.intp], rows: Sequence[int], chosen: Classes) -> NDArray[np.intp]:
-    """Count the rows put into each class, int [updates, classes]. needed: rows that need at least each class, likewise.
+    """Count the rows put into each class, int [updates, classes]. needed: rows by their smallest fitting class.
 
     Free rows in the micro-batches of a class are filled with rows that need less.
     """

@@ -1,4 +1,4 @@
-"""Tokens kept on the disk are the tokens that would be made, whatever happens to the files."""
+"""Cached tokens equal freshly encoded ones, whatever happens to the files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CALLS = {
 
 
 def plain(value):
-    """Arrays with their bits and types, to compare."""
+    """Convert arrays to comparable dtypes, shapes and bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, tuple | list):
@@ -75,7 +75,7 @@ def test_sources_are_kept_apart_and_names_are_not_kept(tokenizer, tiny, tmp_path
     one, other = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
     data.encode_pairs(data.load(one), tokenizer, max_length=None)
     encoded = data.encode_pairs(data.load([other, {"path": one, "weight": 2}]), tokenizer, max_length=None)
-    assert len(list(directory.iterdir())) == 2  # the same content is one; drawn twice it is another
+    assert len(list(directory.iterdir())) == 2  # equal content shares an entry; repeated rows have their own
     assert encoded.where(0) == f"{other} row 1"
 
 
@@ -112,7 +112,7 @@ def test_wrong_rows_are_told_every_time(tokenizer, directory):
 
 
 def build():
-    """Two parts, of three rows and of one."""
+    """Yield two parts, with three rows and one row."""
     yield {**flatten("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
     yield {**flatten("ids", [np.arange(3)]), "odd_rows": np.array([0])}
 

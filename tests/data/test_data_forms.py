@@ -1,4 +1,4 @@
-"""Forms that data comes in: missing cells, other names, compressed files, data frames, JSON in cells."""
+"""Unusual input: missing cells, other column names, compressed files, data frames, JSON in cells."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(tiny):
 
 @pytest.fixture(params=["in memory", "on the disk"])
 def place(request, tmp_path, monkeypatch):
-    """Whether files are held in memory, or read where they are."""
+    """Run with files held in memory, and with files read from disk."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     if request.param == "on the disk":
         monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
@@ -243,7 +243,7 @@ def test_a_file_that_changes_while_it_is_used_is_told(tmp_path, monkeypatch):
     records = data.load(path)
     with path.open("ab") as file:
         file.write(lines([PAIR]))
-    assert [row["prompt"] for row in records] == ["a", "b"]  # what is added is not read
+    assert [row["prompt"] for row in records] == ["a", "b"]  # appended rows are not read
     changed = path.read_bytes().replace(b'"b"', b'"c"')
     with path.open("r+b") as file:
         file.write(changed)

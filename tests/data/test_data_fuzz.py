@@ -1,4 +1,4 @@
-"""Damaged files: read as what they are, or one InputError, whatever is damaged."""
+"""Damaged files are either read or rejected with a single InputError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(path, kind):
 
 
 def mutated(content, draw):
-    """One to three places overwritten, cut out, doubled, or with something put in."""
+    """Overwrite, delete, duplicate or insert bytes in one to three places."""
     for _ in range(draw.integers(1, 4)):
         at, end = sorted(draw.integers(0, len(content) + 1, 2).tolist())
         end = min(end, at + 40)

@@ -1,4 +1,4 @@
-"""Encoded data is arrays, which say of all rows what each row says; rows are no objects before they are asked for."""
+"""Encoded data is arrays that agree with every row, and rows become objects only on access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer(tiny):
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """Everything as with large files: read in parts, from the disk."""
+    """Treat every file as large: read it in parts, from disk."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     monkeypatch.setattr(cache, "SMALL", 1)
@@ -67,7 +67,7 @@ def test_arrays_of_texts_say_what_their_trees_are(tiny, tokenizer, way):
 
 
 def plain(encoded):
-    """All that an encoded data set says, as Python objects."""
+    """Convert all contents of an encoded data set to Python objects."""
     rows = getattr(encoded, "pairs", None) or getattr(encoded, "texts", None) or encoded.ids
     said = [
         [np.asarray(x).tolist() for x in row if x is not None] if isinstance(row, tuple) else row.tolist()
@@ -130,7 +130,7 @@ def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
 
 
 def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
-    """Less than 300 bytes a row are held, where the text of a row alone is longer."""
+    """Memory per row stays below 300 bytes, less than the row's text."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     count, path = 6000, tmp_path / "pairs.jsonl"

@@ -1,4 +1,4 @@
-"""The order of examples: complete epochs, the same from any start."""
+"""The order of rows: complete epochs, the same from any start."""
 
 from __future__ import annotations
 

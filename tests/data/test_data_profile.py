@@ -1,4 +1,4 @@
-"""`rlhf data`: figures of known rows, each kind of data, and what cannot be read."""
+"""`rlhf data`: statistics of known rows for each kind of data, and unreadable data."""
 
 from __future__ import annotations
 

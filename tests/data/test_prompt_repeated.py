@@ -1,4 +1,4 @@
-"""Whether completions begin with their prompt is said by an option, never guessed from the other rows of a file."""
+"""An option says whether completions repeat their prompt; it is never guessed from other rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_row_reads_alike_whatever_the_other_rows(
         beside["prompt"] = "e "
         found = encode(kind, [beside, row, beside, beside], tokenizer, repeated)
         assert tokenizer.decode(found[1][0]) == f"{words} </s>", repeated
-    # Most rows begin so: it has to be said what that means. However few rows are read at a time, it is of the file.
+    # Most rows repeat the prompt, so the option is required. The file counts as a whole, not part by part.
     monkeypatch.setattr(
         Source, "parts", lambda self: map(self.part, range(len(self.rows)), range(1, len(self.rows) + 1))
     )
@@ -66,7 +66,7 @@ def test_a_row_reads_alike_whatever_the_other_rows(
 
 
 def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
-    """Training drops what teaches nothing; a score is asked for all the same."""
+    """Rows that teach nothing are dropped in training but still scored."""
     encoder = Encoder(tokenizer)
     rows = [{"prompt": "a", "completion": text} for text in (" b", "", "  ", None)]
     whole = encode_whole(data.load(rows), encoder)

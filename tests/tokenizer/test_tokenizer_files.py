@@ -1,4 +1,4 @@
-"""Tokenizer files of strangers: nothing in them is run, and whatever is wrong with them is one InputError."""
+"""Untrusted tokenizer files: none of their code is run, and any defect raises a single InputError."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def use(directory: Path) -> None:
-    """What the doors do with a tokenizer."""
+    """Use a tokenizer in all the ways the entry points do."""
     tokenizer = load_tokenizer(directory)
     encoder = Encoder(tokenizer)
     encoder.whole([None], ["a b"])
@@ -135,7 +135,7 @@ ODD: list[Any] = [
 
 
 def mutate(value: Any, draw: random.Random) -> Any:
-    """JSON with one place changed: something odd, nothing, or too much of it."""
+    """Replace, delete or multiply one place of a JSON value."""
     value = copy.deepcopy(value)
     parent, key, at = None, None, value
     for _ in range(draw.randint(1, 6)):
@@ -191,7 +191,7 @@ def _dumps(value: Any) -> str:
 
 
 def test_half_of_a_pair_in_what_a_template_writes_is_told(directory: Path) -> None:
-    """A template may write what no text of the data has."""
+    """A template can write invalid Unicode that the data does not contain."""
     tokenizer, template = load_tokenizer(directory), "{{ messages[0].content }}{{ x }}"
     asked = data.load([{"prompt": [chat.user("a")]}])
     options = TextOptions(template, {"x": "\ud83d"})
