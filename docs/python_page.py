@@ -55,7 +55,7 @@ SECTIONS = (
         "Rows and updates",
         "[Rows](../explanation/rows.md) says how they are laid out.",
         {
-            "rlhf_core.packing.rows": ("Tree", "tree", "pack", "Packed"),
+            "rlhf_core.packing": ("Tree", "tree", "pack", "Packed"),
             "rlhf_core.fit.batches": (
                 "UpdateSource",
                 "Update",

@@ -465,7 +465,7 @@ FAULTS = (
     Fault(
         "same-shuffle",
         "every epoch has the order of the first",
-        CORE + "data/order.py",
+        CORE + "data/batch_order.py",
         "examples = examples.repeat(None)",
         "examples = examples.repeat(None, reseed_each_epoch=False)",
         ("updates", "quickstart"),
@@ -709,14 +709,14 @@ FAULTS = (
         "resume-repeats-prompts",
         "a run that goes on takes the prompts from the beginning again",
         CORE + "rollouts/prompt_order.py",
-        "        order = schedule(\n"
+        "        order = batch_rows(\n"
         "            self.count,\n"
         "            self.prompts_per_rollout,\n"
         "            seed=self.seed,\n"
         "            shuffle=self.shuffle,\n"
         "            start=number + self.extra_rounds,\n",
         '        self.begun = getattr(self, "begun", -1) + 1\n'
-        "        order = schedule(\n"
+        "        order = batch_rows(\n"
         "            self.count,\n"
         "            self.prompts_per_rollout,\n"
         "            seed=self.seed,\n"

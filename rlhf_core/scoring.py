@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from rlhf_core import artifacts, data
+from rlhf_core import artifacts
 from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.source import CHUNK
+from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
@@ -295,9 +296,9 @@ class Scorer:
                 encoder.tokenizer, dataclasses.replace(encoder.options, prompt_repeated=prompt_repeated)
             )
         if skip == 0 and len(records) > CHUNK:
-            for _ in data.whole_parts(records, encoder):
+            for _ in whole_parts(records, encoder):
                 pass
-        for whole in data.whole_parts(records, encoder, skip=skip):
+        for whole in whole_parts(records, encoder, skip=skip):
             sides = len(whole.sides)
             # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
             there = [i for i, row in enumerate(whole.sequences) if row is not None]

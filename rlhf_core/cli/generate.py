@@ -44,11 +44,11 @@ def generate(
     import jax
 
     from rlhf_core import artifacts, data, runtime
-    from rlhf_core.data.asking import as_prompts
+    from rlhf_core.data.prompts import as_prompts
     from rlhf_core.models import load_model, local_directory, stored_head
     from rlhf_core.rollouts import empty_warning
     from rlhf_core.sampling import Sampler, SamplingOptions
-    from rlhf_core.tokenizer import settled, template_text
+    from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
     from rlhf_core.tokenizer.encoding import TextOptions, continuations
     from rlhf_core.tokenizer.text_options import kwargs_problem
 
@@ -66,7 +66,9 @@ def generate(
         raise InputError(
             f"{model}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
         )
-    loaded = dataclasses.replace(loaded, tokenizer=settled(loaded.tokenizer, chat_template, loaded.source))
+    loaded = dataclasses.replace(
+        loaded, tokenizer=with_template_and_stop_ids(loaded.tokenizer, chat_template, loaded.source)
+    )
     says = file is None and not raw and template_text(loaded.tokenizer) is not None
     asked = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
     day = artifacts.recorded(local_directory(model)).get("template_date")

@@ -1,33 +1,25 @@
-"""Data in: files, hub datasets and objects to token ids, with every problem named by file and row."""
+"""Read files, hub datasets and objects in memory as token ids; every error names the file and row."""
 
-from rlhf_core.data.order import drawn, schedule, updates
-from rlhf_core.data.preferences import Pair, Pairs, encode_pairs
+from rlhf_core.data.batch_order import batch_rows, count_updates, visited_rows
+from rlhf_core.data.encoded import Pairs, Texts
+from rlhf_core.data.preferences import encode_pairs
 from rlhf_core.data.prompts import Prompts, encode_prompts
 from rlhf_core.data.records import load
-from rlhf_core.data.report import Report
-from rlhf_core.data.source import Records, Source
-from rlhf_core.data.texts import Text, Texts, encode_texts
+from rlhf_core.data.source import Records
+from rlhf_core.data.texts import encode_texts
 from rlhf_core.data.token_ids import require_vocabulary
-from rlhf_core.data.whole import Whole, encode_whole, whole_parts
 
 __all__ = [
-    "Pair",
     "Pairs",
     "Prompts",
     "Records",
-    "Report",
-    "Source",
-    "Text",
     "Texts",
-    "Whole",
-    "drawn",
+    "batch_rows",
+    "count_updates",
     "encode_pairs",
     "encode_prompts",
     "encode_texts",
-    "encode_whole",
     "load",
     "require_vocabulary",
-    "schedule",
-    "updates",
-    "whole_parts",
+    "visited_rows",
 ]

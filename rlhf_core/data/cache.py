@@ -1,4 +1,4 @@
-"""Token ids on the disk, so that the same rows are tokenised once: flat arrays that are mapped into memory."""
+"""Cache token ids on disk as memory-mapped flat arrays, so that the same rows are tokenised once."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from rlhf_core.tokenizer.encoding import Encoder
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 SMALL = 1000
-"""Fewer rows are not worth a file."""
+"""Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
 FORMAT = 2
 ENDS, ROWS = "_ends", "_rows"
-"""How the names of arrays end that hold where sequences end, and numbers of rows: these count on from part to part."""
+"""Suffixes of arrays with sequence ends and with row numbers; `renumber` makes both continue from part to part."""
 
 
 def cache_directory() -> Path:
-    """`$RLHF_CACHE/tokens`; without that variable, beside the compiled programs of the user. It may be deleted."""
+    """Return `$RLHF_CACHE/tokens`, by default beside the user's compiled programs. It may be deleted at any time."""
     root = os.environ.get("RLHF_CACHE")
     return (Path(root).expanduser() if root else runtime.cache_directory().parent) / "tokens"
 
 
-class Tokens:
-    """What one way of encoding makes of sources, from the cache where it is there."""
+class TokenCache:
+    """Encode sources with one set of settings, reading cached arrays if there are any."""
 
     def __init__(self, kind: str, encoder: Encoder | None) -> None:
-        """kind: "pairs", "texts" or "prompts"; encoder: None keeps nothing."""
+        """kind: "pairs", "completions", "texts" or "prompts". encoder: None disables the cache."""
         self.kind = kind
         self.encoder = encoder
 
-    def of(self, source: Source, encode: Callable[[Source], Arrays]) -> Arrays:
-        """`encode` of all parts of the source, one after another; or the same arrays from the disk, read-only.
+    def encode(self, source: Source, encode: Callable[[Source], Arrays]) -> Arrays:
+        """Apply `encode` to the source part by part, or read the same arrays from disk, read-only.
 
         Raises InputError with the problems of all rows.
         """
@@ -63,23 +63,23 @@ class Tokens:
                 try:
                     encoded = encode(part)
                 except RowProblems as error:
-                    problems.take(error)
+                    problems.merge(error)
                     continue
                 if not problems.count:
                     yield encoded
-            problems.stop()
+            problems.raise_if_any()
 
-        if self.encoder is None or len(source.rows) < SMALL or self._way is None:
-            return joined(build())
-        return cached(f"{self.kind}-{digest(source.fingerprint, self._way)[:40]}", build)
+        if self.encoder is None or len(source.rows) < SMALL or self._settings_hash is None:
+            return join_parts(build())
+        return load_or_build(f"{self.kind}-{digest(source.fingerprint, self._settings_hash)[:40]}", build)
 
     @cached_property
-    def _way(self) -> str | None:
-        """Of all but the rows that decides the ids; None where that cannot be told."""
+    def _settings_hash(self) -> str | None:
+        """Hash everything but the rows that affects token ids; None if the tokenizer cannot be hashed."""
         assert self.encoder is not None
         tokenizer, options = self.encoder.tokenizer, self.encoder.options
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            return None  # the hash of such a tokenizer is of its vocabulary alone
+            return None  # `tokenizer_hash` would cover its vocabulary alone
         dated = writes_date(tokenizer, options.chat_template)
         settings = [
             self.kind,
@@ -95,98 +95,96 @@ class Tokens:
             options.prompt_repeated,
             (options.template_date or date.today().isoformat()) if dated else None,
             [version(name) for name in ("tokenizers", "transformers", "jinja2")],
-            code(),
+            code_hash(),
         ]
         return digest(json.dumps(settings, sort_keys=True, default=repr))
 
 
-def code() -> str:
-    """Of the modules that turn rows into ids: a change of the rules never meets tokens of the old ones."""
-    here = Path(__file__).parent
-    content = hashlib.sha256()
-    beside = ("encoding.py", "templates.py", "template_dates.py", "text_options.py", "special_ids.py")
-    for path in (*(here.parent / name for name in beside), *sorted(here.glob("*.py"))):
+def code_hash() -> str:
+    """Hash the modules that turn rows into token ids, so that ids made by older rules are never read again."""
+    content, rooms = hashlib.sha256(), Path(__file__).parent.parent
+    for path in (*sorted(rooms.glob("tokenizer/*.py")), *sorted(rooms.glob("data/*.py"))):
         content.update(path.read_bytes())
     return content.hexdigest()
 
 
-def cached(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
-    """The arrays kept under `key`, mapped read-only, or the parts that `build()` gives, which are kept from then on.
+def load_or_build(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
+    """Map the arrays cached under `key` read-only, or build them and cache them.
 
-    What is damaged is built anew. Any number of processes may ask for one key at once: each sees all or nothing.
+    Damaged entries are rebuilt. Several processes may ask for one key at once: each sees a complete entry or none.
     """
     directory = cache_directory() / key
-    found = _open(directory)
-    if found is not None:
-        return found
+    arrays = _load(directory)
+    if arrays is not None:
+        return arrays
     try:
         return _store(directory, build)
     except OSError as error:
         warnings.warn(
-            f"tokens are not kept in {directory.parent}: {error.strerror or error}; RLHF_CACHE names another "
+            f"tokens are not cached in {directory.parent}: {error.strerror or error}; set RLHF_CACHE to another "
             "directory",
             stacklevel=2,
         )
-    return joined(build())
+    return join_parts(build())
 
 
-def _open(directory: Path) -> Arrays | None:
+def _load(directory: Path) -> Arrays | None:
     try:
-        said = json.loads((directory / MANIFEST).read_bytes())
-        if said["format"] != FORMAT or artifacts.damage(directory, said["files"]):
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT or artifacts.damage(directory, manifest["files"]):
             return None
         loaded = {
-            name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in said["files"]
+            name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in manifest["files"]
         }
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not as it was written
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         return None
-    # Without numpy's own class for mapped arrays, every slice of which costs several times as much.
+    # Slicing np.memmap costs several times as much as slicing np.ndarray.
     return {name.removesuffix(".npy"): array.view(np.ndarray) for name, array in loaded.items()}
 
 
 def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
-    """Write the parts one after another, so that no more than one of them is in memory."""
-    parts = counted_on(build())
-    first = next(parts, {})  # nothing is written where the rows are wrong
+    """Write the parts one after another, with at most one in memory, and map the result."""
+    parts = renumber(build())
+    first = next(parts, {})  # raises before anything is written if the rows are wrong
     directory.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    damaged = beside.with_suffix(".damaged")
-    growing: dict[str, _Growing] = {}
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    damaged = temporary.with_suffix(".damaged")
+    files: dict[str, _ArrayFile] = {}
     try:
         for part in itertools.chain([first], parts):
             for name, array in part.items():
-                if name not in growing:
-                    growing[name] = _Growing(beside / f"{name}.npy", array)
-                growing[name].add(array)
-        for file in growing.values():
+                if name not in files:
+                    files[name] = _ArrayFile(temporary / f"{name}.npy", array)
+                files[name].add(array)
+        for file in files.values():
             file.close()
-        manifest = {"format": FORMAT, "files": artifacts.describe(beside)}
-        (beside / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-        if directory.exists() and _open(directory) is None:
-            with suppress(OSError):  # another process may have done so
+        manifest = {"format": FORMAT, "files": artifacts.describe(temporary)}
+        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        if directory.exists() and _load(directory) is None:
+            with suppress(OSError):  # another process may have moved it
                 os.rename(directory, damaged)
         with suppress(OSError):  # another process was first
-            os.rename(beside, directory)
-        found = _open(directory)
-        if found is None:
-            raise OSError("what was written cannot be read again")
-        return found
+            os.rename(temporary, directory)
+        arrays = _load(directory)
+        if arrays is None:
+            raise OSError("the arrays just written cannot be read back")
+        return arrays
     finally:
-        for file in growing.values():
+        for file in files.values():
             file.close()
-        for leftover in (beside, damaged):
+        for leftover in (temporary, damaged):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-class _Growing:
-    """A file of one array that gets longer; its head, which says how long it is, is written anew at the end."""
+class _ArrayFile:
+    """Append to a .npy file; `close` rewrites its header with the final length."""
 
     def __init__(self, path: Path, like: NDArray[Any]) -> None:
-        self._file: BinaryIO | None = open(path, "w+b")  # noqa: SIM115  (it stays open until `close`)
+        self._file: BinaryIO | None = open(path, "w+b")  # noqa: SIM115  (open until `close`)
         self._dtype, self._shape, self._length = like.dtype, like.shape[1:], 0
-        self._start = self._head()
+        self._start = self._write_header()
 
-    def _head(self) -> int:
+    def _write_header(self) -> int:
         assert self._file is not None
         self._file.seek(0)
         shape = (self._length, *self._shape)
@@ -206,47 +204,47 @@ class _Growing:
             return
         file = self._file
         try:
-            if self._head() != self._start:
-                raise OSError("the head of an array has changed its size")
+            if self._write_header() != self._start:
+                raise OSError("the header of an array has changed its size")
         finally:
             self._file = None
             file.close()
 
 
-def counted_on(parts: Iterable[Arrays]) -> Iterator[Arrays]:
-    """The parts with ends of sequences and numbers of rows as they are in all of them together.
+def renumber(parts: Iterable[Arrays]) -> Iterator[Arrays]:
+    """Shift the sequence ends and row numbers of each part to count from the start of the first part.
 
-    Every part has an array with one element per row, which tells how many rows it has: its ends of sequences.
+    Every part has sequence ends, one per row, so their number is the number of its rows.
     """
-    before: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     rows = 0
     for part in parts:
-        counted = {}
+        renumbered = {}
         for name, array in part.items():
             if name.endswith(ENDS):
-                array = array + before.get(name, 0)
-                before[name] = int(array[-1]) if len(array) else before.get(name, 0)
+                array = array + offsets.get(name, 0)
+                offsets[name] = int(array[-1]) if len(array) else offsets.get(name, 0)
             elif name.endswith(ROWS):
                 array = array + rows
-            counted[name] = array
+            renumbered[name] = array
         rows += next((len(array) for name, array in part.items() if name.endswith(ENDS)), 0)
-        yield counted
+        yield renumbered
 
 
-def joined(parts: Iterable[Arrays]) -> Arrays:
-    """All parts as one, in memory."""
-    every: dict[str, list[NDArray[Any]]] = {}
-    for part in counted_on(parts):
+def join_parts(parts: Iterable[Arrays]) -> Arrays:
+    """Concatenate all parts in memory."""
+    arrays: dict[str, list[NDArray[Any]]] = {}
+    for part in renumber(parts):
         for name, array in part.items():
-            every.setdefault(name, []).append(array)
+            arrays.setdefault(name, []).append(array)
     return {
-        name: every[name][0] if len(every[name]) == 1 else np.concatenate(every.pop(name))
-        for name in list(every)
+        name: arrays[name][0] if len(arrays[name]) == 1 else np.concatenate(arrays.pop(name))
+        for name in list(arrays)
     }
 
 
-def flat(name: str, sequences: Sequence[NDArray[Any] | None], dtype: Any = np.int32) -> Arrays:
-    """{name: all sequences in a row, name_ends: int64 [n], where each ends}; None is a sequence without elements."""
-    there = [sequence if sequence is not None else np.zeros(0, dtype) for sequence in sequences]
-    ends = np.cumsum([len(sequence) for sequence in there], dtype=np.int64)
-    return {name: np.concatenate([np.zeros(0, dtype), *there]), f"{name}{ENDS}": ends}
+def flatten(name: str, sequences: Sequence[NDArray[Any] | None], dtype: Any = np.int32) -> Arrays:
+    """Concatenate sequences as {name: all of them, name_ends: int64 [n], where each ends}; None counts as empty."""
+    filled = [sequence if sequence is not None else np.zeros(0, dtype) for sequence in sequences]
+    ends = np.cumsum([len(sequence) for sequence in filled], dtype=np.int64)
+    return {name: np.concatenate([np.zeros(0, dtype), *filled]), f"{name}{ENDS}": ends}

@@ -1,4 +1,4 @@
-"""What a cell may hold: a text or a conversation. Checks that every kind of data shares."""
+"""Check cells that hold texts or conversations."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.source import Source
-from rlhf_core.data.unicode import text_problem
 from rlhf_core.errors import InputError, near
 from rlhf_core.tokenizer.encoding import Encoder, Turns
-from rlhf_core.tokenizer.text_options import kwargs_problem
+from rlhf_core.tokenizer.text_options import kwargs_problem, text_problem
 
 
 def message_problem(value: Any) -> str | None:
-    """What is wrong with a conversation, or None."""
+    """Describe what is wrong with a conversation, or return None."""
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes):
-        return f"is {kind(value)}, not a list of messages"
+        return f"is {type_name(value)}, not a list of messages"
     if not len(value):
         return "is an empty conversation"
     for i, message in enumerate(value, 1):
         if not isinstance(message, Mapping):
-            return f"message {i} is {kind(message)}, not an object with role and content"
+            return f"message {i} is {type_name(message)}, not an object with role and content"
         if not isinstance(message.get("role"), str):
             return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
         content = message.get("content")
@@ -31,17 +30,17 @@ def message_problem(value: Any) -> str | None:
             return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
         if content is not None and not isinstance(content, str):
             hint = "; join its parts to one text" if isinstance(content, list | tuple) else ""
-            return f"message {i}'s content is {kind(content)}, not text{hint}"
+            return f"message {i}'s content is {type_name(content)}, not text{hint}"
         if content and (problem := text_problem(content)):
             return f"message {i}'s content {problem}"
         calls = message.get("tool_calls")
-        if calls is not None and not _objects(calls):
-            return f"message {i}'s tool_calls is {kind(calls)}, not a list of objects"
+        if calls is not None and not _is_object_list(calls):
+            return f"message {i}'s tool_calls is {type_name(calls)}, not a list of objects"
     return None
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that the row's conversation may call, as JSON schemas: a list of them, or its JSON text.
+    """Read the JSON schemas of the tools that the row's conversation may call, a list or its JSON text.
 
     Raises InputError for anything else.
     """
@@ -53,41 +52,41 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
             raise InputError(
                 f"'tools' is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
             ) from error
-        except (RecursionError, ValueError) as error:  # nested too deeply, a number of too many digits
+        except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
             raise InputError(
                 "'tools' cannot be read: it is nested too deeply, or has too long a number"
             ) from error
     if tools is None or isinstance(tools, str):
         return None
-    if not _objects(tools):
-        raise InputError(f"'tools' is {kind(tools)}, not a list of objects")
+    if not _is_object_list(tools):
+        raise InputError(f"'tools' is {type_name(tools)}, not a list of objects")
     return list(tools) or None
 
 
 def kwargs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The row's `chat_template_kwargs`, variables for the template: an object, or its JSON text.
+    """Read the row's `chat_template_kwargs`, variables for the template: an object or its JSON text.
 
     Raises InputError for anything else.
     """
-    given = row.get("chat_template_kwargs")
-    if isinstance(given, str) and given.strip():
+    kwargs = row.get("chat_template_kwargs")
+    if isinstance(kwargs, str) and kwargs.strip():
         try:
-            given = json.loads(given)
+            kwargs = json.loads(kwargs)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"'chat_template_kwargs' is not JSON: {given!r}") from error
-    if given is None or isinstance(given, str):
+            raise InputError(f"'chat_template_kwargs' is not JSON: {kwargs!r}") from error
+    if kwargs is None or isinstance(kwargs, str):
         return None
-    if problem := kwargs_problem(given):
+    if problem := kwargs_problem(kwargs):
         raise InputError(f"'chat_template_kwargs' {problem}")
-    return dict(given) or None
+    return dict(kwargs) or None
 
 
-def _objects(value: Any) -> bool:
+def _is_object_list(value: Any) -> bool:
     return isinstance(value, list | tuple | np.ndarray) and all(isinstance(item, Mapping) for item in value)
 
 
-def kind(value: Any) -> str:
-    """A value's type in the words of a data file."""
+def type_name(value: Any) -> str:
+    """Name a value's type in the terms of a data file."""
     names = {type(None): "null", str: "text", bool: "a truth value", int: "a number", float: "a number"}
     if isinstance(value, Mapping):
         return "an object"
@@ -95,7 +94,7 @@ def kind(value: Any) -> str:
 
 
 def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
-    """What is wrong with a cell that must hold a text, or (chat) a conversation; None where nothing is."""
+    """Describe what is wrong with a cell that must hold a text, or with `chat` a conversation; None if nothing is."""
     value = row.get(column)
     if column not in row:
         return f"has no '{column}' (it has {', '.join(map(str, row)) or 'nothing'})"
@@ -105,25 +104,25 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
         problem = message_problem(value)
         return problem and f"'{column}' {problem}"
     if not isinstance(value, str):
-        return f"'{column}' is {kind(value)}, not text"
+        return f"'{column}' is {type_name(value)}, not text"
     problem = text_problem(value)
     return problem and f"'{column}' {problem}"
 
 
 def is_chat(source: Source, column: str) -> bool:
-    """Whether a column holds conversations: what most of its values are, or as many as of texts and the first."""
+    """Whether a column holds conversations, by `Kind.chat`."""
     return source.kind(column).chat
 
 
 def skips_template(source: Source, encoder: Encoder | None, *columns: str) -> bool:
-    """Whether these columns hold plain texts, although the tokenizer has a chat template."""
+    """Whether these columns hold plain texts although the tokenizer has a chat template."""
     if encoder is None or encoder.template is None or not set(columns) <= set(source.columns):
         return False
     return not any(is_chat(source, name) for name in columns)
 
 
 def is_blank(turns: Turns) -> bool:
-    """Whether a completion says nothing: white space, or a last turn of it."""
+    """Whether a completion, or the last turn of one, is only white space."""
     if isinstance(turns, str):
         return not turns.strip()
     last = turns[-1] if len(turns) else {}
@@ -131,31 +130,31 @@ def is_blank(turns: Turns) -> bool:
 
 
 def is_answered(turns: Turns) -> bool:
-    """Whether somebody answers in a conversation."""
+    """Whether a conversation has an assistant turn; texts count as answered."""
     return isinstance(turns, str) or any(turn["role"] == "assistant" for turn in turns)
 
 
-def unanswered(row: Mapping[str, Any], column: str, purpose: str = "judged") -> str | None:
-    """What is wrong with a conversation in which nobody answers, or None."""
+def unanswered_problem(row: Mapping[str, Any], column: str, purpose: str = "judged") -> str | None:
+    """Describe a conversation without an assistant turn as a problem, or return None."""
     if is_answered(row[column]):
         return None
     roles = ", ".join(dict.fromkeys(turn["role"] for turn in row[column]))
     return f"'{column}' has no assistant turn, the reply to be {purpose} (its roles: {roles})"
 
 
-def missing(source: Source, wanted: Sequence[str], accepted: str) -> InputError:
-    """The error for columns that are not there. `accepted`: the formats that would do."""
-    have = source.columns
-    absent = [column for column in wanted if column not in have]
-    hints = "".join(near(column, have) for column in absent)
-    columns = ", ".join(f"'{column}'" for column in absent)
+def missing_columns(source: Source, wanted: Sequence[str], accepted: str) -> InputError:
+    """Make the error for missing columns. accepted: the formats that would work."""
+    columns = source.columns
+    absent = [column for column in wanted if column not in columns]
+    hints = "".join(near(column, columns) for column in absent)
+    listed = ", ".join(f"'{column}'" for column in absent)
     return InputError(
-        f"{source.name} has no column {columns}; it has {', '.join(have)}.{hints} Accepted: {accepted}"
+        f"{source.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"
     )
 
 
 def require_template(source: Source, encoder: Encoder) -> None:
-    """Raise InputError where conversations meet a tokenizer without a chat template."""
+    """Raise InputError if the tokenizer has no valid chat template for the source's conversations."""
     if encoder.template is None:
         raise InputError(
             f"{source.name} has conversations, and the tokenizer has no chat template: set "
@@ -163,3 +162,23 @@ def require_template(source: Source, encoder: Encoder) -> None:
         )
     if problem := encoder.chat.problem():
         raise InputError(problem)
+
+
+def row_text_problem(row: Mapping[Any, Any]) -> str | None:
+    """Describe the first text of a row, at any depth, that is not valid Unicode, such as half a surrogate pair."""
+    for name, value in row.items():
+        if isinstance(name, str) and (problem := text_problem(name)):
+            return f"the name of column {name!r} {problem}"
+        if problem := _nested_problem(value):
+            return f"'{name}' {problem}"
+    return None
+
+
+def _nested_problem(value: Any) -> str | None:
+    if isinstance(value, str):
+        return text_problem(value)
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return next((problem for problem in map(_nested_problem, value) if problem), None)
+    return None

@@ -1,4 +1,4 @@
-"""Encoded preferences and demonstrations: token ids in flat arrays, and what is asked of them made when it is."""
+"""Encoded preferences and demonstrations: token ids in flat arrays; objects are made on access."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.ragged import Places, Ragged
+from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Report
-from rlhf_core.data.token_ids import combined, digest64, fingerprint_of
+from rlhf_core.data.source import Places
+from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of
 from rlhf_core.packing.rows import Tree, tree
 from rlhf_core.packing.trees import Trees
 from rlhf_core.tokenizer.encoding import Ints
@@ -27,14 +28,12 @@ class Pair(NamedTuple):
     margin: float
     """Reward units; 0 where the data has none."""
     starts: tuple[int, int] | None = None
-    """Index of the first completion token of chosen and of rejected; None where it was not asked for."""
+    """Index of the first completion token of chosen and of rejected; None unless `completions` was set."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Encoded preferences. Tokens lie in flat arrays, on the disk where they are kept there; nothing is an object
-    until it is asked for.
-    """
+    """Encoded preferences: token ids in flat arrays, memory-mapped when cached; objects are made on access."""
 
     chosen: Ragged
     rejected: Ragged
@@ -43,9 +42,9 @@ class Pairs:
     starts: NDArray[np.int64] | None
     """[pairs, 2]: `Pair.starts`."""
     shared: NDArray[np.int32]
-    """Tokens that both sides begin with, less than either has."""
+    """Length of the common token prefix, shorter than either side."""
     digests: NDArray[np.uint64]
-    """[pairs, 2]: of the tokens of chosen and rejected."""
+    """[pairs, 2]: digests of the tokens of chosen and rejected."""
     report: Report
     places: Places
     """Where each pair comes from, such as "prefs.jsonl row 17"."""
@@ -62,39 +61,39 @@ class Pairs:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The number, among the rows of all sources, of the row that each pair comes from."""
+        """int64 [pairs]: index of each pair's row in the records."""
         return self.places.rows
 
     def trees(self) -> Trees:
-        """Each pair as [prompt | chosen | rejected]; `margin` is the value of both sequences.
+        """View each pair as a tree [prompt | chosen | rejected] with the sequence value `margin` on both branches.
 
-        Where completions were asked for, their tokens have weight 1, those of prompts 0.
+        With `starts`, completion tokens have weight 1 and prompt tokens 0.
         """
         return _PairTrees(self)
 
     @property
     def fingerprint(self) -> str:
-        """Of what is trained on: tokens and margins, in order, and where completions start."""
+        """Hash of what is trained on: tokens, margins and completion starts, in order."""
         return fingerprint_of(self.row_digests())
 
     def row_digests(self) -> NDArray[np.uint64]:
-        """uint64 [pairs]: of what is trained on in each row: its tokens, its margin and where completions start."""
-        return combined(self.digests, self.margins, *([] if self.starts is None else [self.starts]))
+        """Hash what is trained on in each row, uint64 [pairs]: tokens, margin and completion starts."""
+        return combine_digests(self.digests, self.margins, *([] if self.starts is None else [self.starts]))
 
 
 class _PairView(Sequence[Pair]):
     def __init__(self, pairs: Pairs) -> None:
-        self.of = pairs
+        self.pairs = pairs
 
     def __len__(self) -> int:
-        return len(self.of)
+        return len(self.pairs)
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(len(self))[i]]
-        of, i = self.of, range(len(self))[i]
-        starts = None if of.starts is None else (int(of.starts[i, 0]), int(of.starts[i, 1]))
-        return Pair(of.chosen[i], of.rejected[i], float(of.margins[i]), starts)
+        pairs, i = self.pairs, range(len(self))[i]
+        starts = None if pairs.starts is None else (int(pairs.starts[i, 0]), int(pairs.starts[i, 1]))
+        return Pair(pairs.chosen[i], pairs.rejected[i], float(pairs.margins[i]), starts)
 
 
 class _PairTrees(Trees):
@@ -105,7 +104,7 @@ class _PairTrees(Trees):
         chosen, rejected = pairs.chosen.lengths, pairs.rejected.lengths
         prefix = pairs.shared.astype(np.int64)
         firsts = np.zeros((len(pairs), 2), np.int64) if pairs.starts is None else pairs.starts
-        if pairs.starts is not None:  # a first token has no prediction: it may be shared whatever its weight
+        if pairs.starts is not None:  # nothing predicts a first token, so it may always be shared
             prefix = np.minimum(prefix, np.maximum(firsts, 1).min(1))
         self.prefixes = prefix
         self.sizes = chosen + rejected - prefix
@@ -137,30 +136,30 @@ class Text(NamedTuple):
     tokens: Ints
     """int32 [n], EOS last."""
     weights: NDArray[np.float32]
-    """float32 [n]: 1 where the token is learned, 0 in prompts."""
+    """float32 [n]: 1 for learned tokens, 0 for prompt tokens."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Encoded demonstrations; as in `Pairs`, nothing is an object until it is asked for."""
+    """Encoded demonstrations; like `Pairs`, they are flat arrays whose objects are made on access."""
 
     tokens: Ragged
     learned: Ragged
-    """bool, as the tokens: which are learned."""
+    """bool, shaped like `tokens`: whether each token is learned."""
     trained: NDArray[np.int64]
-    """Of each text the tokens that are learned, without a first one, which nothing predicts."""
+    """int64 [texts]: learned tokens per text; the first token never counts, since nothing predicts it."""
     digests: NDArray[np.uint64]
-    """[texts, 1]: of the tokens of each."""
+    """[texts, 1]: digest of each text's tokens."""
     report: Report
     places: Places
     values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """{column: float32 [texts]}: the columns of numbers that were asked for."""
+    """{column: float32 [texts]}: the requested columns of numbers."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def where(self, i: int) -> str:
-        """Names the row of text `i`, such as "corpus.jsonl row 17"."""
+        """Name the row of text `i`, such as "corpus.jsonl row 17"."""
         return self.places[i]
 
     @property
@@ -169,37 +168,37 @@ class Texts:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The number, among the rows of all sources, of the row that each text comes from."""
+        """int64 [texts]: index of each text's row in the records."""
         return self.places.rows
 
     def trees(self) -> Trees:
-        """Each text as a tree of one branch; `values` are the values of its sequence."""
+        """View each text as a tree with one branch and `values` as its sequence values."""
         return _TextTrees(self)
 
     @property
     def fingerprint(self) -> str:
-        """Of what is trained on: tokens, weights and values, in order."""
+        """Hash of what is trained on: tokens, weights and values, in order."""
         return fingerprint_of(self.row_digests())
 
     def row_digests(self) -> NDArray[np.uint64]:
-        """uint64 [texts]: of what is trained on in each row: its tokens, which of them are learned, and its values."""
+        """Hash what is trained on in each row, uint64 [texts]: tokens, which of them are learned, and values."""
         learned = np.fromiter((digest64(row.view(np.uint8)) for row in self.learned), np.uint64, len(self))
         values = (column.astype(np.float64) for column in self.values.values())
-        return combined(self.digests, learned, *values)
+        return combine_digests(self.digests, learned, *values)
 
 
 class _TextView(Sequence[Text]):
     def __init__(self, texts: Texts) -> None:
-        self.of = texts
+        self.texts = texts
 
     def __len__(self) -> int:
-        return len(self.of)
+        return len(self.texts)
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return [self[k] for k in range(len(self))[i]]
         i = range(len(self))[i]
-        return Text(self.of.tokens[i], self.of.learned[i].astype(np.float32))
+        return Text(self.texts.tokens[i], self.texts.learned[i].astype(np.float32))
 
 
 class _TextTrees(Trees):

@@ -1,4 +1,4 @@
-"""Files to rows, each with its number in the file. Text files are gone through once, and their rows stay in them."""
+"""Read data files of every supported format, with the number of each row in its file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.csv_files import csv_rows
-from rlhf_core.data.kinds import Kinds
+from rlhf_core.data.arrow_files import read_arrow, read_parquet
+from rlhf_core.data.column_kinds import Kinds
+from rlhf_core.data.csv_files import read_csv
+from rlhf_core.data.lazy_rows import Content, spool
 from rlhf_core.data.source import digest
-from rlhf_core.data.stored import Content, spool
-from rlhf_core.data.tables import arrow, parquet
-from rlhf_core.data.text_files import Found, json_array, jsonl, txt
+from rlhf_core.data.text_files import ParsedFile, read_json_array, read_jsonl, read_txt
 from rlhf_core.errors import InputError, reading
 
 COMPRESSIONS = ("gz", "zst")
@@ -27,27 +27,27 @@ class Rows(NamedTuple):
 
     rows: Sequence[Mapping[str, Any]]
     numbers: Sequence[int] | NDArray[np.int64]
-    """1-based line (jsonl, csv, txt) or row of each."""
+    """1-based line (jsonl, csv, txt) or row number of each row."""
     kinds: Kinds
     fingerprint: str
-    """Of the content, uncompressed."""
+    """Hash of the uncompressed content."""
 
 
 def format_of(path: Path) -> str | None:
-    """The format that a file's ending says, without that of its compression; None for any other."""
+    """Tell a file's format from its suffix, ignoring .gz and .zst; None if it is unknown."""
     suffixes = [suffix.lstrip(".").lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
 
 
-def read(path: Path, name: str, kind: str) -> Rows:
-    """Rows of a file. `name` is what messages call it; `kind` one of `FORMATS`.
+def read_file(path: Path, name: str, kind: str) -> Rows:
+    """Read the rows of a file. name: what messages call it. kind: one of `FORMATS`.
 
-    Raises InputError for what cannot be read, naming the rows, and for a file without rows.
+    Raises InputError naming unreadable rows, and for a file without rows.
     """
     with reading(name):
-        content = Content(name, _opened(path))
+        content = Content(name, _open(path))
     if not content.size or (content.size < 1000 and not content.read(0, 1000).strip()):
         raise InputError(f"{name} is empty")
     with reading(name):
@@ -57,7 +57,7 @@ def read(path: Path, name: str, kind: str) -> Rows:
     return Rows(rows, numbers, kinds, digest(kind, content.sha256))
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     ending = path.suffix.lstrip(".").lower()
     if ending == "gz":
         with gzip.open(path) as packed:
@@ -70,11 +70,11 @@ def _opened(path: Path) -> BinaryIO:
     return cast(BinaryIO, open(path, "rb"))
 
 
-FORMATS: dict[str, Callable[[Content], Found]] = {
-    "jsonl": jsonl,
-    "json": json_array,
-    "csv": csv_rows,
-    "parquet": parquet,
-    "arrow": arrow,
-    "txt": txt,
+FORMATS: dict[str, Callable[[Content], ParsedFile]] = {
+    "jsonl": read_jsonl,
+    "json": read_json_array,
+    "csv": read_csv,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "txt": read_txt,
 }

@@ -1,9 +1,9 @@
-"""Prompts for rollouts, with whatever else their rows hold for the reward functions."""
+"""Encode prompts for rollouts, with the other columns for the reward functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import Arrays, Tokens, flat
-from rlhf_core.data.notes import Notes
-from rlhf_core.data.ragged import Cells, Places, Ragged
+from rlhf_core.data.cache import Arrays, TokenCache, flatten
+from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.selection import Selection, check, finished, sequences, together
-from rlhf_core.data.source import Records, Source, json_text
-from rlhf_core.data.token_ids import combined, digest64, facts, fingerprint_of, unknown_id
+from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
+from rlhf_core.data.source import Cells, MappedRows, Places, Records, Source, digest, json_text
+from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of, sequence_facts, unknown_id
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
@@ -28,18 +27,18 @@ ACCEPTED = "prompt as a text or a conversation; every other column reaches the r
 
 @dataclass(frozen=True)
 class Prompts:
-    """Encoded prompts; what their rows hold beside the tokens is read when it is asked for."""
+    """Encoded prompts; their texts and other columns are read on access."""
 
     ids: Ragged
-    """int32 [n] each: what a completion is sampled after."""
+    """int32 [n] each: the tokens that a completion continues."""
     raw: Sequence[Turns]
-    """Each prompt as the data has it: a text, or a list of messages."""
+    """Each prompt as in the data: a text, or a list of messages."""
     chat: bool
-    """Whether the prompts are conversations: completions then reach the reward functions as messages."""
+    """Whether the prompts are conversations; reward functions then get completions as messages."""
     columns: dict[str, Sequence[Any]]
     """The other columns, one value per prompt, None where a row lacks it."""
     digests: NDArray[np.uint64]
-    """[prompts, 2]: of the tokens of each, and of its row."""
+    """[prompts, 2]: digest of each prompt's tokens, and of its row."""
     report: Report
     places: Places
 
@@ -47,22 +46,22 @@ class Prompts:
         return len(self.ids)
 
     def where(self, i: int) -> str:
-        """Names the row of prompt `i`, such as "prompts.jsonl row 17"."""
+        """Name the row of prompt `i`, such as "prompts.jsonl row 17"."""
         return self.places[i]
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The number, among the rows of all sources, of the row that each prompt comes from."""
+        """int64 [prompts]: index of each prompt's row in the records."""
         return self.places.rows
 
     @property
     def fingerprint(self) -> str:
-        """Of the prompts' tokens, in order."""
+        """Hash of the prompts' tokens, in order."""
         return fingerprint_of(self.digests[:, 0])
 
     def row_digests(self) -> NDArray[np.uint64]:
-        """uint64 [prompts]: of each row's tokens, and of all that its row gives to the reward functions."""
-        return combined(self.digests)
+        """Hash each prompt's tokens and its columns for the reward functions, uint64 [prompts]."""
+        return combine_digests(self.digests)
 
 
 def encode_prompts(
@@ -74,13 +73,13 @@ def encode_prompts(
     truncation_mode: str = "keep_end",
     chat_template: str | TextOptions | None = None,
 ) -> Prompts:
-    """Tokenise prompts; conversations open an assistant turn.
+    """Tokenise prompts; conversations end with an open assistant turn.
 
-    chat_template: as in `template_text`, or all options of `TextOptions`.
+    chat_template: as in `template_text`, or all options as `TextOptions`.
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
-    Raises InputError naming file and row of the first few problems, and where no prompt is left.
+    Raises InputError naming file and row of the first few problems, and if no prompt is left.
     """
-    check(overlong, truncation_mode)
+    check_options(overlong, truncation_mode)
     encoder = Encoder(tokenizer, chat_template)
     reserved = [name for name in REWARD.arguments if name in records.columns]
     if reserved:
@@ -93,53 +92,54 @@ def encode_prompts(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
     report = Report("prompts", max_prompt_length, read_as=records.remarks)
-    known, unknown = Tokens("prompts", encoder), unknown_id(tokenizer)
+    cache, unknown = TokenCache("prompts", encoder), unknown_id(tokenizer)
     selections: list[Selection] = []
     lengths: list[NDArray[np.int64]] = []
     for source, offset in zip(records.sources, records.offsets(), strict=True):
-        encode = partial(_with_facts, encoder=encoder, chat=chat[0])
-        rows = Selection(source, offset, known.of(source, encode), ("ids",), report)
+        encode = partial(_encode_with_facts, encoder=encoder, chat=chat[0])
+        rows = Selection(source, offset, cache.encode(source, encode), ("ids",), report)
         rows.drop(rows.longest == 0, report.empty)
         lengths.append(rows.longest[rows.used])
-        over = rows.over(max_prompt_length)
+        over = rows.overlong(max_prompt_length)
         if max_prompt_length is not None and overlong == "truncate":
             rows.cut(max_prompt_length, truncation_mode)
-            rows.reread(over, unknown)
-            rows.tell(over, report.truncated)
+            rows.update_facts(over, unknown)
+            rows.record(over, report.truncated)
         else:
             rows.drop(over, report.filtered)
-        rows.tell_notes(NOTES)
+        rows.record_notes(NOTES)
         if cells.skips_template(source, encoder, "prompt"):
-            rows.tell(rows.used, report.untemplated)
+            rows.record(rows.used, report.untemplated)
         selections.append(rows)
-    places, digests = finished(records, selections, lengths, "max_prompt_length")
-    given = together(selections, [rows.arrays["row_digest"] for rows in selections])
+    places, digests = finish(records, selections, lengths, "max_prompt_length")
+    row_digests = used_values(selections, [rows.arrays["row_digest"] for rows in selections])
     return Prompts(
-        sequences(selections, "ids"),
+        used_sequences(selections, "ids"),
         Cells(records, places.rows, "prompt"),
         chat[0],
         {name: Cells(records, places.rows, name) for name in records.columns if name != "prompt"},
-        np.concatenate([digests, given[:, None]], 1),
+        np.concatenate([digests, row_digests[:, None]], 1),
         report,
         places,
     )
 
 
-def _with_facts(source: Source, encoder: Encoder, chat: bool) -> Arrays:
-    """What `_encode` gives, `facts` of the ids, and a digest of each row: of its columns that are not null."""
+def _encode_with_facts(source: Source, encoder: Encoder, chat: bool) -> Arrays:
+    """Add `sequence_facts` and a digest of each row's non-null columns to what `_encode` returns."""
     arrays = _encode(source, encoder, chat)
     rows = (
         json_text({name: row[name] for name in sorted(row) if row[name] is not None}).encode()
         for row in source.rows
     )
-    given = np.fromiter(map(digest64, rows), np.uint64, len(source.rows))
-    return {**arrays, **facts(arrays, ("ids",), unknown_id(encoder.tokenizer)), "row_digest": given}
+    row_digests = np.fromiter(map(digest64, rows), np.uint64, len(source.rows))
+    facts = sequence_facts(arrays, ("ids",), unknown_id(encoder.tokenizer))
+    return {**arrays, **facts, "row_digest": row_digests}
 
 
 def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
-    """Ids of every row; none for a prompt that is an empty text and that the tokenizer adds nothing to."""
+    """Tokenise every row; an empty text has no ids if the tokenizer adds no special tokens."""
     if "prompt" not in source.columns:
-        raise cells.missing(source, ("prompt",), ACCEPTED)
+        raise cells.missing_columns(source, ("prompt",), ACCEPTED)
     if chat:
         cells.require_template(source, encoder)
     problems = Problems()
@@ -156,5 +156,40 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
                 notes.add("left_out", i, encoder.chat.leaves_out(row["prompt"], texts[-1][0], tools))
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
-    problems.stop()
-    return {**flat("ids", encoder.opened(texts)), **notes.arrays()}
+    problems.raise_if_any()
+    return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays()}
+
+
+def as_prompts(records: Records) -> Records:
+    """Add a `prompt` to rows with `messages` only: the conversation without the assistant turns at its end.
+
+    Raises InputError naming rows with invalid conversations, and those without a turn to reply to.
+    """
+    return Records([_add_prompts(source) for source in records.sources])
+
+
+def _add_prompts(source: Source) -> Source:
+    if "prompt" in source.columns or "messages" not in source.columns:
+        return source
+    problems = Problems()
+    for i, row in enumerate(source.rows):
+        problem = cells.cell_problem(row, "messages", chat=True)
+        if problem or not _without_last_replies(row):
+            wrong = problem or "'messages' has no turn to reply to"
+            problems.add(f"{source.where(i)}: {wrong}")
+    problems.raise_if_any()
+    return replace(
+        source,
+        rows=MappedRows(source.rows, lambda row: {**row, "prompt": _without_last_replies(row)}),
+        fingerprint=digest(source.fingerprint, "messages"),
+        known_kinds={**source.kinds, "prompt": source.kind("messages")},
+        origin=source.original,
+    )
+
+
+def _without_last_replies(row: Mapping[str, Any]) -> list[Any]:
+    """Return the row's conversation without the assistant turns at its end."""
+    turns = list(row["messages"])
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    return turns

@@ -1,24 +1,28 @@
-"""Where rows come from: files, hub datasets, registered datasets and objects in memory, as one sequence."""
+"""Load rows from files, hub datasets, registered datasets and objects in memory."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.contracts import DATASET
-from rlhf_core.data.adapting import adapted, with_columns
-from rlhf_core.data.files import FORMATS, format_of, read
-from rlhf_core.data.memory import from_memory
-from rlhf_core.data.source import Records, Source
+from rlhf_core.data.column_kinds import Kinds, count_values
+from rlhf_core.data.column_mapping import normalise_conversations, rename_columns
+from rlhf_core.data.conversations import row_text_problem
+from rlhf_core.data.files import FORMATS, format_of, read_file
+from rlhf_core.data.lazy_rows import DatasetRows, TableRows
+from rlhf_core.data.report import Problems
+from rlhf_core.data.source import Records, Source, json_text
 from rlhf_core.errors import InputError, near, reading
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
 
-# What a row of data may have and a table that names a dataset does not.
+# Columns that tell a row from a table that names a dataset.
 DATA_COLUMNS = {
     "prompt",
     "chosen",
@@ -40,38 +44,42 @@ def load(
     base: Path | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Records:
-    """The rows that `spec` names.
+    """Load the rows that `spec` names.
 
-    spec: a path (jsonl, json, csv, parquet, arrow, txt with a text a line, also compressed as .gz or .zst, or what
-        `datasets` saved); the name of a registered or a `datasets` dataset; a table {name, path | subset, split,
-        revision, data_files, weight, columns}; a list of these, concatenated; or rows in memory: a list of mappings, a
-        `datasets.Dataset`, a data frame, any object with `__len__` and `__getitem__`.
-    base: directory that relative paths start from (the current one).
-    columns: {name that is read: name in the data}, for every source that has no `columns` of its own.
+    spec: a path (jsonl, json, csv, parquet, arrow, txt with one text per line, optionally compressed as .gz or .zst,
+        or a directory saved by `datasets`); the name of a registered or a `datasets` dataset; a table {name, path |
+        subset, split, revision, data_files, weight, columns}; a list of these, concatenated; or rows in memory: a list
+        of mappings, a `datasets.Dataset`, a data frame, any object with `__len__` and `__getitem__`.
+    base: directory that relative paths start from; the current one by default.
+    columns: {name that this package reads: name in the data}, for every source without `columns` in its table.
 
-    `split` is a name, or part of the rows as in "train[:90%]". `weight` w takes every row w times; a fraction
-    takes rows evenly spread.
+    `split` is a name, or part of the rows as in "train[:90%]". `weight` w repeats every row w times; its fractional
+    part adds evenly spaced rows.
 
-    Raises InputError for what is missing or cannot be read.
+    Raises InputError for data that is missing or cannot be read.
     """
     if isinstance(spec, Records):
-        return spec if columns is None else Records([_read_as(source, columns) for source in spec.sources])
+        return (
+            spec
+            if columns is None
+            else Records([_with_columns_mapped(source, columns) for source in spec.sources])
+        )
     if isinstance(spec, list | tuple):
         if not spec:
             raise InputError("the data is an empty list: give rows, or names of files")
         if not all(map(_is_row, spec)):
-            each = [load(item, registry=registry, base=base, columns=columns) for item in spec]
-            return Records([source for records in each for source in records.sources])
-        return Records([_read_as(from_memory(spec), columns)])
+            loaded = [load(item, registry=registry, base=base, columns=columns) for item in spec]
+            return Records([source for records in loaded for source in records.sources])
+        return Records([_with_columns_mapped(from_memory(spec), columns)])
     if isinstance(spec, str | Path):
-        return Records([_read_as(_from_name(str(spec), {}, registry, base), columns)])
+        return Records([_with_columns_mapped(_from_name(str(spec), {}, registry, base), columns)])
     if isinstance(spec, Mapping):
         return Records([_from_table(spec, registry, base, columns)])
-    return Records([_read_as(from_memory(spec), columns)])
+    return Records([_with_columns_mapped(from_memory(spec), columns)])
 
 
-def _read_as(source: Source, columns: Mapping[str, str] | None) -> Source:
-    return adapted(source if not columns else with_columns(source, columns))
+def _with_columns_mapped(source: Source, columns: Mapping[str, str] | None) -> Source:
+    return normalise_conversations(source if not columns else rename_columns(source, columns))
 
 
 def _is_row(item: Any) -> bool:
@@ -97,8 +105,8 @@ def _from_table(
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
         raise InputError(f"weight of {name or path} is {weight!r}: give a number above 0")
     if registry is not None and name not in FORMATS and name in registry.names(DATASET):
-        given = options if path is None else {**options, "path": path}
-        source = from_memory(registry.get(DATASET, name, **given), name)
+        arguments = options if path is None else {**options, "path": path}
+        source = from_memory(registry.get(DATASET, name, **arguments), name)
     else:
         if unknown := [key for key in options if key not in HUB_OPTIONS]:
             known = ["name", "path", "weight", "columns", *HUB_OPTIONS]
@@ -115,7 +123,7 @@ def _from_table(
             )
         else:
             source = _from_name(str(name), options, registry, base)
-    source = _read_as(source, columns)
+    source = _with_columns_mapped(source, columns)
     if weight == 1:
         return source
     n, whole = len(source.rows), int(weight)
@@ -133,16 +141,16 @@ def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None,
         return _from_file(path, name, None, options)
     if registry is not None and name in registry.names(DATASET):
         return from_memory(registry.get(DATASET, name), name)
-    known = format_of(path) is not None
-    if known or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+    has_format = format_of(path) is not None
+    if has_format or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
         raise InputError(_missing(path, name))
     return _from_hub(name, options, path, registry)
 
 
 def _missing(path: Path, name: str) -> str:
     if not path.parent.is_dir():
-        above = path.parent.parent
-        hint = near(path.parent.name, [p.name for p in above.iterdir()]) if above.is_dir() else ""
+        parent = path.parent.parent
+        hint = near(path.parent.name, [p.name for p in parent.iterdir()]) if parent.is_dir() else ""
         return f"no file {name}: its directory does not exist.{hint}"
     return f"no file {name}.{near(path.name, [p.name for p in path.parent.iterdir()])}"
 
@@ -161,13 +169,13 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
             f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); to say which it is: "
             f'{{ name = "jsonl", path = "{name}" }}'
         )
-    rows, numbers, kinds, fingerprint = read(path, name, kind)
+    rows, numbers, kinds, fingerprint = read_file(path, name, kind)
     source = Source(name, rows, numbers, fingerprint, kinds)
     return source if split is None else _part(source, split)
 
 
 def _part(source: Source, split: str) -> Source:
-    """The part of a file that `datasets` would call "train", "train[:100]", "[10%:]"."""
+    """Take the part of a file that `datasets` calls "train", "train[:100]" or "[10%:]"."""
     match = re.fullmatch(r"(?:train)?(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)
     if match is None:
         raise InputError(
@@ -204,20 +212,18 @@ def _from_directory(path: Path, name: str, split: str | None) -> Source:
 
 
 def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Registry | None) -> Source:
-    """A dataset of the Hugging Face hub, or of its cache where HF_HUB_OFFLINE is set."""
+    """Load a dataset from the Hugging Face hub, or from its cache if HF_HUB_OFFLINE is set."""
     import datasets
     from huggingface_hub import dataset_info
 
-    here = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
-    hint = near(path.name, here) or near(name, registered)
+    hint = near(path.name, siblings) or near(name, registered)
     offline = any(os.environ.get(v, "0") not in ("", "0") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
     try:
         revision = options.get("revision")
         if not offline:
-            dataset_info(
-                name, revision=revision, timeout=10
-            )  # one request, where loading would retry for long
+            dataset_info(name, revision=revision, timeout=10)  # one request; loading would keep retrying
         dataset = datasets.load_dataset(
             name,
             options.get("subset"),
@@ -231,3 +237,56 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
             f"Without network, fetch it elsewhere and give its files.{hint}"
         ) from error
     return from_memory(dataset, name)
+
+
+def from_memory(data: Any, name: str = "dataset") -> Source:
+    """Read rows from a list, a `datasets.Dataset`, a data frame, or an object with `__len__` and `__getitem__`."""
+    if isinstance(data, Records) and len(data.sources) == 1:
+        return data.sources[0]  # a registered dataset that reads a file keeps the file's name and row numbers
+    rows = _rows_of(data, name)
+    if not len(rows):
+        raise InputError(f"{name} has no rows")
+    content, kinds, problems = hashlib.sha256(), Kinds(), Problems()
+    for start, chunk in Source.chunks(rows):
+        for number, row in enumerate(chunk, start + 1):
+            if not isinstance(row, Mapping):
+                raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
+            try:
+                text = json_text(row)  # unsorted, because templates write the keys of tools in their order
+            except (RecursionError, ValueError, TypeError) as error:
+                reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+                problems.add(f"{name} row {number} cannot be read: {reason}")
+                continue
+            if "\\ud" in text and (problem := row_text_problem(row)):
+                problems.add(f"{name} row {number}: {problem}")
+            content.update(text.encode())
+            count_values(kinds, row)
+    problems.raise_if_any()
+    return Source(name, rows, range(1, len(rows) + 1), content.hexdigest(), kinds)
+
+
+def _rows_of(data: Any, name: str) -> Sequence[Any]:
+    if isinstance(data, list | tuple):
+        return data
+    if hasattr(data, "column_names") and hasattr(data, "with_format"):
+        return DatasetRows(data)
+    if hasattr(data, "column_names") and hasattr(data, "to_pylist"):
+        return TableRows(data)
+    if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
+        return [
+            {column: None if _is_missing(value) else value for column, value in row.items()}
+            for row in data.to_dict("records")
+        ]
+    if hasattr(data, "to_dicts"):  # polars
+        rows: list[Any] = data.to_dicts()
+        return rows
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return [data[i] for i in range(len(data))]
+    raise InputError(
+        f"{name} is {type(data).__name__}: data in memory needs __len__ and __getitem__; try list(...)"
+    )
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is NaN, NaT or NA, which pandas uses for an empty cell."""
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)

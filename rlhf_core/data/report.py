@@ -1,4 +1,4 @@
-"""What became of the rows: counts that a person can read, and which rows they were."""
+"""Report which rows were kept, dropped, cut or are unusual, and collect problems of rows."""
 
 from __future__ import annotations
 
@@ -11,83 +11,85 @@ from numpy.typing import NDArray
 
 from rlhf_core.errors import InputError
 
-SHOWN = 5  # rows or problems named one by one
+SHOWN = 5  # rows or problems listed one by one
 
 
 @dataclass
 class Report:
-    """Counts of rows by what became of them; each list holds places such as "prefs.jsonl row 17".
+    """Counts of rows by outcome; each list holds names of rows such as "prefs.jsonl row 17".
 
-    total is kept + filtered + empty; the rows of the other lists are kept, and may be in several of them.
+    `total` is kept + filtered + empty. Rows in the other lists are kept and may be in several of them.
     """
 
     unit: str
-    """What a row is, in the plural: "pairs"."""
+    """Plural noun for rows, such as "pairs"."""
     limit: int | None
-    """Tokens allowed."""
+    """Maximum tokens per row."""
     total: int = 0
     kept: int = 0
     filtered: list[str] = field(default_factory=list)
-    """Dropped: over the limit."""
+    """Dropped because they are over the limit."""
     truncated: list[str] = field(default_factory=list)
     """Cut to the limit."""
     empty: list[str] = field(default_factory=list)
-    """Dropped: nothing to train on."""
+    """Dropped because there is nothing to train on."""
     identical: list[str] = field(default_factory=list)
-    """Chosen and rejected are the same tokens, so they teach nothing."""
+    """Chosen and rejected are the same tokens, so the pair teaches nothing."""
     alike_once_cut: list[str] = field(default_factory=list)
-    """Chosen and rejected are the same tokens, but only since they were cut to the limit."""
+    """Chosen and rejected became the same tokens when they were cut to the limit."""
     doubled: list[str] = field(default_factory=list)
-    """A completion begins with the prompt that is put before it, in a file of which most rows do not do so."""
+    """A completion repeats the prompt at its start, in a file where most do not."""
     after_reply: list[str] = field(default_factory=list)
-    """A conversation goes on after its last reply; what follows is not read."""
+    """The conversation continues after its last reply; those turns are ignored."""
     left_out: list[str] = field(default_factory=list)
-    """The chat template does not write a message as it is, or not the tools."""
+    """The chat template omits or alters a message, or omits the tools."""
     unlike: list[str] = field(default_factory=list)
-    """The chat template writes the prompt otherwise once it is answered, so that the reply is learned after something
-    else than it will be sampled after."""
+    """The chat template renders the prompt differently once a reply follows, so sampling sees another prompt than
+    training."""
     unlearned: list[str] = field(default_factory=list)
-    """The chat template writes an earlier reply otherwise once the conversation goes on, so that it is not learned."""
+    """The chat template renders an earlier reply differently in later turns, so that reply is not learned."""
     unread: list[str] = field(default_factory=list)
-    """It has a margin, and the trainer, which lists it here, reads none."""
+    """The row has a margin, which the trainer does not use; the trainer fills this list."""
     reversed: list[str] = field(default_factory=list)
-    """An earlier row prefers what this one rejects, and the other way round."""
+    """An earlier row has the same completions with the opposite preference."""
     unknown: list[str] = field(default_factory=list)
-    """It has a text that the tokenizer has no token for, and that becomes its unknown token."""
+    """Some text is outside the tokenizer's vocabulary and becomes its unknown token."""
     untemplated: list[str] = field(default_factory=list)
-    """Plain texts, for a model whose tokenizer has a chat template: it is not applied to them."""
+    """The row is plain text, so the tokenizer's chat template is not applied."""
     duplicates: list[str] = field(default_factory=list)
-    """The same tokens as an earlier row; one that a weight draws again is none."""
+    """The row has the same tokens as an earlier one; repeats caused by `weight` do not count."""
     read_as: list[str] = field(default_factory=list)
-    """How columns are read, where that is not as the files have them."""
+    """Descriptions of columns that are renamed or converted on reading."""
 
     def __str__(self) -> str:
-        """One line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)"."""
+        """Summarise in one line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)"."""
         return ", ".join(
             [self._counts()]
             + [
-                f"{said} ({self._share(rows) if long else shorten(rows)})"
-                for said, rows, long in self._said()
+                f"{label} ({self._share(rows) if long else shorten(rows)})"
+                for label, rows, long in self._categories()
             ]
             + self.read_as
         )
 
     def lines(self) -> list[str]:
-        """What was kept, then a line with the first few rows for everything that is to be said of some."""
+        """Describe what was kept, then each non-empty category with its first few rows."""
         return (
-            [self._counts()] + [f"{said}: {shorten(rows)}" for said, rows, _ in self._said()] + self.read_as
+            [self._counts()]
+            + [f"{label}: {shorten(rows)}" for label, rows, _ in self._categories()]
+            + self.read_as
         )
 
     @property
     def all_as_given(self) -> bool:
-        """Whether every row is used whole and teaches something. Duplicates do: they are no reason to warn."""
-        return all(rows is self.duplicates for _, rows, _ in self._said())
+        """Whether every row is used whole and teaches something; duplicates are no reason to warn."""
+        return all(rows is self.duplicates for _, rows, _ in self._categories())
 
     def _counts(self) -> str:
         return f"{self.total:,} {self.unit}: {self.kept:,} kept"
 
-    def _said(self) -> list[tuple[str, list[str], bool]]:
-        """[(count and what, rows, whether they are over the limit)], without what is not there."""
+    def _categories(self) -> list[tuple[str, list[str], bool]]:
+        """List the non-empty categories: (count and label, rows, whether they are over the limit)."""
         over = f"over {self.limit or 0:,} tokens"
         categories = [
             (f"{over} filtered", self.filtered, True),
@@ -97,9 +99,9 @@ class Report:
             ("with chosen and rejected alike once cut", self.alike_once_cut, False),
             ("with the prompt again in a completion", self.doubled, False),
             ("that go on after the last reply", self.after_reply, False),
-            ("of which the chat template leaves something out", self.left_out, False),
+            ("that lose something in the chat template", self.left_out, False),
             ("whose reply does not follow the generation prompt", self.unlike, False),
-            ("of which only the last replies are learned", self.unlearned, False),
+            ("whose earlier replies are not all learned", self.unlearned, False),
             ("whose margin is not read", self.unread, False),
             ("that reverse an earlier row", self.reversed, False),
             ("with words that the tokenizer does not know", self.unknown, False),
@@ -111,16 +113,16 @@ class Report:
             ),
             ("the same as an earlier row", self.duplicates, False),
         ]
-        return [(f"{len(rows):,} {what}", rows, long) for what, rows, long in categories if rows]
+        return [(f"{len(rows):,} {label}", rows, long) for label, rows, long in categories if rows]
 
     def _share(self, rows: Sequence[str]) -> str:
         percent = 100 * len(rows) / self.total
         return f"{percent:.0f} %" if percent >= 1 else "under 1 %"
 
     def require_some(self, name: str, lengths: NDArray[np.int64], setting: str) -> None:
-        """Raise InputError where no row was kept, with the lengths there are and what to set.
+        """Raise InputError if no row was kept, stating the rows' lengths and the option to change.
 
-        lengths: tokens of every row that is not empty. setting: the option that is the limit.
+        lengths: tokens of every row that is not empty. setting: the option that sets the limit.
         """
         if self.kept:
             return
@@ -134,7 +136,7 @@ class Report:
         )
 
     def require_differences(self, name: str) -> None:
-        """Raise InputError where chosen and rejected are the same tokens in every row that was kept."""
+        """Raise InputError if chosen and rejected are the same tokens in every row kept."""
         if len(self.identical) + len(self.alike_once_cut) < self.kept:
             return
         remedy = "are the right columns, and the right chat template, read?"
@@ -147,7 +149,7 @@ class Report:
 
 
 def shorten(places: Sequence[str]) -> str:
-    """The first few places, and how many more there are: "a.jsonl rows 2, 5, b.jsonl row 1 and 12 more"."""
+    """List the first few rows and count the others: "a.jsonl rows 2, 5, b.jsonl row 1 and 12 more"."""
     files = []
     for name, group in groupby(
         (place.rpartition(" row ") for place in places[:SHOWN]), lambda parts: parts[0]
@@ -159,7 +161,7 @@ def shorten(places: Sequence[str]) -> str:
 
 
 class Problems:
-    """Problems of rows, collected so that several are told at once."""
+    """Problems of rows, collected to raise the first few in one error."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -170,21 +172,21 @@ class Problems:
         if len(self.lines) < SHOWN:
             self.lines.append(line)
 
-    def stop(self) -> None:
-        """Raise InputError where there was any."""
+    def raise_if_any(self) -> None:
+        """Raise RowProblems if there are any."""
         if self.lines:
             raise RowProblems(self)
 
-    def take(self, error: RowProblems) -> None:
-        """Add those of other rows, which were told already."""
-        self.count += error.found.count
-        self.lines += error.found.lines[: SHOWN - len(self.lines)]
+    def merge(self, error: RowProblems) -> None:
+        """Add the problems of an error that other rows raised."""
+        self.count += error.collected.count
+        self.lines += error.collected.lines[: SHOWN - len(self.lines)]
 
 
 class RowProblems(InputError):
-    """Problems of rows; of some others there may be more."""
+    """The first few problems of rows, and how many more there are."""
 
-    def __init__(self, found: Problems) -> None:
-        more = found.count - len(found.lines)
-        super().__init__(*found.lines, *([f"… and {more:,} more rows like these"] if more else []))
-        self.found = found
+    def __init__(self, problems: Problems) -> None:
+        more = problems.count - len(problems.lines)
+        super().__init__(*problems.lines, *([f"… and {more:,} more rows like these"] if more else []))
+        self.collected = problems

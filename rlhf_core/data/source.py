@@ -1,4 +1,4 @@
-"""Rows with their numbers: of one file or dataset, and of several as one sequence."""
+"""Numbered rows of one file or dataset, and of several as one sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.kinds import Kind, Kinds, kinds_of
-from rlhf_core.data.views import Chosen
+from rlhf_core.data.column_kinds import Kind, Kinds, count_kinds
 from rlhf_core.runtime.signals import stop_if_asked
 
 CHUNK = 2048
-"""Rows that are objects at one time while a source is encoded."""
+"""Rows in memory as objects at a time, while a source is encoded."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +28,32 @@ class Source:
     name: str
     """What messages call it."""
     rows: Sequence[Mapping[str, Any]]
-    """Read where they are whenever they are asked for; rows of a list are objects already."""
+    """Read on access, unless they are a list."""
     numbers: Sequence[int] | NDArray[np.int64]
-    """1-based number of each row in the file; rows that were drawn more than once repeat theirs."""
+    """1-based number of each row in the file; repeated rows repeat their number."""
     fingerprint: str
-    """Of the content."""
-    known: Kinds | None = None
-    """`kinds`, where they are known already."""
+    """Hash of the content."""
+    known_kinds: Kinds | None = None
+    """`kinds`, if they are known already."""
     remarks: tuple[str, ...] = field(default=())
-    """How the columns are read, where that is not as the file has them."""
+    """Descriptions of columns that are renamed or converted on reading."""
     origin: str = ""
-    """The fingerprint of the data that these rows were taken from; empty where they are all of it."""
+    """Fingerprint of the data that these rows were derived from; empty if they are the original."""
 
     @property
-    def source(self) -> str:
+    def original(self) -> str:
         return self.origin or self.fingerprint
 
     @cached_property
     def kinds(self) -> Kinds:
-        """What each column holds, over all rows."""
-        if self.known is not None:
-            return self.known
-        return kinds_of(row for _, chunk in self.chunks(self.rows) for row in chunk)
+        """Counts of what each column holds, over all rows."""
+        if self.known_kinds is not None:
+            return self.known_kinds
+        return count_kinds(row for _, chunk in self.chunks(self.rows) for row in chunk)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that some row has, in order of appearance."""
+        """Every column that any row has, in order of appearance."""
         return tuple(self.kinds)
 
     def kind(self, column: str) -> Kind:
@@ -64,47 +63,48 @@ class Source:
         return f"{self.name} row {self.numbers[i]}"
 
     def take(self, indices: Sequence[int] | NDArray[np.int64], how: str) -> Source:
+        """Select rows, in this order and with repeats. how: describes the selection in the fingerprint."""
         which = np.asarray(indices, np.int64)
-        everything = len(np.unique(which)) == len(self.rows)
+        has_all = len(np.unique(which)) == len(self.rows)
         return replace(
             self,
-            rows=Chosen(self.rows, which),
+            rows=RowSubset(self.rows, which),
             numbers=np.asarray(self.numbers, np.int64)[which],
             fingerprint=digest(self.fingerprint, how),
-            known=self.kinds if everything else None,
-            origin=self.source,
+            known_kinds=self.kinds if has_all else None,
+            origin=self.original,
         )
 
     def part(self, start: int, stop: int) -> Source:
-        """Some rows in a row, which are objects from now on, of the same columns as all of them."""
+        """Read a range of rows into memory; the part keeps the columns of the whole source."""
         return replace(
             self,
             rows=self.rows[start:stop],
             numbers=self.numbers[start:stop],
             fingerprint=digest(self.fingerprint, f"{start}:{stop}"),
-            known=self.kinds,
-            origin=self.source,
+            known_kinds=self.kinds,
+            origin=self.original,
         )
 
     def parts(self, size: int = CHUNK) -> Iterator[Source]:
-        """All rows, so many at a time."""
+        """Yield all rows in parts of `size`."""
         for start in range(0, len(self.rows), size):
             yield self.part(start, start + size)
 
     @staticmethod
     def chunks(rows: Sequence[Any], size: int = CHUNK) -> Iterator[tuple[int, Sequence[Any]]]:
-        """(start, rows) of so many rows at a time. Raises Stopped between them, where the run was asked to stop."""
+        """Yield (start, rows) in chunks of `size`. Raises Stopped between chunks if the run was asked to stop."""
         for start in range(0, len(rows), size):
             stop_if_asked("while data was read")
             yield start, rows[start : start + size]
 
 
 class Records(Sequence[Mapping[str, Any]]):
-    """The rows of all sources, one after another."""
+    """The rows of several sources as one sequence."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        """Sources of one name that hold different data are numbered: "dataset 2"."""
-        self.sources = tuple(_told_apart(sources))
+        """Number sources that share a name but hold different data: "dataset 2"."""
+        self.sources = tuple(_number_same_names(sources))
         self._ends = list(itertools.accumulate(len(source.rows) for source in self.sources))
 
     @property
@@ -113,17 +113,17 @@ class Records(Sequence[Mapping[str, Any]]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that some row has."""
+        """Every column that any row has."""
         return tuple(dict.fromkeys(itertools.chain.from_iterable(s.columns for s in self.sources)))
 
     @property
     def fingerprint(self) -> str:
-        """Of the content, in order; another one means other data."""
+        """Hash of the content of all sources, in order."""
         return digest(*(source.fingerprint for source in self.sources))
 
     @property
     def remarks(self) -> list[str]:
-        """How columns are read, where that is not as the files have them."""
+        """Descriptions of columns that are renamed or converted on reading."""
         return [f"{source.name}: {remark}" for source in self.sources for remark in source.remarks]
 
     def __len__(self) -> int:
@@ -136,12 +136,12 @@ class Records(Sequence[Mapping[str, Any]]):
         return source.rows[k]
 
     def where(self, i: int) -> str:
-        """Names row `i`, such as "prefs.jsonl row 17"."""
+        """Name row `i`, such as "prefs.jsonl row 17"."""
         source, k = self._find(range(len(self))[i])
         return source.where(k)
 
     def offsets(self) -> list[int]:
-        """The number of the first row of each source."""
+        """Return the index of each source's first row."""
         return [0, *self._ends[:-1]]
 
     def _find(self, i: int) -> tuple[Source, int]:
@@ -149,20 +149,102 @@ class Records(Sequence[Mapping[str, Any]]):
         return self.sources[at], i - (self._ends[at - 1] if at else 0)
 
 
-def _told_apart(sources: Sequence[Source]) -> Iterator[Source]:
-    """The sources, numbered where different data have one name; a file that comes twice is the same data."""
+def _number_same_names(sources: Sequence[Source]) -> Iterator[Source]:
+    """Number sources that share a name but hold different data; a file given twice is the same data."""
     data: dict[str, list[str]] = {}
     for source in sources:
         same = data.setdefault(source.name, [])
-        if source.source not in same:
-            same.append(source.source)
+        if source.original not in same:
+            same.append(source.original)
     for source in sources:
         same = data[source.name]
         yield (
-            replace(source, name=f"{source.name} {same.index(source.source) + 1}")
+            replace(source, name=f"{source.name} {same.index(source.original) + 1}")
             if len(same) > 1
             else source
         )
+
+
+class RowSubset(Sequence[Any]):
+    """Selected rows of a sequence, in any order and with repeats."""
+
+    def __init__(self, whole: Sequence[Any], which: NDArray[np.int64]) -> None:
+        self.whole, self.which = whole, which
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not isinstance(i, slice):
+            return self.whole[int(self.which[range(len(self))[i]])]
+        which = self.which[i]
+        if len(which) > 1 and (np.diff(which) == 1).all():
+            return list(self.whole[int(which[0]) : int(which[-1]) + 1])
+        return [self.whole[k] for k in which.tolist()]
+
+
+class MappedRows(Sequence[Any]):
+    """Rows of a sequence, each changed by a function on access."""
+
+    def __init__(self, whole: Sequence[Any], change: Callable[[Any], Any]) -> None:
+        self.whole, self.change = whole, change
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, i: Any) -> Any:
+        return list(map(self.change, self.whole[i])) if isinstance(i, slice) else self.change(self.whole[i])
+
+
+class Places(Sequence[str]):
+    """The names of rows, such as "prefs.jsonl row 17"."""
+
+    def __init__(self, records: Records, rows: NDArray[np.int64]) -> None:
+        """rows: int64 [n], indices into the records."""
+        self.records, self.rows = records, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self.records.where(k) for k in self.rows[i].tolist()]
+        return self.records.where(int(self.rows[i]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def identities(self) -> NDArray[np.int64]:
+        """Give each row a number that is the same for the same name, int64 [n]."""
+        names: dict[str, int] = {}
+        numbers = [
+            np.asarray(source.numbers, np.int64) + (names.setdefault(source.name, len(names)) << 40)
+            for source in self.records.sources
+        ]
+        whole: NDArray[np.int64] = np.concatenate(numbers)
+        return whole[self.rows]
+
+
+class Cells(Sequence[Any]):
+    """A column of some rows, read on access; None where a row lacks it."""
+
+    def __init__(self, records: Records, rows: NDArray[np.int64], column: str) -> None:
+        self.records, self.rows, self.column = records, rows, column
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self.records[k].get(self.column) for k in self.rows[i].tolist()]
+        return self.records[int(self.rows[i])].get(self.column)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def digest(*parts: str) -> str:
@@ -170,10 +252,10 @@ def digest(*parts: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """The JSON of a row, keys in their order, that stands for what JSON has no form for, too."""
-    return json.dumps(value, default=_plain)
+    """Encode a row as JSON, keys in their order, including values that JSON cannot represent."""
+    return json.dumps(value, default=_to_plain)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON has no form for, such as an array, whose text would leave out what is in its middle."""
+def _to_plain(value: Any) -> Any:
+    """Convert a value that JSON cannot represent; an array becomes a list, since its `str` omits elements."""
     return value.tolist() if hasattr(value, "tolist") else f"{type(value).__qualname__} {value}"

@@ -1,4 +1,4 @@
-"""What a dataset holds, before anything is trained on it."""
+"""Summarise a dataset before training on it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from rlhf_core.errors import InputError, near
 from rlhf_core.tokenizer.text_options import TextOptions
 
 LIMITS = {"pairs": 1024, "texts": 1024, "prompts": 512}
-"""What the trainers filter by where nothing else is set: `max_sequence_length`, `max_prompt_length` of prompts."""
+"""The trainers' defaults for `max_sequence_length`, and for prompts `max_prompt_length`."""
 PERCENTILES = (5, 50, 95, 99)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The figures of a dataset."""
+    """Statistics of a dataset."""
 
     name: str
     format: str
-    """Which columns are read, and what they hold."""
+    """The columns that are read and what they hold."""
     columns: tuple[str, ...]
     unit: str
-    """Of all lengths: "tokens", or "characters" where there is no tokenizer."""
+    """Unit of all lengths: "tokens", or "characters" without a tokenizer."""
     report: Report
-    """Without a limit: nothing is filtered in it."""
+    """Made without a limit, so that nothing is filtered."""
     lengths: dict[str, NDArray[np.int64]]
-    """Of the rows that are not empty, by part. The last part is what `limit` is of."""
+    """Lengths of the rows that are not empty, by part; `limit` applies to the last part."""
     limit: int
-    """Tokens that a row may have."""
+    """Maximum tokens per row."""
     over: list[str]
-    """The rows that have more, such as "prefs.jsonl row 17"; none where the unit is not tokens."""
+    """Names of the rows over the limit, such as "prefs.jsonl row 17"; empty if the unit is characters."""
     facts: dict[str, str]
 
 
@@ -53,22 +53,22 @@ def profile(
     max_length: int | None = None,
     chat_template: str | None = None,
 ) -> Profile:
-    """The figures of preferences, demonstrations or prompts, whichever the columns say.
+    """Measure preferences, demonstrations or prompts, depending on the columns.
 
-    tokenizer: None counts characters, in conversations those of the template "plain"; of token ids, tokens.
-    Raises InputError for what no trainer reads, and naming file and row of the first few problems.
+    tokenizer: None counts characters, with the template "plain" for conversations; token ids count as tokens.
+    Raises InputError if no trainer reads the columns, and naming the file and row of the first few problems.
     """
     kind = _kind(records)
     pretokenised = kind == "pairs" and all(_family(source) for source in records.sources)
     unit = "characters" if tokenizer is None and not pretokenised else "tokens"
     if unit == "characters":
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # to install PyTorch
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
         tokenizer, chat_template = Characters(), chat_template or "plain"
-    # Counted and told here, where trainers refuse files whose completions repeat their prompts.
+    # Trainers refuse files whose completions repeat their prompts; here they are only counted.
     options = TextOptions(chat_template, prompt_repeated=False)
     report, places, lengths, facts = _MEASURES[kind](records, tokenizer, options, unit)
     if unit == "characters":
-        report.untemplated.clear()  # nobody has said which model they are for
+        report.untemplated.clear()  # the model is unknown
     limit = LIMITS[kind] if max_length is None else max_length
     longest = list(lengths.values())[-1]
     over = [places[i] for i in np.flatnonzero(longest > limit).tolist()] if unit == "tokens" else []
@@ -81,19 +81,19 @@ def profile(
 Measured = tuple[Report, Sequence[str], dict[str, NDArray[np.int64]], dict[str, str]]
 
 
-def _pairs(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
-    found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
-    trees = found.trees()
+def _measure_pairs(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
+    pairs = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
+    trees = pairs.trees()
     start = trees.prefixes
-    chosen, rejected = found.chosen.lengths - start, found.rejected.lengths - start
+    chosen, rejected = pairs.chosen.lengths - start, pairs.rejected.lengths - start
     longer, ties = float(np.mean(chosen > rejected)), float(np.mean(chosen == rejected))
     apart = int((2 * start + chosen + rejected).sum())
     facts = {
         "longer wins": f"chosen is longer in {percent(longer)} of the pairs, as long in {percent(ties)}",
-        "shared start": f"{apart:,} {unit} as two sequences a pair, {apart - int(start.sum()):,} with the start "
+        "shared start": f"{apart:,} {unit} as two sequences per pair, {apart - int(start.sum()):,} with the start "
         f"they share once: {percent(start.sum() / apart)} saved",
     }
-    margins = found.margins
+    margins = pairs.margins
     if margins.any():
         facts["margin"] = (
             f"{margins.min():g} to {margins.max():g}, 0 in {int((margins == 0).sum()):,} of {len(margins):,} pairs"
@@ -104,35 +104,31 @@ def _pairs(records: Records, tokenizer: Any, template: TextOptions, unit: str) -
         "rejected, after it": rejected,
         "longer of the two": start + np.maximum(chosen, rejected),
     }
-    return found.report, found.places, lengths, facts
+    return pairs.report, pairs.places, lengths, facts
 
 
-def _texts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
-    found = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
-    whole = found.tokens.lengths
-    learned = np.array([np.count_nonzero(each) for each in found.learned])
+def _measure_texts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
+    demonstrations = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
+    whole = demonstrations.tokens.lengths
+    learned = np.array([np.count_nonzero(mask) for mask in demonstrations.learned])
     facts = {
         "learned": f"{learned.sum():,} of {whole.sum():,} {unit}, {percent(learned.sum() / whole.sum())}"
     }
-    return found.report, found.places, {"learned": learned, "whole": whole}, facts
+    lengths = {"learned": learned, "whole": whole}
+    return demonstrations.report, demonstrations.places, lengths, facts
 
 
-def _prompts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
-    found = data.encode_prompts(records, tokenizer, max_prompt_length=None, chat_template=template)
-    names = ", ".join(found.columns)
-    return (
-        found.report,
-        found.places,
-        {"prompt": found.ids.lengths},
-        {"for rewards": names or "no other column"},
-    )
+def _measure_prompts(records: Records, tokenizer: Any, template: TextOptions, unit: str) -> Measured:
+    encoded = data.encode_prompts(records, tokenizer, max_prompt_length=None, chat_template=template)
+    names = ", ".join(encoded.columns) or "no other column"
+    return encoded.report, encoded.places, {"prompt": encoded.ids.lengths}, {"for rewards": names}
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-_MEASURES = {"pairs": _pairs, "texts": _texts, "prompts": _prompts}
+_MEASURES = {"pairs": _measure_pairs, "texts": _measure_texts, "prompts": _measure_prompts}
 
 
 def _kind(records: Records) -> str:
@@ -172,26 +168,26 @@ def _format(source: Source, kind: str) -> str:
     return f"{what}: {' + '.join(columns)}, {holds}"
 
 
-def render(found: Profile) -> Group:
-    """The figures as tables of at most 80 columns where the dataset's names allow it."""
-    said = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    said.add_column(style="bold", no_wrap=True)
-    said.add_column(overflow="fold")
-    counts, *problems = found.report.lines()
-    said.add_row("data", found.name)
-    said.add_row("format", found.format)
-    said.add_row("columns", ", ".join(found.columns))
-    said.add_row("rows", "\n".join([counts, *problems]))
-    if found.unit == "tokens":
-        setting = "max_prompt_length" if found.report.unit == "prompts" else "max_sequence_length"
-        rows = f"{len(found.over):,} filtered: {shorten(found.over)}" if found.over else "all fit"
-        said.add_row("limit", f"{setting} = {found.limit}: {rows}")
-    for name, fact in found.facts.items():
-        said.add_row(name, fact)
-    return Group(said, _lengths(found.unit, found.lengths))
+def render(profile: Profile) -> Group:
+    """Format the statistics as tables, at most 80 columns wide unless names are long."""
+    overview = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    overview.add_column(style="bold", no_wrap=True)
+    overview.add_column(overflow="fold")
+    counts, *problems = profile.report.lines()
+    overview.add_row("data", profile.name)
+    overview.add_row("format", profile.format)
+    overview.add_row("columns", ", ".join(profile.columns))
+    overview.add_row("rows", "\n".join([counts, *problems]))
+    if profile.unit == "tokens":
+        setting = "max_prompt_length" if profile.report.unit == "prompts" else "max_sequence_length"
+        rows = f"{len(profile.over):,} filtered: {shorten(profile.over)}" if profile.over else "all fit"
+        overview.add_row("limit", f"{setting} = {profile.limit}: {rows}")
+    for name, fact in profile.facts.items():
+        overview.add_row(name, fact)
+    return Group(overview, _length_table(profile.unit, profile.lengths))
 
 
-def _lengths(unit: str, lengths: Mapping[str, NDArray[np.int64]]) -> Table:
+def _length_table(unit: str, lengths: Mapping[str, NDArray[np.int64]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(unit)
     for name in ("mean", "min", *(f"{p} %" for p in PERCENTILES), "max"):
@@ -203,19 +199,19 @@ def _lengths(unit: str, lengths: Mapping[str, NDArray[np.int64]]) -> Table:
 
 
 class Characters:
-    """Stands in for a tokenizer that is not given: every character is a token."""
+    """A stand-in for a missing tokenizer: every character is a token."""
 
     eos_token_id = bos_token_id = pad_token_id = chat_template = name_or_path = None
     special_tokens_map: Mapping[str, str] = {}
 
     def __call__(self, text: str | Sequence[str], **_: Any) -> dict[str, Any]:
         if isinstance(text, str):
-            return {"input_ids": _points(text), "offset_mapping": [(i, i + 1) for i in range(len(text))]}
-        return {"input_ids": [_points(each) for each in text]}
+            return {"input_ids": _code_points(text), "offset_mapping": [(i, i + 1) for i in range(len(text))]}
+        return {"input_ids": [_code_points(part) for part in text]}
 
     def __len__(self) -> int:
         return 0x110000
 
 
-def _points(text: str) -> NDArray[np.uint32]:
+def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)

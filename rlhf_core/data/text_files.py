@@ -1,4 +1,4 @@
-"""Files of text, a record or more on lines of their own: gone through once, and their rows stay in them."""
+"""Read text files (jsonl, json, txt): index their records in one pass, and parse them on access."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.cache import Arrays, cached, code
-from rlhf_core.data.kinds import Kinds, from_json, kinds_of, note, to_json
+from rlhf_core.data.cache import Arrays, code_hash, load_or_build
+from rlhf_core.data.column_kinds import Kinds, count_kinds, count_values, kinds_from_json, kinds_to_json
+from rlhf_core.data.conversations import row_text_problem
+from rlhf_core.data.lazy_rows import Content, FileRows, Row
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import digest
-from rlhf_core.data.stored import Content, FileRows, Row
-from rlhf_core.data.unicode import bad_text
 from rlhf_core.errors import InputError
 
 Numbers = Sequence[int] | NDArray[np.int64]
-Found = tuple[Sequence[Mapping[str, Any]], Numbers, Kinds]
+ParsedFile = tuple[Sequence[Mapping[str, Any]], Numbers, Kinds]
 
 
 PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"PK\x03\x04": "zip", b"PAR1": "parquet"}
-"""How files that are no text begin."""
+"""First bytes of common binary files."""
 BOM = b"\xef\xbb\xbf"
 
 
@@ -49,7 +49,7 @@ def _not_utf8(name: str, number: int, line: bytes, at: int) -> InputError:
 
 
 class _Index:
-    """Where the records of a text file are, gathered while it is gone through."""
+    """Byte ranges, line numbers and checksums of a text file's records, collected in one pass."""
 
     def __init__(self) -> None:
         self.starts: list[int] = []
@@ -63,7 +63,7 @@ class _Index:
         self.stops.append(stop)
         self.numbers.append(number)
         self.checks.append(zlib.crc32(record))
-        note(self.kinds, row)
+        count_values(self.kinds, row)
 
     def arrays(self) -> Arrays:
         return {
@@ -71,40 +71,43 @@ class _Index:
             "stops": np.array(self.stops, np.int64),
             "numbers": np.array(self.numbers, np.int64),
             "checks": np.array(self.checks, np.uint32),
-            "kinds": np.frombuffer(to_json(self.kinds).encode(), np.uint8),
+            "kinds": np.frombuffer(kinds_to_json(self.kinds).encode(), np.uint8),
         }
 
 
-def indexed(
+def index_records(
     content: Content,
     kind: str,
     parse: Callable[[bytes], Row],
     records: Callable[[Content], Iterator[tuple[int, int, int, bytes]]],
-    checked: Callable[[int, bytes, Problems], Row | None],
-) -> Found:
-    """Rows of the records of a text file, all of which are parsed once unless that was done before.
+    check_record: Callable[[int, bytes, Problems], Row | None],
+) -> ParsedFile:
+    """Index the records of a text file, checking each once, or read a large file's index from the cache.
 
-    records: (start, stop, number, bytes) of each. checked: its row, or None and a problem.
+    records: yields (start, stop, line number, bytes). check_record: parses one, or adds a problem and returns None.
     """
     require_text(content)
 
     def build() -> list[Arrays]:
-        index, problems = _Index(), Problems()
+        entries, problems = _Index(), Problems()
         for start, stop, number, record in records(content):
-            row = checked(number, record, problems)
+            row = check_record(number, record, problems)
             if row is not None:
-                index.add(start, stop, number, record, row)
-        problems.stop()
-        return [index.arrays()]
+                entries.add(start, stop, number, record, row)
+        problems.raise_if_any()
+        return [entries.arrays()]
 
-    found = build()[0] if content.held else cached(f"rows-{digest(kind, content.sha256, code())[:40]}", build)
-    starts, stops, checks, numbers = (found[name] for name in ("starts", "stops", "checks", "numbers"))
-    kinds = from_json(bytes(found["kinds"]).decode())
+    if content.in_memory:
+        index = build()[0]
+    else:
+        index = load_or_build(f"rows-{digest(kind, content.sha256, code_hash())[:40]}", build)
+    starts, stops, checks, numbers = (index[name] for name in ("starts", "stops", "checks", "numbers"))
+    kinds = kinds_from_json(bytes(index["kinds"]).decode())
     return FileRows(content, parse, starts, stops, checks, numbers), numbers, kinds
 
 
-def lines(content: Content) -> Iterator[tuple[int, int, int, bytes]]:
-    """Lines that are not blank. Only a line feed ends one: JSON strings may hold U+2028 and its kin."""
+def iterate_lines(content: Content) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield (start, stop, number, line) of lines that are not blank; only a line feed ends one, never U+2028."""
     start = 0
     for number, line in enumerate(content.stream(), 1):
         stop = start + len(line)
@@ -116,7 +119,7 @@ def lines(content: Content) -> Iterator[tuple[int, int, int, bytes]]:
         start = stop
 
 
-def decoded(name: str, number: int, line: bytes) -> str:
+def decode_line(name: str, number: int, line: bytes) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
@@ -124,14 +127,14 @@ def decoded(name: str, number: int, line: bytes) -> str:
 
 
 HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
-"""How JSON writes halves of surrogate pairs, most of which belong to whole ones."""
+"""JSON escapes of surrogates, which are valid only in pairs."""
 
 
-def jsonl(content: Content) -> Found:
+def read_jsonl(content: Content) -> ParsedFile:
     name = content.name
 
-    def checked(number: int, record: bytes, problems: Problems) -> Row | None:
-        text = decoded(name, number, record)
+    def check_record(number: int, record: bytes, problems: Problems) -> Row | None:
+        text = decode_line(name, number, record)
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
@@ -140,22 +143,22 @@ def jsonl(content: Content) -> Found:
             )
             return None
         except (RecursionError, ValueError) as error:
-            problems.add(f"{name} row {number} cannot be read: {_too_much(error)}")
+            problems.add(f"{name} row {number} cannot be read: {_parser_limit(error)}")
             return None
         if not isinstance(row, dict):
             hint = "; a JSON array goes in a .json file" if isinstance(row, list) else ""
-            problems.add(f"{name} row {number} is not a JSON object, but {_kind(row)}{hint}")
+            problems.add(f"{name} row {number} is not a JSON object, but {_json_kind(row)}{hint}")
             return None
-        if HALVES.search(record) and (problem := bad_text(row)):
+        if HALVES.search(record) and (problem := row_text_problem(row)):
             problems.add(f"{name} row {number}: {problem}")
             return None
         return row
 
-    return indexed(content, "jsonl", json.loads, lines, checked)
+    return index_records(content, "jsonl", json.loads, iterate_lines, check_record)
 
 
-def json_array(content: Content) -> Found:
-    """An array, all of whose rows are held in memory."""
+def read_json_array(content: Content) -> ParsedFile:
+    """Read a JSON array, holding all its rows in memory."""
     name = content.name
     require_text(content)
     whole = content.read(0, content.size).removeprefix(BOM)
@@ -169,29 +172,29 @@ def json_array(content: Content) -> Found:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object a line under the other name
-            return jsonl(content)
+        if error.msg == "Extra data":  # jsonl in a file named .json
+            return read_jsonl(content)
         raise InputError(
             f"{name} line {error.lineno} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         ) from error
     except (RecursionError, ValueError) as error:
-        raise InputError(f"{name} cannot be read: {_too_much(error)}") from None
+        raise InputError(f"{name} cannot be read: {_parser_limit(error)}") from None
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
-        raise InputError(f"{name} is {_kind(value)}: a .json file holds an array of objects")
+        raise InputError(f"{name} is {_json_kind(value)}: a .json file holds an array of objects")
     problems, halves = Problems(), HALVES.search(text.encode())
     for number, row in enumerate(value, 1):
         if not isinstance(row, dict):
-            problems.add(f"{name} row {number} is not a JSON object, but {_kind(row)}")
-        elif halves and (problem := bad_text(row)):
+            problems.add(f"{name} row {number} is not a JSON object, but {_json_kind(row)}")
+        elif halves and (problem := row_text_problem(row)):
             problems.add(f"{name} row {number}: {problem}")
-    problems.stop()
-    return value, range(1, len(value) + 1), kinds_of(value)
+    problems.raise_if_any()
+    return value, range(1, len(value) + 1), count_kinds(value)
 
 
-def _too_much(error: Exception) -> str:
-    """What of JSON that is right the parser refuses."""
+def _parser_limit(error: Exception) -> str:
+    """Explain why the parser refuses JSON that is valid."""
     return (
         "it is nested too deeply"
         if isinstance(error, RecursionError)
@@ -199,21 +202,23 @@ def _too_much(error: Exception) -> str:
     )
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     kinds = {list: "an array", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
     return kinds.get(type(value), "null" if value is None else "an object")
 
 
-def txt(content: Content) -> Found:
-    def checked(number: int, record: bytes, problems: Problems) -> Row | None:
-        text = decoded(content.name, number, record)
+def read_txt(content: Content) -> ParsedFile:
+    def check_record(number: int, record: bytes, problems: Problems) -> Row | None:
+        text = decode_line(content.name, number, record)
         if "\0" in text:
             problems.add(f"{content.name} row {number} has a NUL byte")
             return None
-        return _line(text)
+        return _text_row(text)
 
-    return indexed(content, "txt", lambda record: _line(record.decode()), lines, checked)
+    return index_records(
+        content, "txt", lambda record: _text_row(record.decode()), iterate_lines, check_record
+    )
 
 
-def _line(text: str) -> Row:
+def _text_row(text: str) -> Row:
     return {"text": text.removesuffix("\r")}

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.data import drawn, schedule
-from rlhf_core.data import updates as count_updates
+from rlhf_core.data import batch_rows, count_updates, visited_rows
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -248,7 +247,7 @@ class DatasetUpdates:
 
     def update(self, step: int, state: TrainState | None = None) -> Update:
         if self._order is None or step != self._next:
-            self._order = schedule(
+            self._order = batch_rows(
                 len(self.trees),
                 self.config.total_batch_size,
                 seed=self.seed,
@@ -265,7 +264,7 @@ class DatasetUpdates:
         )
 
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        return drawn(
+        return visited_rows(
             len(self.trees), self._examples(step), seed=self.seed, shuffle=self.config.shuffle_train_dataset
         )
 

@@ -1,4 +1,4 @@
-"""The static shapes that rows come in, and which row each tree goes to."""
+"""Define the static shapes of rows, and place trees into rows by first fit."""
 
 from __future__ import annotations
 
@@ -10,68 +10,69 @@ import numpy as np
 from numpy.typing import NDArray
 
 MICRO_BATCH_TOKENS = 16384
-"""Slots of a micro-batch at most, however large an update is: what keeps activations in bounds."""
+"""Maximum slots per micro-batch, however large an update is; it bounds the memory of activations."""
 NO_CROSSOVER = 2**40
-"""The crossover of attention that skips what no token sees: longer rows cost it nothing."""
+"""The crossover of attention that skips masked blocks: longer rows cost nothing extra."""
 LONE_ROW = 0.12
-"""By how much such attention makes a micro-batch of one row dearer: block by block, one row keeps few cores busy."""
+"""Extra cost of a one-row micro-batch under such attention, whose blocks of one row keep few cores busy."""
 
 
 class Layout(NamedTuple):
-    """The static shapes of each class of rows, ascending in time, and so in all that a row may hold."""
+    """The static shapes of each class of rows; classes ascend in time and in every other limit."""
 
     time: tuple[int, ...]
-    """Tokens a row."""
+    """Tokens per row."""
     rows: tuple[int, ...]
-    """Rows a micro-batch."""
+    """Rows per micro-batch."""
     sequences: tuple[int, ...]
-    """Sequences a row, at most."""
+    """Maximum sequences per row."""
     trained: tuple[int, ...]
-    """Trained tokens a row, at most; 0 where nobody reads them, and then they limit nothing."""
+    """Maximum trained tokens per row; 0: no limit, because the objective does not read them one by one."""
     crossover: int = 4096
-    """Row length at which attention costs as much as the rest of the model: `row_cost`."""
+    """Row length at which attention costs as much as the rest of the model; see `row_cost`."""
     overhead: int = 0
-    """What a micro-batch costs beside its slots, in slots."""
+    """Fixed cost of a micro-batch, in slots."""
 
     def largest(self) -> Layout:
-        """Its last class alone, which holds whatever the others hold."""
-        time, rows, sequences, trained = (each[-1:] for each in self[:4])
+        """Return a layout of the last class alone, which fits whatever the others fit."""
+        time, rows, sequences, trained = (limits[-1:] for limits in self[:4])
         return self._replace(time=time, rows=rows, sequences=sequences, trained=trained)
 
 
 class Placement(NamedTuple):
-    """Where each tree lies, arrays [trees]."""
+    """The place of each tree, arrays [trees]."""
 
     kind: NDArray[np.intp]
-    """The class."""
+    """Index of the class."""
     row: NDArray[np.intp]
-    """The row among the class's rows."""
+    """Index of the row among the class's rows."""
     offset: NDArray[np.intp]
     """Index in the row of the tree's first token."""
 
 
 def row_cost(time: int, crossover: int) -> float:
-    """Relative cost of a row: time × (1 + time / crossover).
+    """Return the relative cost of a row: time × (1 + time / crossover).
 
-    A layer takes about 24 hidden² operations a token, dense attention 4 hidden × time: crossover = 6 hidden.
+    A layer takes about 24 hidden² operations per token, dense attention 4 hidden × time, so crossover = 6 hidden.
     """
     return time * (1.0 + time / crossover)
 
 
-def place(
+def place_trees(
     sizes: Sequence[int], sequences: Sequence[int], trained: Sequence[int], layout: Layout
 ) -> Placement:
-    """First fit, longest first, into rows of those classes that make the micro-batches cheapest.
+    """Place trees into rows by first fit, longest first, using the classes with the cheapest micro-batches.
 
-    sizes, sequences, trained: of each tree; the layout's last class must fit each of them, or ValueError is raised.
+    sizes, sequences, trained: tokens, branches and trained tokens per tree. Raises ValueError if one does not fit the
+    layout's last class.
     """
     order = np.argsort(-np.asarray(sizes), kind="stable").tolist()
     best: tuple[float, Fit, NDArray[np.intp], NDArray[np.intp]] | None = None
-    for opened, kept in ways(len(layout.time), layout.crossover):
+    for opened, final in packing_options(len(layout.time), layout.crossover):
         fit = first_fit(order, sizes, sequences, trained, layout, opened)
         if fit is None:
             continue
-        for chosen in kept:
+        for chosen in final:
             least = smallest_class(fit.needs, layout, chosen)
             used = rows_used(np.bincount(least, minlength=len(layout.time))[None], layout.rows, chosen)
             cost = float(micro_batch_cost(used, layout)[0])
@@ -80,7 +81,7 @@ def place(
     if best is None:
         raise ValueError("a tree fits no class of the layout")
     _, fit, least, number = best
-    # The fullest rows into the largest class that is used, and so on down.
+    # Assign the fullest rows to the largest class in use, and so on down.
     descending = np.lexsort((-fit.needs[:, 0], -least))
     kind, row = np.zeros(len(least), np.intp), np.zeros(len(least), np.intp)
     kind[descending] = np.repeat(np.arange(len(number))[::-1], number[::-1])
@@ -93,32 +94,32 @@ class Fit(NamedTuple):
     """Trees in rows of one class, before each row gets the class it needs."""
 
     row: list[int]
-    """Of each tree."""
+    """Row of each tree."""
     offset: list[int]
-    """Of each tree."""
+    """Offset of each tree in its row."""
     needs: NDArray[np.int64]
     """[rows, 3]: tokens, sequences and trained tokens of each row."""
 
 
 Classes: TypeAlias = tuple[int, ...]
-"""Some classes of a layout, ascending."""
+"""Indices of some classes of a layout, ascending."""
 
 
-def ways(classes: int, crossover: int) -> list[tuple[Classes, list[Classes]]]:
-    """Ways to pack that are tried: the classes that rows are opened in, and those that they may end in.
+def packing_options(classes: int, crossover: int) -> list[tuple[Classes, list[Classes]]]:
+    """List the ways to pack that are tried: (classes that rows are opened in, sets of classes they may end in).
 
-    Rows of one class fill best, and each then gets the class it needs. Where long rows cost more a token, small trees
-    are tried in rows of small classes too.
+    Rows fill best when all are opened in one class and then shrunk to the class they need. Where long rows cost more
+    per token, opening rows in several classes is tried too.
     """
-    every: list[Classes] = [
+    subsets: list[Classes] = [
         s for n in range(1, classes + 1) for s in itertools.combinations(range(classes), n)
     ]
-    found: list[tuple[Classes, list[Classes]]] = [
-        ((largest,), [s for s in every if s[-1] == largest]) for largest in range(classes)
+    options: list[tuple[Classes, list[Classes]]] = [
+        ((largest,), [s for s in subsets if s[-1] == largest]) for largest in range(classes)
     ]
     if crossover != NO_CROSSOVER:
-        found += [(s, [s]) for s in every if len(s) > 1]
-    return found
+        options += [(s, [s]) for s in subsets if len(s) > 1]
+    return options
 
 
 def first_fit(
@@ -129,12 +130,12 @@ def first_fit(
     layout: Layout,
     opened: Classes,
 ) -> Fit | None:
-    """Each tree, in this order, into the first row with room, else into a new one of the smallest class that fits.
+    """Put each tree, in this order, into the first row with room, or into a new row of the smallest class that fits.
 
-    opened: the classes that rows may be opened in. None where a tree fits none of them.
+    opened: the classes that rows may be opened in. Returns None if a tree fits none of them.
     """
-    any_number = sum(trained)
-    limits = [(layout.time[c], layout.sequences[c], layout.trained[c] or any_number) for c in opened]
+    no_limit = sum(trained)
+    limits = [(layout.time[c], layout.sequences[c], layout.trained[c] or no_limit) for c in opened]
     row, offset = [0] * len(sizes), [0] * len(sizes)
     smallest = min(sizes, default=0)
     rows: list[list[int]] = []  # tokens, sequences, trained tokens left; number; time
@@ -162,36 +163,35 @@ def first_fit(
 
 
 def smallest_class(needs: NDArray[np.int64], layout: Layout, chosen: Classes) -> NDArray[np.intp]:
-    """[rows]: of the chosen classes the smallest that holds what each row needs, a row of `Fit.needs`."""
-    every = np.iinfo(np.int64).max
+    """Find the smallest of the chosen classes that fits each row of `Fit.needs`, int [rows]."""
+    no_limit = np.iinfo(np.int64).max
     least = np.full(len(needs), chosen[-1], np.intp)
     for c in reversed(chosen[:-1]):
-        limits = np.array([layout.time[c], layout.sequences[c], layout.trained[c] or every])
+        limits = np.array([layout.time[c], layout.sequences[c], layout.trained[c] or no_limit])
         least[(needs <= limits).all(1)] = c
     return least
 
 
 def rows_used(needed: NDArray[np.intp], rows: Sequence[int], chosen: Classes) -> NDArray[np.intp]:
-    """[updates, classes]: rows that are put into each class, of `needed` [updates, classes] that need it at least.
+    """Count the rows put into each class, int [updates, classes]. needed: rows by their smallest fitting class.
 
-    Rows left over in the micro-batches of a class are given to rows that need less.
+    Free rows in the micro-batches of a class are filled with rows that need less.
     """
     used = np.zeros_like(needed)
     waiting = needed.sum(1)
     for k in reversed(chosen):
-        # What must go here: all that is waiting but for those who need less.
-        here = np.maximum(waiting - needed[:, :k].sum(1), 0)
-        used[:, k] = np.minimum(-(-here // rows[k]) * rows[k], waiting)
+        # Waiting rows that do not fit a smaller class must go into this one.
+        required = np.maximum(waiting - needed[:, :k].sum(1), 0)
+        used[:, k] = np.minimum(-(-required // rows[k]) * rows[k], waiting)
         waiting = waiting - used[:, k]
     return used
 
 
 def micro_batch_cost(used: NDArray[np.intp], layout: Layout) -> NDArray[np.float64]:
-    """[updates]: relative cost of the micro-batches that hold these rows, [updates, classes]."""
+    """Return the relative cost of the micro-batches that hold `used` rows [updates, classes], float64 [updates]."""
     rows = np.asarray(layout.rows)
-    each = rows * np.array([row_cost(time, layout.crossover) for time in layout.time])
+    costs = rows * np.array([row_cost(time, layout.crossover) for time in layout.time])
     if layout.crossover == NO_CROSSOVER:
-        each = np.where(rows == 1, (1 + LONE_ROW) * each, each)
-    each = each + layout.overhead
-    cost: NDArray[np.float64] = (-(-used // rows) * each).sum(1)
-    return cost
+        costs = np.where(rows == 1, (1 + LONE_ROW) * costs, costs)
+    total: NDArray[np.float64] = (-(-used // rows) * (costs + layout.overhead)).sum(1)
+    return total

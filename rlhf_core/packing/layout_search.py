@@ -1,4 +1,4 @@
-"""Which classes of rows make updates over some data cheapest."""
+"""Search for the classes of rows that make updates over some data cheapest."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from rlhf_core.packing.layout import (
     Layout,
     first_fit,
     micro_batch_cost,
+    packing_options,
     rows_used,
     smallest_class,
-    ways,
 )
 
 MAX_CLASSES = 3
 WORTH_A_CLASS = 0.02
-"""Share of the cost that another class must save."""
+"""Share of the cost that an additional class must save."""
 PROGRAM_UPDATES = 8
-"""A program takes about as long to compile as so many updates: each class may be two, as the first micro-batch of an
-update and as one that adds to others."""
+"""Updates that take as long as compiling one program. A class may need two: one for the first micro-batch of an update,
+and one that adds to earlier gradients."""
 OVERHEAD = {"cpu": 64}
-"""What a micro-batch costs beside its slots, in slots: it reads all weights, and adds to all gradients."""
+"""Fixed cost of a micro-batch, in slots: it reads all weights and adds to all gradients."""
 OVERHEAD_ACCELERATOR = 512
-"""The same where there is no entry above."""
+"""The same for backends without an entry above."""
 MULTIPLES = (1.25, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6)
-"""Of the longest tree: rows that are tried."""
+"""Row lengths to try, as multiples of the longest tree."""
 PARTS, PARTS_OF = (1, 2, 3), (0.25, 0.5, 0.9)
-"""Rows of these parts of an update, by quantiles of the tokens of an update, are tried too."""
-KEPT = 6  # pairs of classes that a third is tried with
-SAMPLE = 384  # trees that a choice is tried on, at least
-UPDATES = 24  # updates that it is tried on, at least
+"""Row lengths to try: these quantiles of an update's tokens, divided by each of `PARTS`."""
+BEST_PAIRS = 6  # pairs of classes to which a third is added
+SAMPLE = 384  # minimum number of trees that layouts are tried on
+UPDATES = 24  # minimum number of updates that they are tried on
 
 
 def choose_layout(
@@ -52,19 +52,19 @@ def choose_layout(
     skips_blocks: bool = False,
     updates: int | None = None,
 ) -> Layout:
-    """The classes of rows that make updates over this data cheapest.
+    """Choose the classes of rows that make updates over this data cheapest.
 
-    token_counts: tokens of each tree of the data (or a sample of it), the shared prefix once.
-    branches_per_tree: of the largest tree; the sequences of a row are a multiple of it.
-    hidden_size: of the model.
-    max_tokens: slots (rows × time) of a micro-batch; more only where `row_multiple` rows of the longest tree
-        need them.
+    token_counts: tokens of each tree of the data or a sample, counting the shared prefix once.
+    branches_per_tree: branches of the largest tree; sequences per row are a multiple of it.
+    hidden_size: the model's.
+    max_tokens: maximum slots (rows × time) per micro-batch, exceeded only if `row_multiple` rows of the longest tree
+        need more.
     trees_per_update: trees packed together; None: all of them.
-    trained_counts: trained tokens of each tree; None: nobody reads trained tokens one by one (reward models).
-    row_multiple: rows of a micro-batch are a multiple of it (the devices that rows are sharded over).
-    longest: tokens of the longest tree that may come, where that is more than the longest of the data.
-    skips_blocks: attention skips what no token of a row sees, so that long rows cost no more than short ones.
-    updates: of the run; a short one is not worth the programs of several classes. None: many.
+    trained_counts: trained tokens of each tree; None if the objective does not read them one by one (reward models).
+    row_multiple: the number of devices that rows are sharded over; rows per micro-batch are a multiple of it.
+    longest: tokens of the longest tree to expect, if the data may lack it.
+    skips_blocks: attention skips masked blocks, so that long rows cost no more than short ones.
+    updates: updates in the run; a short run is not worth compiling several classes. None: many.
     """
     counts = np.asarray(token_counts, np.int64)
     if not len(counts):
@@ -84,37 +84,37 @@ def choose_layout(
         updates,
     )
     times = search.candidates()
-    found = [search.evaluate((t,)) for t in times if t >= top]
-    best = min(found, key=lambda c: c[0])
+    evaluated = [search.evaluate((t,)) for t in times if t >= top]
+    best = min(evaluated, key=lambda c: c[0])
     for size in range(2, MAX_CLASSES + 1):
-        # All pairs; a third class is only tried next to the best of them.
+        # Try all pairs, but add a third class to the best of them only.
         sets = (
             {frozenset(s) for s in itertools.combinations(times, 2)}
             if size == 2
-            else {frozenset({*layout.time, t}) for _, layout in found for t in times}
+            else {frozenset({*layout.time, t}) for _, layout in evaluated for t in times}
         )
         tried = sorted(tuple(sorted(s)) for s in sets if len(s) == size and max(s) >= top)
-        found = sorted((search.evaluate(s) for s in tried), key=lambda c: c[0])[:KEPT]
-        if found and found[0][0] <= (1 - WORTH_A_CLASS) ** (size - len(best[1].time)) * best[0]:
-            best = found[0]
+        evaluated = sorted((search.evaluate(s) for s in tried), key=lambda c: c[0])[:BEST_PAIRS]
+        if evaluated and evaluated[0][0] <= (1 - WORTH_A_CLASS) ** (size - len(best[1].time)) * best[0]:
+            best = evaluated[0]
     return best[1]
 
 
 def _round(time: float) -> int:
-    """Up to a multiple of 32, 64 beyond 128, 128 beyond 1024."""
+    """Round up to a multiple of 32, of 64 above 128, or of 128 above 1024."""
     step = 32 if time <= 128 else 64 if time <= 1024 else 128
     return step * -(-int(np.ceil(time)) // step)
 
 
-def programs(batches: NDArray[np.intp]) -> int:
-    """How many programs updates of so many micro-batches, [updates, classes], call: each starts with its largest."""
+def count_programs(batches: NDArray[np.intp]) -> int:
+    """Count the programs that updates of `batches` [updates, classes] micro-batches call, largest class first."""
     classes = np.arange(batches.shape[1])
     first = np.where(batches > 0, classes, -1).max(1)[:, None] == classes
     return int(first.any(0).sum() + (batches > first).any(0).sum())
 
 
 class _Search:
-    """Costs of layouts on a sample of updates."""
+    """Estimate the costs of layouts on a sample of updates."""
 
     def __init__(
         self,
@@ -144,10 +144,10 @@ class _Search:
         return sorted({_round(t) for t in (*quantiles, self.top, *longer)})
 
     def _sample(self, per_update: int) -> list[NDArray[np.intp]]:
-        """Indices of the trees of a few updates, drawn as epochs are."""
-        draw, wanted = np.random.default_rng(0), max(SAMPLE, UPDATES * per_update)
-        epochs = [draw.permutation(len(self.counts)) for _ in range(-(-wanted // len(self.counts)))]
-        order = np.concatenate(epochs)[:wanted]
+        """Draw the tree indices of a few updates by shuffled epochs."""
+        rng, size = np.random.default_rng(0), max(SAMPLE, UPDATES * per_update)
+        epochs = [rng.permutation(len(self.counts)) for _ in range(-(-size // len(self.counts)))]
+        order = np.concatenate(epochs)[:size]
         return [order[i : i + per_update] for i in range(0, len(order), per_update)]
 
     def shape(self, times: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
@@ -159,51 +159,51 @@ class _Search:
         if self.trained is None:
             return 0
         if self.top > self.counts.max() and time >= self.top:
-            return time  # trees that nobody has seen yet: there must be room for any of them
-        inside = self.trained[self.counts <= time]
+            return time  # longer trees may come, with any number of trained tokens
+        fitting = self.trained[self.counts <= time]
         expected = 1.1 * time * self.trained.sum() / self.counts.sum()
-        return min(time, _round(max(expected, inside.max(initial=1))))
+        return min(time, _round(max(expected, fitting.max(initial=1))))
 
     def evaluate(self, times: tuple[int, ...]) -> tuple[float, Layout]:
-        """Cost of an update with these classes, its share of compiling them included, and their layout with the rows
-        that suit it."""
+        """Estimate the cost of an update with these classes, including its share of compilation, and choose their rows
+        per micro-batch. Returns (cost, layout)."""
         ones = self.shape(times, (1,) * len(times))
         needed = []
-        for opened, kept in ways(len(times), self.crossover):
-            if opened[-1] == len(times) - 1:  # others may not hold the longest tree
+        for opened, final in packing_options(len(times), self.crossover):
+            if opened[-1] == len(times) - 1:  # only these fit the longest tree
                 fits = self.fits(tuple(times[c] for c in opened))
-                needed += [(s, np.stack([self.needed(fit, ones, s) for fit in fits])) for s in kept]
+                needed += [(s, np.stack([self.needed(fit, ones, s) for fit in fits])) for s in final]
 
         def cost(rows: tuple[int, ...]) -> float:
             layout = ones._replace(rows=rows)
             used = np.stack([rows_used(n, rows, chosen) for chosen, n in needed])
-            each = np.stack([micro_batch_cost(way, layout) for way in used])
-            best = used[each.argmin(0), np.arange(each.shape[1])]
-            return float(each.min(0).mean() * (1 + self.program * programs(-(-best // rows))))
+            costs = np.stack([micro_batch_cost(option, layout) for option in used])
+            best = used[costs.argmin(0), np.arange(costs.shape[1])]
+            return float(costs.min(0).mean() * (1 + self.program * count_programs(-(-best // rows))))
 
         options = [self.row_options(time) for time in times]
-        rows = tuple(each[0] for each in options)
+        rows = tuple(numbers[0] for numbers in options)
         best = cost(rows)
-        for k in reversed(range(len(times))):  # one class after another, the largest first
+        for k in reversed(range(len(times))):  # one class after another, largest first
             for number in options[k][1:]:
-                tried = (*rows[:k], number, *rows[k + 1 :])
-                if (other := cost(tried)) < best:
-                    best, rows = other, tried
+                candidate = (*rows[:k], number, *rows[k + 1 :])
+                if (candidate_cost := cost(candidate)) < best:
+                    best, rows = candidate_cost, candidate
         return best, ones._replace(rows=rows)
 
     def needed(self, fit: Fit, layout: Layout, chosen: tuple[int, ...]) -> NDArray[np.intp]:
         return np.bincount(smallest_class(fit.needs, layout, chosen), minlength=len(layout.time))
 
     def row_options(self, time: int) -> list[int]:
-        """Rows a micro-batch that are tried: as many as memory allows first, then parts of a typical update."""
-        up = self.row_multiple
-        most = max(up, self.max_tokens // time // up * up)
+        """List the rows per micro-batch to try: as many as `max_tokens` allows, then parts of a typical update."""
+        multiple = self.row_multiple
+        most = max(multiple, self.max_tokens // time // multiple * multiple)
         typical = -(-int(np.quantile(self.totals, 0.9)) // time)
-        parts = {min(most, up * max(1, -(-typical // (n * up)))) for n in (1, 2, 3, 4, 6, 8)}
+        parts = {min(most, multiple * max(1, -(-typical // (n * multiple)))) for n in (1, 2, 3, 4, 6, 8)}
         return [most, *sorted(parts - {most}, reverse=True)]
 
     def fits(self, times: tuple[int, ...]) -> list[Fit]:
-        """The sampled updates in rows that are opened with these times."""
+        """Pack the sampled updates into rows of these lengths."""
         if times not in self._fits:
             layout = self.shape(times, (1,) * len(times))
             trained = np.zeros_like(self.counts) if self.trained is None else self.trained
@@ -214,6 +214,6 @@ class _Search:
                 branches = [self.branches] * len(update)
                 opened = tuple(range(len(times)))
                 fit = first_fit(order, sizes, branches, trained[update].tolist(), layout, opened)
-                assert fit is not None  # the last class holds the longest tree
+                assert fit is not None  # the last class fits the longest tree
                 self._fits[times].append(fit)
         return self._fits[times]

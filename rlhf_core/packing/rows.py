@@ -1,8 +1,7 @@
-"""Trees of sequences to rows: a shared prompt is laid out once, and nothing is padded that can be packed.
+"""Pack trees of sequences into rows: a shared prompt is laid out once, and rows hold several trees to avoid padding.
 
 Pure NumPy on the host. A tree is a prompt and its branches (a preference pair, a group of completions, one
-text); rows hold several trees one after another, in one of a few static shapes, so that nothing recompiles
-after warm-up.
+text). Rows come in a few static shapes, so that nothing recompiles after warm-up.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.packing.layout import Layout, place
+from rlhf_core.packing.layout import Layout, place_trees
 from rlhf_core.packing.layout_search import choose_layout
 from rlhf_core.packing.trees import Floats, Ints, Tree, shared_prefix, split, trained_per_branch, tree
 
@@ -34,20 +33,20 @@ Shape: TypeAlias = tuple[int, int]
 
 
 class Packed(NamedTuple):
-    """One micro-batch. All arrays lead with [rows], so that sharding over rows is always right."""
+    """One micro-batch. The first axis of every array is rows, so that all can be sharded over rows."""
 
     rows: Rows
     """[rows, time]."""
     last: Ints
-    """int32 [rows, sequences]: index in the row of each sequence's last token; -1 where there is none."""
+    """int32 [rows, sequences]: index in the row of each sequence's last token; -1 where unused."""
     trained: Ints
-    """int32 [rows, trained]: indices, ascending, of the tokens whose weight is not 0; -1 where unused."""
+    """int32 [rows, trained]: ascending indices of the tokens with nonzero weight; -1 where unused."""
     token_values: dict[str, Floats]
     """float32 [rows, trained], compacted like `trained`; 0 where unused."""
     sequence_values: dict[str, Floats]
-    """float32 [rows, sequences]; 0 where there is no sequence."""
+    """float32 [rows, sequences]; 0 where unused."""
     example: Ints
-    """int32 [rows, sequences]: which of the given trees the sequence belongs to; -1 where there is none."""
+    """int32 [rows, sequences]: index of the packed tree that the sequence belongs to; -1 where unused."""
 
 
 def pack(
@@ -58,32 +57,32 @@ def pack(
     sequence_names: Sequence[str] = (),
     group: int = 1,
 ) -> list[Packed]:
-    """The trees of one update as micro-batches of the layout's static shapes, longest class first.
+    """Pack the trees of one update into micro-batches of the layout's static shapes, longest class first.
 
-    First fit, longest tree first; trees that no class fits are split. Nothing but the arguments matters.
-    Empty rows fill the last micro-batch of a class; a class that is not needed gives none.
+    Packs by first fit, longest tree first, and splits trees that fit no class. The result depends on the arguments
+    alone. Empty rows fill the last micro-batch of a class; an unused class has none.
 
     token_names, sequence_names: the trees' values to lay out. group: branches of a tree that stay together.
-    Raises ValueError where a group of branches fits no class.
+    Raises ValueError if a group of branches fits no class.
     """
-    whole, index = _fitted(trees, layout, group)
-    if not whole:
+    parts, index = _split_to_fit(trees, layout, group)
+    if not parts:
         return []
-    sizes = [part.size for part in whole]
-    sequences = [len(part.branches) for part in whole]
-    counts = [sum(trained_per_branch(part)) for part in whole] if any(layout.trained) else [0] * len(whole)
-    placed = place(sizes, sequences, counts, layout)
+    sizes = [part.size for part in parts]
+    sequences = [len(part.branches) for part in parts]
+    counts = [sum(trained_per_branch(part)) for part in parts] if any(layout.trained) else [0] * len(parts)
+    placement = place_trees(sizes, sequences, counts, layout)
     packed: list[Packed] = []
     for kind, time in reversed(list(enumerate(layout.time))):
-        members = np.flatnonzero(placed.kind == kind)
+        members = np.flatnonzero(placement.kind == kind)
         if not len(members):
             continue
-        members = members[np.lexsort((placed.offset[members], placed.row[members]))]
-        rows = layout.rows[kind] * -(-(int(placed.row[members[-1]]) + 1) // layout.rows[kind])
-        batch = _fill(
-            [whole[i] for i in members],
+        members = members[np.lexsort((placement.offset[members], placement.row[members]))]
+        rows = layout.rows[kind] * -(-(int(placement.row[members[-1]]) + 1) // layout.rows[kind])
+        batch = _lay_out(
+            [parts[i] for i in members],
             index[members],
-            placed.row[members] * time + placed.offset[members],
+            placement.row[members] * time + placement.offset[members],
             (rows, time, layout.sequences[kind], layout.trained[kind]),
             token_names,
             sequence_names,
@@ -94,26 +93,26 @@ def pack(
     return packed
 
 
-def _fitted(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tree], Ints]:
-    """The trees, those too large for the last class in parts; and the index of the tree each came from."""
+def _split_to_fit(trees: Sequence[Tree], layout: Layout, group: int) -> tuple[list[Tree], Ints]:
+    """Split the trees that are too large for the last class; return all parts and the index of each one's tree."""
     time, sequences, trained = layout.time[-1], layout.sequences[-1], layout.trained[-1]
-    whole: list[Tree] = []
+    fitting: list[Tree] = []
     index: list[int] = []
     for i, candidate in enumerate(trees):
         fits = candidate.size <= time and len(candidate.branches) <= sequences
         if fits and 0 < trained < time:
             fits = sum(trained_per_branch(candidate)) <= trained
         if fits:
-            whole.append(candidate)
+            fitting.append(candidate)
             index.append(i)
             continue
         parts = split(candidate, time, sequences=sequences, trained=trained or None, group=group)
-        whole += parts
+        fitting += parts
         index += [i] * len(parts)
-    return whole, np.array(index, np.int32)
+    return fitting, np.array(index, np.int32)
 
 
-def _fill(
+def _lay_out(
     trees: Sequence[Tree],
     index: Ints,
     starts: NDArray[np.intp],
@@ -121,85 +120,87 @@ def _fill(
     token_names: Sequence[str],
     sequence_names: Sequence[str],
 ) -> Packed:
-    """All rows of one class. `starts`: slot, row * time + offset, of each tree's first token, ascending."""
+    """Lay out all rows of one class. starts: slot (row * time + offset) of each tree's first token, ascending."""
     rows, time, sequence_limit, trained_limit = shape
-    # A segment is a prefix or a branch; everything below is one vector over segments or over tokens.
+    # A segment is a prefix or a branch; every vector below is over segments or over tokens.
     segments = [segment for tree in trees for segment in (tree.prefix, *tree.branches)]
     length = np.fromiter(map(len, segments), np.int32, len(segments))
     branches = np.fromiter((len(tree.branches) for tree in trees), np.int32, len(trees))
-    head = np.cumsum(branches + 1) - branches - 1  # each tree's prefix segment
+    head = np.cumsum(branches + 1) - branches - 1  # index of each tree's prefix segment
     owner = np.repeat(np.arange(len(trees)), branches + 1)
     is_branch = np.ones(len(segments), bool)
     is_branch[head] = False
 
-    before = np.cumsum(length) - length  # tokens before the segment, of all
+    before = np.cumsum(length) - length  # tokens in all earlier segments
     begin = starts[owner] + before - before[head[owner]]  # slot of the segment's first token
     end = begin + length
     prefix = length[head[owner]]
     tree_end = np.append(before[head[1:]], length.sum()) - before[head] + starts
     row = starts[owner] // time
 
-    # Sequences count across the trees of a row.
+    # Sequences are numbered across the trees of a row.
     sequence_row = row[is_branch]
     sequence_in_row = _rank(sequence_row)
     numbered = np.full(len(segments), -1, np.int32)
     numbered[is_branch] = sequence_in_row
 
-    # Of each token: its segment's value, plus its number within the segment.
+    # Per token: its segment's value plus its index within the segment.
     number = np.arange(length.sum(), dtype=np.int32)
     slot = np.repeat(begin - before, length) + number
     positions = np.repeat(np.where(is_branch, prefix, 0) - before, length) + number
     parent = np.repeat(begin - row * time - 1 - before, length) + number
-    some = length > 0
-    parent[before[some]] = np.where(is_branch & (prefix > 0), starts[owner] + prefix - 1 - row * time, -1)[
-        some
-    ]
+    nonempty = length > 0
+    parent[before[nonempty]] = np.where(
+        is_branch & (prefix > 0), starts[owner] + prefix - 1 - row * time, -1
+    )[nonempty]
     seen_until = np.where(is_branch, end, tree_end[owner]) - row * time
-    own = np.repeat(is_branch, length)
-    weight = own.astype(np.float32)
+    in_branch = np.repeat(is_branch, length)
+    weight = in_branch.astype(np.float32)
     if any(tree.weights is not None for tree in trees):
-        weight[own] = _own_values([_weights(tree) for tree in trees])
+        weight[in_branch] = _branch_values([_weights(tree) for tree in trees])
     weight[parent < 0] = 0.0
 
     grid = (rows, time)
-    laid = Rows(
-        tokens=_ints(grid, slot, np.concatenate(segments), 0),
-        positions=_ints(grid, slot, positions, 0),
-        visible_until=_ints(grid, slot, np.repeat(seen_until, length), 0),
-        parent=_ints(grid, slot, parent, -1),
-        sequence=_ints(grid, slot, np.repeat(numbered, length), -1),
-        weight=_floats(grid, slot, weight),
+    laid_out = Rows(
+        tokens=_scatter_ints(grid, slot, np.concatenate(segments), 0),
+        positions=_scatter_ints(grid, slot, positions, 0),
+        visible_until=_scatter_ints(grid, slot, np.repeat(seen_until, length), 0),
+        parent=_scatter_ints(grid, slot, parent, -1),
+        sequence=_scatter_ints(grid, slot, np.repeat(numbered, length), -1),
+        weight=_scatter_floats(grid, slot, weight),
     )
 
-    kept = np.flatnonzero(weight) if trained_limit else np.zeros(0, np.intp)
-    kept_row = slot[kept] // time
-    compact, compact_at = (rows, trained_limit), kept_row * trained_limit + _rank(kept_row)
+    trained = np.flatnonzero(weight) if trained_limit else np.zeros(0, np.intp)
+    trained_row = slot[trained] // time
+    compact, compact_at = (rows, trained_limit), trained_row * trained_limit + _rank(trained_row)
     token_values: dict[str, Floats] = {}
     for name in token_names:
         value = np.zeros(len(slot), np.float32)
-        value[own] = _own_values([tree.token_values[name] for tree in trees])
-        token_values[name] = _floats(compact, compact_at, value[kept])
-    each, each_at = (rows, sequence_limit), sequence_row * sequence_limit + sequence_in_row
+        value[in_branch] = _branch_values([tree.token_values[name] for tree in trees])
+        token_values[name] = _scatter_floats(compact, compact_at, value[trained])
+    per_sequence, sequence_at = (rows, sequence_limit), sequence_row * sequence_limit + sequence_in_row
     return Packed(
-        rows=laid,
-        last=_ints(each, each_at, (end - 1)[is_branch] - sequence_row * time, -1),
-        trained=_ints(compact, compact_at, slot[kept] % time, -1),
+        rows=laid_out,
+        last=_scatter_ints(per_sequence, sequence_at, (end - 1)[is_branch] - sequence_row * time, -1),
+        trained=_scatter_ints(compact, compact_at, slot[trained] % time, -1),
         token_values=token_values,
         sequence_values={
-            name: _floats(each, each_at, np.concatenate([tree.sequence_values[name] for tree in trees]))
+            name: _scatter_floats(
+                per_sequence, sequence_at, np.concatenate([tree.sequence_values[name] for tree in trees])
+            )
             for name in sequence_names
         },
-        example=_ints(each, each_at, np.repeat(index, branches), -1),
+        example=_scatter_ints(per_sequence, sequence_at, np.repeat(index, branches), -1),
     )
 
 
-def _ints(shape: Shape, at: NDArray[np.intp], values: NDArray[np.integer], fill: int) -> Ints:
+def _scatter_ints(shape: Shape, at: NDArray[np.intp], values: NDArray[np.integer], fill: int) -> Ints:
     out = np.full(shape, fill, np.int32)
     out.reshape(-1)[at] = values
     return out
 
 
-def _floats(shape: Shape, at: NDArray[np.intp], values: Floats) -> Floats:
+def _scatter_floats(shape: Shape, at: NDArray[np.intp], values: Floats) -> Floats:
     out = np.zeros(shape, np.float32)
     out.reshape(-1)[at] = values
     return out
@@ -213,12 +214,12 @@ def _weights(tree: Tree) -> tuple[Floats, ...]:
     )
 
 
-def _own_values(values: Sequence[Sequence[Floats]]) -> Floats:
+def _branch_values(values: Sequence[Sequence[Floats]]) -> Floats:
     return np.concatenate([branch for branches in values for branch in branches])
 
 
 def _rank(groups: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Position of each element among those of its group; `groups` is ascending."""
+    """Rank each element within its group; `groups` is ascending."""
     return np.arange(len(groups)) - np.searchsorted(groups, groups)
 
 
@@ -235,7 +236,7 @@ def _slice(batch: Packed, start: int, stop: int) -> Packed:
 
 
 def useful_fraction(packed: Sequence[Packed]) -> float:
-    """Share of all slots that hold a token, a shared prompt counted once; 1.0 where there are no slots."""
+    """Return the share of slots that hold a token; a shared prompt counts once. 1.0 if there are no slots."""
     slots = sum(batch.rows.tokens.size for batch in packed)
     used = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in packed)
     return used / slots if slots else 1.0

@@ -1,4 +1,4 @@
-"""Trees: sequences that share their start, such as a preference pair or the completions of one prompt."""
+"""Trees of sequences that share a prefix, such as a preference pair or the completions of one prompt."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class Tree(NamedTuple):
     """A shared prefix and the sequences that continue it."""
 
     prefix: Ints
-    """int32 [p]: the tokens that all branches share, never trained; may be empty."""
+    """int32 [p]: the tokens that all branches share, never trained on; may be empty."""
     branches: tuple[Ints, ...]
-    """int32, each branch's own tokens, at least one."""
+    """int32 [b] each: a branch's tokens after the prefix, at least one."""
     weights: tuple[Floats, ...] | None = None
-    """float32, one a branch's own token, 0: not trained; None: 1 for all of them."""
+    """float32 [b] each, per branch token; 0 is not trained on. None: all 1."""
     token_values: Mapping[str, tuple[Floats, ...]] = {}
-    """float32 per own token, such as old log-probs in nats."""
+    """float32 [b] each, per branch token, such as old log-probs in nats."""
     sequence_values: Mapping[str, Floats] = {}
     """float32 [branches], such as advantages or the pair's margin."""
 
     @property
     def size(self) -> int:
-        """Tokens it takes in a row: the prefix once, and every branch."""
+        """Tokens in a row: the prefix once, and every branch."""
         return len(self.prefix) + sum(map(len, self.branches))
 
 
 class Trees(Sequence[Tree]):
-    """Trees that are made when they are asked for. What layouts need of all of them are arrays, [trees]."""
+    """Trees that are made on access, with the sizes that layouts need as arrays, [trees]."""
 
     sizes: NDArray[np.int64]
-    """`Tree.size` of each."""
+    """`Tree.size` per tree."""
     trained: NDArray[np.int64]
-    """The sum of `trained_per_branch` of each."""
+    """Trained tokens per tree, the sum of `trained_per_branch`."""
     lengths: NDArray[np.int64]
-    """Tokens of the longest sequence of each, prefix included."""
+    """Tokens of each tree's longest sequence, prefix included."""
     prefixes: NDArray[np.int64]
-    """Tokens of the prefix of each."""
+    """Tokens of each tree's prefix."""
     branches: int
-    """Of each tree."""
+    """Branches per tree, the same for all."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -53,14 +53,15 @@ class Trees(Sequence[Tree]):
         return _Part(self, range(len(self))[i]) if isinstance(i, slice) else self.tree(range(len(self))[i])
 
     def tree(self, i: int) -> Tree:
+        """Make tree `i`."""
         raise NotImplementedError
 
     def largest(self) -> int:
-        """A number that no token is larger than."""
+        """Return an upper bound for all token ids."""
         raise NotImplementedError
 
     def changed(self, change: Callable[[int, Tree], Tree]) -> Trees:
-        """The same trees with other values: `change` gets the number of a tree and the tree."""
+        """View the trees with other values. change: called with a tree's index and the tree."""
         return _Changed(self, change)
 
 
@@ -92,34 +93,34 @@ class _Part(Trees):
 
 
 def sizes_of(trees: Sequence[Tree]) -> NDArray[np.int64]:
-    """int64 [trees]."""
+    """Return each tree's size in tokens, int64 [trees]."""
     return trees.sizes if isinstance(trees, Trees) else np.array([tree.size for tree in trees], np.int64)
 
 
 def lengths_of(trees: Sequence[Tree]) -> NDArray[np.int64]:
-    """int64 [trees]: tokens of the longest sequence of each, prefix included."""
+    """Return the tokens of each tree's longest sequence, prefix included, int64 [trees]."""
     if isinstance(trees, Trees):
         return trees.lengths
     return np.array([len(tree.prefix) + max(map(len, tree.branches)) for tree in trees], np.int64)
 
 
 def trained_of(trees: Sequence[Tree]) -> NDArray[np.int64]:
-    """int64 [trees]: trained tokens of each."""
+    """Return each tree's trained tokens, int64 [trees]."""
     if isinstance(trees, Trees):
         return trees.trained
     return np.array([sum(trained_per_branch(tree)) for tree in trees], np.int64)
 
 
 def most_branches(trees: Sequence[Tree]) -> int:
-    """Of the tree with most of them."""
+    """Return the number of branches of the tree with the most."""
     return trees.branches if isinstance(trees, Trees) else max(len(tree.branches) for tree in trees)
 
 
 def shared_prefix(sequences: Sequence[Ints], *, first_trained: Sequence[int] | None = None) -> int:
-    """Length of the longest common token prefix, cut so that every sequence keeps a token of its own.
+    """Return the length of the common token prefix, shortened so that every sequence has a token after it.
 
-    sequences: int32 [n_i] each, at least one token. A single sequence shares nothing: 0.
-    first_trained: index of each sequence's first trained token; no trained token is shared.
+    sequences: int32 [n_i] each, at least one token. 0 for a single sequence.
+    first_trained: index of each sequence's first trained token; trained tokens are never shared.
     """
     if len(sequences) < 2:
         return 0
@@ -141,7 +142,7 @@ def tree(
     token_values: Mapping[str, Sequence[Floats]] | None = None,
     sequence_values: Mapping[str, Floats] | None = None,
 ) -> Tree:
-    """The tree of whole sequences, their longest common prefix shared.
+    """Make a tree of whole sequences that shares their longest common prefix.
 
     sequences: int32 [n_i] each. weights, token_values: float32 [n_i] each, aligned with the whole sequences.
     sequence_values: float32 [sequences].
@@ -149,7 +150,7 @@ def tree(
     """
     if not sequences or not all(map(len, sequences)):
         raise ValueError("a tree needs sequences of at least one token")
-    # A first token has no prediction, so a weight on it trains nothing and may be shared.
+    # Nothing predicts a first token, so its weight trains nothing and the token may be shared.
     first_trained = None if weights is None else [_first_nonzero(weight) for weight in weights]
     cut = shared_prefix(sequences, first_trained=first_trained)
     return Tree(
@@ -169,11 +170,11 @@ def _first_nonzero(weight: Floats) -> int:
 def split(
     tree: Tree, limit: int, *, sequences: int | None = None, trained: int | None = None, group: int = 1
 ) -> list[Tree]:
-    """Trees of at most `limit` tokens with the same branches in the same order, the prefix repeated in each.
+    """Split a tree into trees of at most `limit` tokens, repeating the prefix and keeping the order of branches.
 
-    sequences, trained: limits on the branches and on the trained tokens of each part.
+    sequences, trained: limits on each part's branches and trained tokens.
     group: branches that stay together (2 for preference pairs).
-    Raises ValueError where even one group does not fit.
+    Raises ValueError if a single group does not fit.
     """
     sizes = [len(branch) for branch in tree.branches]
     needs = trained_per_branch(tree)
@@ -209,7 +210,7 @@ def split(
 
 
 def trained_per_branch(tree: Tree) -> list[int]:
-    """Tokens of each branch that are trained on: weight not 0, and a token before them that predicts them."""
+    """Count each branch's trained tokens: those with nonzero weight and a token before them that predicts them."""
     skip = 0 if len(tree.prefix) else 1
     if tree.weights is None:
         return [len(branch) - skip for branch in tree.branches]

@@ -12,7 +12,7 @@ from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
-from rlhf_core.tokenizer import load_tokenizer, settled
+from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh
@@ -100,7 +100,7 @@ def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
         raise InputError(
             *(f"stage '{stage.name}'.{field}: {problem}" for problem in error.problems)
         ) from None
-    return settled(tokenizer, template, None)
+    return with_template_and_stop_ids(tokenizer, template, None)
 
 
 def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.data.conversations import is_chat
-from rlhf_core.data.ragged import Cells
+from rlhf_core.data.source import Cells
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.rewards.calling import call_together, failure
 from rlhf_core.rewards.function import OWN, Reward

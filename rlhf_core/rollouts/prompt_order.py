@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import drawn, schedule, updates
+from rlhf_core.data import batch_rows, count_updates, visited_rows
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -35,12 +35,12 @@ class PromptOrder:
         self.updates_per_rollout = updates_per_rollout
         self.shuffle = config.shuffle_train_dataset
         self.seed = config.shuffle_seed_train if config.shuffle_seed_train is not None else seed
-        self.epoch_rounds = updates(count, prompts_per_rollout, config.num_train_epochs, None)
+        self.epoch_rounds = count_updates(count, prompts_per_rollout, config.num_train_epochs, None)
         self.extra_rounds, self.rounds = 0, 1
 
     def next_prompts(self, number: int) -> Callable[[], NDArray[np.int64]]:
         """Return a function that gives the prompts of rollout `number`, int64 [P], another round with each call."""
-        order = schedule(
+        order = batch_rows(
             self.count,
             self.prompts_per_rollout,
             seed=self.seed,
@@ -67,4 +67,6 @@ class PromptOrder:
     def visited(self, step: int, extra_rounds: int) -> NDArray[np.int64]:
         """Return the prompts that the first `step` updates took, with this many extra rounds."""
         rounds = -(-step // self.updates_per_rollout) + extra_rounds
-        return drawn(self.count, rounds * self.prompts_per_rollout, seed=self.seed, shuffle=self.shuffle)
+        return visited_rows(
+            self.count, rounds * self.prompts_per_rollout, seed=self.seed, shuffle=self.shuffle
+        )

@@ -1,4 +1,4 @@
-"""Tokenizers: loading them, telling them apart, and one-off encodings by the rule of `rlhf_core.tokenizer.encoding`."""
+"""Load and hash tokenizers, and encode single texts and conversations as `Encoder` does."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ __all__ = [
     "load_tokenizer",
     "prompt_ids",
     "render",
-    "settled",
     "special_ids",
     "template_hash",
     "template_text",
     "tokenizer_hash",
+    "with_template_and_stop_ids",
 ]
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """The transformers tokenizer of a local directory or of a name on the hub. Code that comes with it is never run.
+    """Load a transformers tokenizer from a local directory or the hub, without running code that comes with it.
 
-    Raises InputError where there is neither, or where the directory holds no tokenizer, or one that cannot be used.
+    Raises InputError if there is neither, or if the directory has no tokenizer or one that does not work.
     """
-    # transformers advises to install PyTorch, which nothing here needs; tokenizers warn of forks unless told.
+    # Silences transformers' advice to install PyTorch, and tokenizers' warnings about forks.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     path = Path(source).expanduser()
@@ -61,14 +61,14 @@ def load_tokenizer(source: str | Path) -> Any:
     if path.is_dir():
         known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
         if not any((path / name).exists() for name in known):
-            if (made := path / "artifacts" / "model").is_dir():
-                raise InputError(f"{source} is the directory of a stage; its model is in {made}")
+            if (model := path / "artifacts" / "model").is_dir():
+                raise InputError(f"{source} is the directory of a stage; its model is in {model}")
             present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
             raise InputError(
                 f"{source} has no tokenizer files; put tokenizer.json and tokenizer_config.json there "
                 f"(it has {present})"
             )
-    elif not _hub_name(str(source)):
+    elif not _is_hub_name(str(source)):
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
         raise InputError(f"no tokenizer at {source}: no such directory{where}.{near(path.name, siblings)}")
@@ -81,12 +81,12 @@ def load_tokenizer(source: str | Path) -> Any:
             local_files_only=bool(unreachable),
             trust_remote_code=False,
         )
-        _try(tokenizer)
-    except BaseException as error:  # damaged files fail in every way there is
+        _try_tokenizer(tokenizer)
+    except BaseException as error:  # damaged files raise all kinds of errors
         if isinstance(error, InputError) or not is_library_error(error):
             raise
         if path.is_dir():
-            raise InputError(_unreadable(path, error)) from error
+            raise InputError(_load_problem(path, error)) from error
         reason = unreachable or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"no tokenizer '{source}': no such directory here, nor does the hub give it ({reason}). Without "
@@ -95,8 +95,8 @@ def load_tokenizer(source: str | Path) -> Any:
     return tokenizer
 
 
-def _try(tokenizer: Any) -> None:
-    """Use the tokenizer once: files of the wrong form may fail only then."""
+def _try_tokenizer(tokenizer: Any) -> None:
+    """Use the tokenizer once, because some invalid files fail only then."""
     special = tokenizer.special_tokens_map
     if odd := [name for name, token in special.items() if not isinstance(token, str)]:
         raise ValueError(f"its {odd[0]} is no text")
@@ -109,7 +109,7 @@ def _try(tokenizer: Any) -> None:
     special_ids(tokenizer)
 
 
-def _unreadable(path: Path, error: BaseException) -> str:
+def _load_problem(path: Path, error: BaseException) -> str:
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
         try:
             json.loads((path / name).read_text(encoding="utf-8"))
@@ -132,7 +132,7 @@ def _unreadable(path: Path, error: BaseException) -> str:
     return f"the tokenizer in {path} cannot be read: {reason}"
 
 
-def _hub_name(source: str) -> bool:
+def _is_hub_name(source: str) -> bool:
     owner, slash, name = source.partition("/")
     if source.startswith((".", "/", "~")) or "/" in name or (slash and not name):
         return False
@@ -140,26 +140,27 @@ def _hub_name(source: str) -> bool:
 
 
 def _hub_problem(name: str) -> str:
-    """Why the hub cannot be asked for `name`, empty where it can: loading itself would retry for a minute."""
+    """Ask the hub for `name` once and describe its failure, if any; loading would retry for a minute."""
     from huggingface_hub import model_info
 
     try:
         model_info(name, timeout=10)
-    except Exception as error:  # whatever the network does, the copy in the cache may still serve
+    except Exception as error:  # a cached copy may still load
         return str(error).strip().splitlines()[0]
     return ""
 
 
-def settled(tokenizer: Any, chat_template: str | None, model: Path | None) -> Any:
-    """The tokenizer with the template that it is used with as its own (None: the one it has), and the stop tokens of
-    the model that it is used with, if that has a directory: both are then saved with what is trained. A copy where
-    that changes it.
+def with_template_and_stop_ids(tokenizer: Any, chat_template: str | None, model: Path | None) -> Any:
+    """Give the tokenizer the chat template and the model's stop ids to use, so that both are saved with the model.
+
+    chat_template: as in `template_text`; None keeps the tokenizer's own. model: a directory whose
+    generation_config.json lists stop ids. Returns the tokenizer itself if nothing changes, else a copy.
     """
     changes: dict[str, Any] = {}
     if chat_template is not None:
         changes["chat_template"] = template_text(tokenizer, chat_template)
     if model is not None and (model / "generation_config.json").is_file():
-        changes["name_or_path"] = str(model)  # where `special_ids` looks
+        changes["name_or_path"] = str(model)  # where `special_ids` looks for generation_config.json
     if all(getattr(tokenizer, name, None) == value for name, value in changes.items()):
         return tokenizer
     tokenizer = copy.copy(tokenizer)
@@ -169,10 +170,10 @@ def settled(tokenizer: Any, chat_template: str | None, model: Path | None) -> An
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """sha256 of what decides token ids: vocabulary, merges, normalisation and special tokens."""
+    """Hash all that affects token ids: vocabulary, merges, normalisation and special tokens (sha256)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = json.loads(backend.to_str()) if backend is not None else dict(tokenizer.get_vocab())
-    # Set by calls that pad or truncate; they do not belong to the tokenizer.
+    # Left behind by calls that pad or truncate.
     content.pop("padding", None)
     content.pop("truncation", None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -180,7 +181,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def template_hash(tokenizer: Any, chat_template: str | None = None) -> str | None:
-    """sha256 of the template's text, of a tokenizer with several of all by name; None where there is no template."""
+    """Hash the template, or all named templates if there are several (sha256); None if there is none."""
     named = templates_of(tokenizer) if chat_template is None else {}
     if set(named) - {"default"}:
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
@@ -197,27 +198,27 @@ def render(
     tools: Any = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Ids of a conversation as the template writes it, nothing added or cut. kwargs: variables for the template."""
+    """Encode a conversation exactly as the template renders it. kwargs: variables for the template."""
     encoder = Encoder(tokenizer, chat_template)
     text = encoder.text(messages, open_turn=add_generation_prompt, tools=tools, kwargs=kwargs)
     return [int(i) for i in encoder.tokenize([text])[0]]
 
 
 def prompt_ids(tokenizer: Any, prompt: Turns, *, chat_template: str | None = None) -> Ints:
-    """int32 [n]: what a completion of this prompt is sampled after."""
+    """Encode a prompt as the ids that a completion continues, int32 [n]."""
     return Encoder(tokenizer, chat_template).prompts([prompt])[0]
 
 
 def encode_full(
     tokenizer: Any, prompt: Turns | None, completion: Turns, *, chat_template: str | None = None
 ) -> Ints:
-    """int32 [n]: the prompt and its completion as trained on and scored, EOS last."""
+    """Encode a prompt and completion as trained on and scored, EOS last, int32 [n]."""
     return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
 
 
 def encode_pair(
     tokenizer: Any, prompt: Turns | None, chosen: Turns, rejected: Turns, *, chat_template: str | None = None
 ) -> tuple[Ints, Ints]:
-    """(chosen, rejected), int32 [n] each: both whole, EOS last."""
+    """Encode both sides of a preference with the prompt, EOS last: (chosen, rejected), int32 [n] each."""
     first, second = Encoder(tokenizer, chat_template).whole([prompt, prompt], [chosen, rejected])
     return first, second

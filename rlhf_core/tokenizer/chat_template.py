@@ -1,4 +1,4 @@
-"""Chat templates: what they write of a conversation, where its replies lie in that, and what ends a turn."""
+"""Render conversations with chat templates, and locate the replies and stop tokens in the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_core.tokenizer.text_options import TextOptions, kwargs_problem, text_p
 
 Message: TypeAlias = Mapping[str, Any]
 Span: TypeAlias = tuple[int, int]
-"""Characters of a text, the end excluded."""
+"""Range of characters of a text, end excluded."""
 
 PLAIN = """\
 {%- for message in messages -%}
@@ -31,40 +31,42 @@ PLAIN = """\
 """The template "plain": each turn under its role's name, assistant turns closed by the EOS token."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Of messages, whatever the template; others have to be named by it."""
-PROBE = "qzxreply"  # a reply that no template writes of itself
+"""Roles that every template may get; it must name others."""
+PROBE = "qzxreply"  # a reply that no template contains
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def templates_of(tokenizer: Any) -> dict[str, str]:
-    """Every chat template of a tokenizer, by name; a lone one is called "default"."""
-    own = getattr(tokenizer, "chat_template", None)
-    return dict(own) if isinstance(own, Mapping) else {} if own is None else {"default": own}
+    """Return a tokenizer's chat templates by name; a single one is called "default"."""
+    template = getattr(tokenizer, "chat_template", None)
+    return (
+        dict(template) if isinstance(template, Mapping) else {} if template is None else {"default": template}
+    )
 
 
 def writes_date(tokenizer: Any, chat_template: str | None = None) -> bool:
-    """Whether a template that may be used writes the date. chat_template: as in `template_text`."""
+    """Whether any template that may be used writes the date. chat_template: as in `template_text`."""
     if chat_template is not None:
         return DATED in (template_text(tokenizer, chat_template) or "")
     return any(DATED in text for text in templates_of(tokenizer).values())
 
 
-class Written(NamedTuple):
-    """A conversation as a template writes it."""
+class Rendered(NamedTuple):
+    """A conversation rendered by a template."""
 
     text: str
     replies: tuple[Span, ...]
-    """What is to be learned: each reply with the token that ends its turn, header and what comes between left out."""
+    """Spans to learn: each reply with the token that ends its turn, without its header."""
     follows: bool
-    """Whether the last reply stands right after what it would be sampled after."""
+    """Whether the last reply directly follows the text that it would be sampled from."""
     complete: bool
-    """Whether every reply that was asked for is among `replies`."""
+    """Whether `replies` has every requested reply."""
 
 
 def template_text(tokenizer: Any, chat_template: str | None = None) -> str | None:
-    """The Jinja text of a template: None is the tokenizer's own (None where it has none), "plain" is ours,
-    anything else a file, or the Jinja text itself.
+    """Return the Jinja text of a template, or None if there is none.
 
+    chat_template: None for the tokenizer's own, "plain" for `PLAIN`, else a file or the Jinja text itself.
     Raises InputError for a file that does not exist.
     """
     if chat_template is None:
@@ -93,7 +95,7 @@ class ChatTemplate:
     """A chat template with the special tokens of a tokenizer."""
 
     def __init__(self, tokenizer: Any, chat_template: str | TextOptions | None = None) -> None:
-        """chat_template: as in `template_text`, or options, of which the variables and the date are used too."""
+        """chat_template: as in `template_text`, or options, whose variables and date are used too."""
         options = TextOptions.of(chat_template)
         chat_template = options.chat_template
         self.tokenizer = tokenizer
@@ -112,15 +114,15 @@ class ChatTemplate:
         tools: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation's text. open_turn: up to where the assistant's next words would follow.
+        """Render a conversation. open_turn: end with the header of an assistant turn.
 
-        tools, kwargs: what the conversation may call, and variables for the template, as its row has them.
+        tools, kwargs: the row's tools and variables for the template.
 
-        Raises InputError where there is no template, it refuses the conversation, or nobody knows a role.
+        Raises InputError if there is no template, it rejects the conversation, or a role is unknown.
         """
         return self._render(turns, open_turn, tools, kwargs, marks=False)[0]
 
-    def replies(
+    def locate_replies(
         self,
         turns: Sequence[Message],
         stops: Sequence[str],
@@ -128,55 +130,54 @@ class ChatTemplate:
         tools: Any = None,
         kwargs: Mapping[str, Any] | None = None,
         first: int = 0,
-    ) -> Written:
-        """A conversation that ends with a reply, and where its replies are, from turn `first` on.
+    ) -> Rendered:
+        """Render a conversation that ends with a reply, and locate its replies from turn `first` on.
 
-        They are what the template marks as {% generation %}. A template without marks is followed turn by turn: a
-        reply is what it adds to the text that the reply would be sampled after, and it has to write that text alike
-        when the conversation goes on; where it does not, all but the last reply are left out. Either way the stop
-        token right behind a reply belongs to it.
+        Replies are what the template marks as {% generation %}. A template without marks is rendered turn by turn: a
+        reply is the text that its turn adds to the prompt it would be sampled from. A reply that the template renders
+        differently once the conversation continues is left out. The stop token right after a reply belongs to it.
         stops: the texts of the stop tokens. Raises InputError as `write` does.
         """
         text, marked = self._render(turns, False, tools, kwargs, marks=self.marks(tools))
         last = len(turns) - 1
         before = self.write(turns[:last], open_turn=True, tools=tools, kwargs=kwargs) if last else ""
-        start = _shared(before, text)
+        start = _shared_start(before, text)
         follows = start == len(before)
         if self.marks(tools):
             opened = before
             if 0 < first < last:
                 opened = self.write(turns[:first], open_turn=True, tools=tools, kwargs=kwargs)
-            begin = _shared(opened, text) if first else 0
-            spans = [(max(a, begin), _behind(text, b, stops)) for a, b in marked if b > begin]
-            return Written(text, tuple(spans), follows, True)
+            begin = _shared_start(opened, text) if first else 0
+            spans = [(max(a, begin), _include_stop(text, b, stops)) for a, b in marked if b > begin]
+            return Rendered(text, tuple(spans), follows, True)
         spans, missed = [], False
         for k in range(first, last):
             if turns[k]["role"] != "assistant":
                 continue
             opened = self.write(turns[:k], open_turn=True, tools=tools, kwargs=kwargs) if k else ""
-            closed = until_stop(self.write(turns[: k + 1], tools=tools, kwargs=kwargs), stops)
+            closed = cut_after_stop(self.write(turns[: k + 1], tools=tools, kwargs=kwargs), stops)
             if text.startswith(closed) and closed.startswith(opened):
                 spans.append((len(opened), len(closed)))
             else:
                 missed = True
-        return Written(text, (*spans, (start, len(text))), follows, not missed)
+        return Rendered(text, (*spans, (start, len(text))), follows, not missed)
 
     def marks(self, tools: Any = None) -> bool:
-        """Whether the template marks what an assistant wrote."""
+        """Whether the template marks replies as {% generation %}."""
         text = self._with_tools if tools else self.text
         return text is not None and MARK.search(text) is not None
 
     def leaves_out(self, turns: Sequence[Message], text: str, tools: Any = None) -> bool:
-        """Whether what a message says is not in the text that `write` made of it, or the template has no place for the
-        tools.
-        """
-        said = [str(turn.get("content") or "").strip() for turn in turns]
-        if any(part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in said):
+        """Whether the text that `write` returned lacks a message's content, or the template ignores the tools."""
+        contents = [str(turn.get("content") or "").strip() for turn in turns]
+        if any(
+            part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in contents
+        ):
             return True
         return bool(tools) and "tools" not in (self._with_tools or "")
 
     def end_of_turn(self) -> int | None:
-        """The id of the added token that the template ends a reply with; None where it writes none there."""
+        """Return the id of the added token that the template writes after a reply; None if it writes none."""
         try:
             text = self.write([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}])
         except InputError:
@@ -188,7 +189,7 @@ class ChatTemplate:
         return ids[max(ends, key=len)] if ends else None
 
     def problem(self) -> str | None:
-        """What is wrong with the template whatever the conversation, or None."""
+        """Describe a syntax error of the template, or return None."""
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -197,7 +198,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             return f"{self._name} line {error.lineno} is not valid Jinja: {error.message}"
         except Exception:
-            return None  # it wants messages; what fails on those of a row is told with the row
+            return None  # it needs messages; errors on a row's messages name the row
         return None
 
     def _render(
@@ -230,7 +231,7 @@ class ChatTemplate:
                     chat_template=template,
                     return_assistant_tokens_mask=marks,
                     add_generation_prompt=open_turn,
-                    # A special token that there is not is undefined: written as nothing.
+                    # Missing special tokens are undefined, which templates render as nothing.
                     **{**self.tokenizer.special_tokens_map, **variables},
                 )
         except TemplateSyntaxError as error:
@@ -249,7 +250,7 @@ class ChatTemplate:
         return texts[0], spans[0] if marks else []
 
     def _require_roles(self, turns: Sequence[Message]) -> None:
-        """Raise InputError for a role that nobody knows, which a template would write or leave out without a word."""
+        """Raise InputError for an unknown role, which a template would render or drop without an error."""
         for number, turn in enumerate(turns, 1):
             role = str(turn["role"])
             if role not in ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", self.text or ""):
@@ -259,24 +260,24 @@ class ChatTemplate:
                 )
 
 
-def until_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stop tokens that end it, white space among them; all of it without one."""
+def cut_after_stop(text: str, stops: Sequence[str]) -> str:
+    """Cut the stop tokens and white space that end a text, except the first stop token."""
     any_stop = "|".join(map(re.escape, stops))
-    found = re.search(rf"({any_stop})(?:\s|{any_stop})*\Z", text) if stops else None
-    return text[: found.end(1)] if found else text
+    match = re.search(rf"({any_stop})(?:\s|{any_stop})*\Z", text) if stops else None
+    return text[: match.end(1)] if match else text
 
 
-def _behind(text: str, end: int, stops: Sequence[str]) -> int:
-    """The end of a span with the stop token that follows it, if one does and the span does not hold one at its end."""
+def _include_stop(text: str, end: int, stops: Sequence[str]) -> int:
+    """Extend the end of a span over the stop token that follows it, unless the span ends with one."""
     any_stop = "|".join(map(re.escape, stops))
     if not stops or re.search(rf"(?:{any_stop})\s*\Z", text[:end]):
         return end
-    found = re.compile(rf"\s*(?:{any_stop})").match(text, end)
-    return found.end() if found else end
+    match = re.compile(rf"\s*(?:{any_stop})").match(text, end)
+    return match.end() if match else end
 
 
-def _shared(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+def _shared_start(a: str, b: str) -> int:
+    """Return the length of the common prefix of two texts."""
     if b.startswith(a):
         return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""The date that chat templates write: the same on every day of a run."""
+"""Fix the date that chat templates write, so that it is the same on every day of a run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextvars import ContextVar
 from datetime import datetime
 
 DATED = "strftime_now"
-"""The function by which templates write the date."""
+"""The function that templates call to write the date."""
 _DATE: ContextVar[datetime | None] = ContextVar("template date", default=None)
 
 
 @contextmanager
 def on_date(day: str | None, template: str) -> Iterator[None]:
-    """Let `strftime_now` of this template tell midnight of `day`, "2026-01-31"; None: now.
+    """Make this template's `strftime_now` return midnight of `day`, such as "2026-01-31"; None: now.
 
-    Templates get no functions from outside, so the one that transformers compiles in is replaced, for good: without a
-    day it gives what transformers' own would.
+    Templates take no functions as arguments, so this replaces, permanently, the one that transformers compiles in;
+    without a day the replacement returns the same as transformers' own.
     """
     if day is None or DATED not in template:
         yield
@@ -37,5 +37,5 @@ def _strftime_now(format: str) -> str:
 
 
 def parse_date(day: str) -> datetime:
-    """Midnight of a day such as "2026-01-31". Raises ValueError for anything else."""
+    """Parse a day such as "2026-01-31" as its midnight. Raises ValueError for anything else."""
     return datetime.strptime(day, "%Y-%m-%d")

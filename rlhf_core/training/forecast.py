@@ -40,7 +40,9 @@ def forecast_lines(
         with error_context(stage, "eval_data"):
             encode("eval_data")
         count, said = len(encoded), str(encoded.report)
-    total = data.updates(count, config.total_batch_size, config.num_train_epochs, config.max_training_steps)
+    total = data.count_updates(
+        count, config.total_batch_size, config.num_train_epochs, config.max_training_steps
+    )
     epochs = total * config.total_batch_size / count
     tokens = f"at most {total * config.total_batch_size * config.max_sequence_length:,} tokens"
     update_tokens, longest = config.total_batch_size * config.max_sequence_length, config.max_sequence_length

@@ -22,7 +22,7 @@ from rlhf_core.rewards.function import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import text_options
-from rlhf_core.tokenizer import load_tokenizer, settled
+from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -84,7 +84,9 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             "tokenizer_config.json beside its config.json"
         )
     with error_context(stage, "chat_template"):
-        model = replace(model, tokenizer=settled(model.tokenizer, config.chat_template, model.source))
+        model = replace(
+            model, tokenizer=with_template_and_stop_ids(model.tokenizer, config.chat_template, model.source)
+        )
     rates = {
         n: r for n, r in model.hf_config.items() if n.endswith(DROPOUT) and isinstance(r, int | float) and r
     }

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core import scoring
 from rlhf_core.cli import commands
-from rlhf_core.data import whole
+from rlhf_core.data import whole_sequences
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer
 
@@ -22,7 +22,7 @@ def model(tiny, tmp_path_factory):
 
 @pytest.fixture
 def rows(tiny, tmp_path, monkeypatch):
-    for module in (whole, scoring):
+    for module in (whole_sequences, scoring):
         monkeypatch.setattr(module, "CHUNK", 3)
     return tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(11))
 

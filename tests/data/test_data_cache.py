@@ -1,4 +1,4 @@
-"""Tokens kept on the disk are the tokens that would be made, whatever happens to the files."""
+"""Cached tokens equal freshly encoded ones, whatever happens to the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data import cache, preferences, prompts, texts
-from rlhf_core.data.cache import cache_directory, cached, flat
+from rlhf_core.data.cache import cache_directory, flatten, load_or_build
 from rlhf_core.errors import InputError
 
 
@@ -44,7 +44,7 @@ CALLS = {
 
 
 def plain(value):
-    """Arrays with their bits and types, to compare."""
+    """Convert arrays to comparable dtypes, shapes and bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, tuple | list):
@@ -75,7 +75,7 @@ def test_sources_are_kept_apart_and_names_are_not_kept(tokenizer, tiny, tmp_path
     one, other = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
     data.encode_pairs(data.load(one), tokenizer, max_length=None)
     encoded = data.encode_pairs(data.load([other, {"path": one, "weight": 2}]), tokenizer, max_length=None)
-    assert len(list(directory.iterdir())) == 2  # the same content is one; drawn twice it is another
+    assert len(list(directory.iterdir())) == 2  # equal content shares an entry; repeated rows have their own
     assert encoded.where(0) == f"{other} row 1"
 
 
@@ -100,7 +100,7 @@ def test_whatever_decides_the_ids_is_part_of_the_key(tokenizer, tiny, directory,
     )
     assert count(talk, tokenizer, dated) == 5
     assert count(talk, tokenizer, "plain") == 5
-    monkeypatch.setattr(cache, "code", lambda: "other rules")
+    monkeypatch.setattr(cache, "code_hash", lambda: "other rules")
     assert count(talk, tokenizer, "plain") == 6
 
 
@@ -112,9 +112,9 @@ def test_wrong_rows_are_told_every_time(tokenizer, directory):
 
 
 def build():
-    """Two parts, of three rows and of one."""
-    yield {**flat("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
-    yield {**flat("ids", [np.arange(3)]), "odd_rows": np.array([0])}
+    """Yield two parts, with three rows and one row."""
+    yield {**flatten("ids", [np.arange(4), None, np.arange(2)]), "odd_rows": np.array([2])}
+    yield {**flatten("ids", [np.arange(3)]), "odd_rows": np.array([0])}
 
 
 WHOLE = {
@@ -149,13 +149,13 @@ def damage(path, how):
     ],
 )
 def test_what_is_damaged_is_built_anew(how, directory):
-    cached("key", build)
+    load_or_build("key", build)
     damage(directory / "key", how)
     built = []
-    found = cached("key", lambda: built.append(1) or build())
+    found = load_or_build("key", lambda: built.append(1) or build())
     assert built
     assert plain([found[name] for name in WHOLE]) == plain(list(WHOLE.values()))
-    again = cached("key", lambda: pytest.fail("built again"))
+    again = load_or_build("key", lambda: pytest.fail("built again"))
     assert plain([again[name] for name in WHOLE]) == plain(list(WHOLE.values()))
     assert not again["ids"].flags.writeable
     assert [each.name for each in directory.iterdir()] == ["key"]
@@ -164,11 +164,11 @@ def test_what_is_damaged_is_built_anew(how, directory):
 PROCESS = """
 import sys, time
 import numpy as np
-from rlhf_core.data.cache import cached
+from rlhf_core.data.cache import load_or_build
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(20):
-    found = cached(f"key{i}", lambda: [{"x": np.arange(10000) + i}])
+    found = load_or_build(f"key{i}", lambda: [{"x": np.arange(10000) + i}])
     assert found["x"].tolist() == list(range(i, 10000 + i))
 """
 
@@ -192,9 +192,9 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "file"))
     with pytest.warns(
-        UserWarning, match=r"tokens are not kept in .*file/tokens: Not a directory; RLHF_CACHE names"
+        UserWarning, match=r"tokens are not cached in .*file/tokens: Not a directory; set RLHF_CACHE"
     ):
-        found = cached("key", build)
+        found = load_or_build("key", build)
     assert plain([found[name] for name in WHOLE]) == plain(list(WHOLE.values()))
 
 

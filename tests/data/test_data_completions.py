@@ -1,4 +1,4 @@
-"""Where the completions of preferences start: in texts, conversations and token ids, whole and cut."""
+"""Completion starts of preferences: in texts, conversations and token ids, whole and cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, but "g" and "o" merge, also across the end of a prompt."""
+    """Make a byte tokenizer that merges "g" and "o", even across the end of a prompt."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["</s>", *alphabet, "go"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("g", "o")]))
@@ -99,13 +99,13 @@ def test_cut_pairs(tokenizer):
     rows = [{"prompt": "ask ", "chosen": "yes", "rejected": "never"}]
     end = pairs(rows, tokenizer, max_length=7, overlong="truncate")
     assert [len(ids) for ids in end.pairs[0][:2]] == [7, 7]
-    assert end.pairs[0].starts == (3, 1)  # of "sk yes." one less, of "knever." three
+    assert end.pairs[0].starts == (3, 1)  # after "sk " and " "
     assert completions(end, tokenizer) == [("yes</s>", "never</s>")]
     start = pairs(rows, tokenizer, max_length=6, overlong="truncate", truncation_mode="keep_start")
     assert completions(start, tokenizer) == [("ye", "ne")]
     rows.append({"prompt": "a question ", "chosen": "b", "rejected": "c"})
     kept = pairs(rows, tokenizer, max_length=6, overlong="truncate", truncation_mode="keep_start")
-    assert (len(kept), kept.report.filtered) == (1, ["dataset row 2"])  # nothing of its completions is left
+    assert (len(kept), kept.report.filtered) == (1, ["dataset row 2"])  # its completions are cut away
     assert kept.fingerprint == start.fingerprint != end.fingerprint
 
 

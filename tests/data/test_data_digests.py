@@ -1,4 +1,4 @@
-"""One digest per row: of what the row teaches, and of nothing else."""
+"""Row digests cover what a row teaches and nothing else."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_completions_and_values_count(tokenizer):
     assert (one == two).tolist() == [False, True]
     moved = digests("texts", [{"text": "a b"}, {"prompt": "a", "completion": " b"}][:1], tokenizer)
     asked = digests("texts", [{"prompt": "a", "completion": " b"}], tokenizer)
-    assert moved[0] != asked[0]  # the same tokens, of which others are learned
+    assert moved[0] != asked[0]  # the same tokens, but other ones are learned
 
 
 def test_digests_are_the_same_in_every_version(tokenizer):
-    """Written down: a run that is continued by a later version finds its rows again."""
+    """Digests are fixed values, so a later version that continues a run recognises its rows."""
     assert [f"{x:016x}" for x in digests("pairs", PAIRS[:1], tokenizer).tolist()] == ["e49cd2b897795cb5"]
     rows = [{"prompt": "a", "completion": " b c"}]
     assert [f"{x:016x}" for x in digests("texts", rows, tokenizer).tolist()] == ["a9ab81da2fb1b089"]

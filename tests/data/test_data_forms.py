@@ -1,4 +1,4 @@
-"""Forms that data comes in: missing cells, other names, compressed files, data frames, JSON in cells."""
+"""Unusual input: missing cells, other column names, compressed files, data frames, JSON in cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import stored
+from rlhf_core.data import lazy_rows
 from rlhf_core.errors import InputError
 
 PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
@@ -27,10 +27,10 @@ def tokenizer(tiny):
 
 @pytest.fixture(params=["in memory", "on the disk"])
 def place(request, tmp_path, monkeypatch):
-    """Whether files are held in memory, or read where they are."""
+    """Run with files held in memory, and with files read from disk."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
     if request.param == "on the disk":
-        monkeypatch.setattr(stored, "IN_MEMORY", 0)
+        monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     return tmp_path
 
 
@@ -197,10 +197,10 @@ def test_conversations_that_would_be_trained_on_as_text_are_refused(tmp_path, ce
         (
             "a.jsonl",
             b'{"prompt": "a", "answer": "x\\ud83d"}\n',
-            r"row 1: 'answer' is no valid Unicode: \\ud83d at",
+            r"row 1: 'answer' is not valid Unicode: \\ud83d at",
         ),
-        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1: 'a' is no valid Unicode"),
-        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2: 'a' is no valid Unicode"),
+        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1: 'a' is not valid Unicode"),
+        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2: 'a' is not valid Unicode"),
         (
             "a.jsonl",
             b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
@@ -230,20 +230,20 @@ def test_what_no_reader_holds_is_one_message(place, name, content, message):
 def test_rows_in_memory_that_json_does_not_hold(tmp_path):
     circle: list = []
     circle.append(circle)
-    for value, message in ((circle, "Circular reference"), ("\ud83d", "is no valid Unicode")):
+    for value, message in ((circle, "Circular reference"), ("\ud83d", "is not valid Unicode")):
         with pytest.raises(InputError, match=f"dataset row 2.*{message}"):
             data.load([PAIR, {**PAIR, "answer": value}])
 
 
 def test_a_file_that_changes_while_it_is_used_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([PAIR, {**PAIR, "prompt": "b"}]))
     records = data.load(path)
     with path.open("ab") as file:
         file.write(lines([PAIR]))
-    assert [row["prompt"] for row in records] == ["a", "b"]  # what is added is not read
+    assert [row["prompt"] for row in records] == ["a", "b"]  # appended rows are not read
     changed = path.read_bytes().replace(b'"b"', b'"c"')
     with path.open("r+b") as file:
         file.write(changed)

@@ -1,4 +1,4 @@
-"""Damaged files: read as what they are, or one InputError, whatever is damaged."""
+"""Damaged files are either read or rejected with a single InputError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import stored
+from rlhf_core.data import lazy_rows
 from rlhf_core.errors import InputError
 
 MUTATIONS = 50
@@ -46,7 +46,7 @@ def written(path, kind):
 
 
 def mutated(content, draw):
-    """One to three places overwritten, cut out, doubled, or with something put in."""
+    """Overwrite, delete, duplicate or insert bytes in one to three places."""
     for _ in range(draw.integers(1, 4)):
         at, end = sorted(draw.integers(0, len(content) + 1, 2).tolist())
         end = min(end, at + 40)
@@ -70,7 +70,7 @@ def mutated(content, draw):
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_damaged_files_are_rows_or_one_message(kind, held, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 1 << 23 if held else 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 1 << 23 if held else 0)
     tokenizer, path = tiny.make_tokenizer(), tmp_path / f"a.{kind}"
     whole, draw = written(path, kind), np.random.default_rng(7)
     read = refused = 0

@@ -1,4 +1,4 @@
-"""Encoded data is arrays, which say of all rows what each row says; rows are no objects before they are asked for."""
+"""Encoded data is arrays that agree with every row, and rows become objects only on access."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import cache, source, stored
+from rlhf_core.data import cache, lazy_rows, source
 from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import trained_per_branch
 
@@ -21,9 +21,9 @@ def tokenizer(tiny):
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """Everything as with large files: read in parts, from the disk."""
+    """Treat every file as large: read it in parts, from disk."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     monkeypatch.setattr(cache, "SMALL", 1)
     monkeypatch.setattr(source.Source.parts, "__defaults__", (7,))
     return tmp_path
@@ -67,7 +67,7 @@ def test_arrays_of_texts_say_what_their_trees_are(tiny, tokenizer, way):
 
 
 def plain(encoded):
-    """All that an encoded data set says, as Python objects."""
+    """Convert all contents of an encoded data set to Python objects."""
     rows = getattr(encoded, "pairs", None) or getattr(encoded, "texts", None) or encoded.ids
     said = [
         [np.asarray(x).tolist() for x in row if x is not None] if isinstance(row, tuple) else row.tolist()
@@ -97,7 +97,7 @@ def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer,
         first = plain(encode(data.load(spec), tokenizer, **way))
         again = plain(encode(data.load(spec), tokenizer, **way))
         with monkeypatch.context() as patch:
-            patch.setattr(stored, "IN_MEMORY", 1 << 30)
+            patch.setattr(lazy_rows, "IN_MEMORY", 1 << 30)
             patch.setattr(cache, "SMALL", 1 << 30)
             patch.setattr(source.Source.parts, "__defaults__", (1000,))
             whole = plain(encode(data.load(spec), tokenizer, **way))
@@ -130,9 +130,9 @@ def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
 
 
 def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
-    """Less than 300 bytes a row are held, where the text of a row alone is longer."""
+    """Memory per row stays below 300 bytes, less than the row's text."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "IN_MEMORY", 0)
+    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
     count, path = 6000, tmp_path / "pairs.jsonl"
     words = " a b c d e" * 60
     with path.open("w") as file:

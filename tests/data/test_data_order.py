@@ -1,4 +1,4 @@
-"""The order of examples: complete epochs, the same from any start."""
+"""The order of rows: complete epochs, the same from any start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from rlhf_core.data import drawn, schedule, updates
+from rlhf_core.data import batch_rows, count_updates, visited_rows
 
 
 def take(n, *args, **kwargs):
-    return [batch.tolist() for batch in itertools.islice(schedule(*args, **kwargs), n)]
+    return [batch.tolist() for batch in itertools.islice(batch_rows(*args, **kwargs), n)]
 
 
 @pytest.mark.parametrize("start", [0, 1, 3, 7])
@@ -31,7 +31,7 @@ def test_every_epoch_is_complete_and_shuffled_anew():
 def test_batches_run_across_epochs_and_the_last_takes_what_is_left():
     batches = take(99, 5, 4, seed=0, epochs=3)
     assert [len(batch) for batch in batches] == [4, 4, 4, 3]
-    assert len(batches) == updates(5, 4, 3)
+    assert len(batches) == count_updates(5, 4, 3)
     assert sorted(itertools.chain(*batches)) == sorted([*range(5)] * 3)
     assert [len(batch) for batch in take(9, 5, 4, seed=0, epochs=0.5)] == [2]
 
@@ -41,23 +41,23 @@ def test_without_shuffling_the_order_is_that_of_the_file():
 
 
 def test_updates():
-    assert updates(100, 32, 1) == 4
-    assert updates(96, 32, 10) == 30
-    assert updates(96, 32, 1, 7) == 7
-    assert updates(96, 32, 10, 50) == 50
+    assert count_updates(100, 32, 1) == 4
+    assert count_updates(96, 32, 10) == 30
+    assert count_updates(96, 32, 1, 7) == 7
+    assert count_updates(96, 32, 10, 50) == 50
 
 
 def test_nothing_to_order():
     with pytest.raises(ValueError, match="at least one example"):
-        next(schedule(0, 2, seed=0))
+        next(batch_rows(0, 2, seed=0))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(("size", "batch"), [(11, 4), (7, 7), (5, 8)])
 def test_drawn_examples_are_those_of_the_updates_before(size, batch, shuffle):
-    order = schedule(size, batch, seed=3, shuffle=shuffle)
+    order = batch_rows(size, batch, seed=3, shuffle=shuffle)
     seen: set[int] = set()
     for update in range(4):
-        found = drawn(size, update * batch, seed=3, shuffle=shuffle)
+        found = visited_rows(size, update * batch, seed=3, shuffle=shuffle)
         assert found.tolist() == sorted(seen)
         seen |= set(next(order).tolist())

@@ -1,4 +1,4 @@
-"""Preferences to token ids: every layout gives the same pairs, and every wrong row is named."""
+"""Encoding preferences: every layout gives the same pairs, and errors name every invalid row."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decoded(encoded, tokenizer):
     [
         {"prompt": "ask ", "chosen": "good", "rejected": "bad"},
         {"chosen": "ask good", "rejected": "ask bad"},
-        # Whole texts beside their prompt.
+        # Whole texts next to their prompt.
         {"prompt": "ask ", "chosen": "ask good", "rejected": "ask bad", "prompt_repeated": True},
         {"chosen": "ask good</s>", "rejected": "ask bad"},
     ],
@@ -251,7 +251,7 @@ def test_real_preferences(shared, name, folder, template):
     report = encoded.report
     assert report.total == len(records) == report.kept + len(report.filtered) + len(report.empty)
     assert report.kept == len(encoded) > 0.6 * len(records)
-    for tree in encoded.trees():  # at least the whole prompt but its last tokens is shared
+    for tree in encoded.trees():  # the prompt is shared except perhaps its last tokens
         assert len(tree.prefix) >= 8
     row = int(encoded.where(7).rsplit(" ", 1)[1]) - 1
     alone = encode_full(tokenizer, records[row]["prompt"], records[row]["chosen"], chat_template=template)

@@ -1,4 +1,4 @@
-"""`rlhf data`: figures of known rows, each kind of data, and what cannot be read."""
+"""`rlhf data`: statistics of known rows for each kind of data, and unreadable data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_figures_of_pairs(tiny):
     assert found.report.duplicates == ["dataset row 4"]
     assert found.facts == {
         "longer wins": "chosen is longer in 25 % of the pairs, as long in 50 %",
-        "shared start": "36 tokens as two sequences a pair, 30 with the start they share once: 17 % saved",
+        "shared start": "36 tokens as two sequences per pair, 30 with the start they share once: 17 % saved",
         "margin": "0 to 2, 0 in 2 of 4 pairs",
     }
     assert profile(data.load(PAIRS), tiny.make_tokenizer()).limit == 1024

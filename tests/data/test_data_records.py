@@ -1,4 +1,4 @@
-"""Loading: every format gives the same rows, and everything wrong with a file is named by file and row."""
+"""Loading: every format gives the same rows, and errors name the file and row."""
 
 from __future__ import annotations
 

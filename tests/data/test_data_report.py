@@ -1,4 +1,4 @@
-"""What is said of rows: nothing is dropped, cut or doubled without its row number, and cells are read by most rows."""
+"""Reports: every dropped, cut or repeated row is named, and a column's type is that of most of its cells."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_kind_of_row_is_counted_and_named(tokenizer):
     cut = pairs(rows, tokenizer, max_length=6, overlong="truncate").report
     assert (cut.kept, cut.truncated, cut.filtered) == (7, ["dataset row 6"], [])
     assert not report.all_as_given
-    # Rows that come twice are used whole and teach something.
+    # Repeated rows are used whole and teach something.
     assert pairs(rows[:2], tokenizer).report.all_as_given
 
 
@@ -118,7 +118,7 @@ CALLS = {"chosen": conversation(**CALL), "rejected": conversation(), "tools": TO
 
 def test_tools_and_tool_calls_reach_the_template(tokenizer, tmp_path):
     wanted = tokenizer("f 2 g 1 user a assistant b h")["input_ids"] + [tokenizer.eos_token_id]
-    pq.write_table(pa.Table.from_pylist([CALLS]), tmp_path / "calls.parquet")  # fills objects up with nulls
+    pq.write_table(pa.Table.from_pylist([CALLS]), tmp_path / "calls.parquet")  # adds nulls to objects
     for rows in ([CALLS], [{**CALLS, "tools": json.dumps(TOOLS)}], str(tmp_path / "calls.parquet")):
         assert pairs(rows, tokenizer, chat_template=TOOLED).pairs[0].chosen.tolist() == wanted
     bare = {name: CALLS[name] for name in ("chosen", "rejected")}
@@ -148,7 +148,7 @@ def test_wrong_tools_are_named(change, message, tokenizer):
 
 def test_the_fingerprint_is_of_every_element_and_of_the_order_of_keys():
     ids = np.arange(5000)
-    other = np.where(ids == 2500, 0, ids)  # str() shows neither
+    other = np.where(ids == 2500, 0, ids)  # str() of the arrays shows no difference
     prints = {data.load([{"chosen_ids": each, "rejected_ids": [1]}]).fingerprint for each in (ids, other)}
     prints |= {
         data.load([{"text": "a", "tools": tools}]).fingerprint

@@ -1,4 +1,4 @@
-"""Texts and prompts to token ids: what of a row is learned, what is kept beside a prompt, and which rows are wrong."""
+"""Encoding texts and prompts: learned tokens, columns kept with a prompt, and invalid rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_over_long_texts(tokenizer):
     cut = texts(rows, tokenizer, max_length=7, overlong="truncate")
     assert learned(cut, tokenizer) == ["good</s>", "x</s>"]
     assert [len(t.tokens) for t in cut.texts] == [7, 4]
-    # Cut to its prompt, nothing of a row is left to learn.
+    # A row cut down to its prompt has nothing left to learn.
     start = texts(rows, tokenizer, max_length=7, overlong="truncate", truncation_mode="keep_start")
     assert start.report.filtered == ["dataset row 1"]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Columns of numbers beside texts: they stay with their rows, travel to the objective, and are checked."""
+"""Columns of numbers next to texts stay with their rows, reach the objective, and are checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_values_stay_with_the_rows_that_are_kept_and_reach_the_batch(tiny: Modul
     rows = [
         row("a", " b", rating=0.25),
         row("a", " b c d e f g", rating=9.0),  # too long
-        row("a", " ", rating=None),  # empty: its number is not asked for
+        row("a", " ", rating=None),  # empty, so its number is not checked
         row("c", " d", rating="-1.5"),
     ]
     found = encoded(tiny, rows, max_length=4)

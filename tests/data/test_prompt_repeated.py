@@ -1,4 +1,4 @@
-"""Whether completions begin with their prompt is said by an option, never guessed from the other rows of a file."""
+"""An option says whether completions repeat their prompt; it is never guessed from other rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import Source
+from rlhf_core.data.source import Source
+from rlhf_core.data.whole_sequences import encode_whole
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder
@@ -27,7 +28,7 @@ def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool
     options = TextOptions(prompt_repeated=repeated)
     records = data.load(rows)
     if kind == "whole":
-        return data.encode_whole(records, Encoder(tokenizer, options)).sequences
+        return encode_whole(records, Encoder(tokenizer, options)).sequences
     if kind == "pairs":
         found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=options)
         return [[pair.chosen, pair.rejected] for pair in found.pairs]
@@ -47,7 +48,7 @@ def test_a_row_reads_alike_whatever_the_other_rows(
         beside["prompt"] = "e "
         found = encode(kind, [beside, row, beside, beside], tokenizer, repeated)
         assert tokenizer.decode(found[1][0]) == f"{words} </s>", repeated
-    # Most rows begin so: it has to be said what that means. However few rows are read at a time, it is of the file.
+    # Most rows repeat the prompt, so the option is required. The file counts as a whole, not part by part.
     monkeypatch.setattr(
         Source, "parts", lambda self: map(self.part, range(len(self.rows)), range(1, len(self.rows) + 1))
     )
@@ -65,10 +66,10 @@ def test_a_row_reads_alike_whatever_the_other_rows(
 
 
 def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
-    """Training drops what teaches nothing; a score is asked for all the same."""
+    """Rows that teach nothing are dropped in training but still scored."""
     encoder = Encoder(tokenizer)
     rows = [{"prompt": "a", "completion": text} for text in (" b", "", "  ", None)]
-    whole = data.encode_whole(data.load(rows), encoder)
+    whole = encode_whole(data.load(rows), encoder)
     said = [row and tokenizer.decode(row[0]) for row in whole.sequences]
     assert said == ["a b </s>", "a </s>", "a </s>", None]
     assert whole.places[3].endswith("row 4")
@@ -76,13 +77,13 @@ def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
     for row, ids in zip(whole.sequences, again, strict=False):
         assert row is not None
         np.testing.assert_array_equal(row[0], ids)
-    pairs = data.encode_whole(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
+    pairs = encode_whole(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
     assert pairs.sides == ("chosen_score", "rejected_score")
     assert [row and [tokenizer.decode(ids) for ids in row] for row in pairs.sequences] == [
         ["e </s>", "e g </s>"],
         None,
     ]
-    texts = data.encode_whole(data.load([{"text": "a b"}, {"text": ""}]), encoder)
+    texts = encode_whole(data.load([{"text": "a b"}, {"text": ""}]), encoder)
     assert [row and tokenizer.decode(row[0]) for row in texts.sequences] == ["a b </s>", "</s>"]
-    ids = data.encode_whole(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
+    ids = encode_whole(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
     assert [each.tolist() for each in ids.sequences[0] or []] == [[4, 5], [6]]

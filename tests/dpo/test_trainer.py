@@ -210,7 +210,7 @@ def test_a_run_is_not_continued_on_other_held_out_pairs(tiny, tmp_path):
 def test_the_reference_of_a_pair_that_was_mended_is_read(tiny, tmp_path, capsys):
     rows = tiny.pairs(11)
     config = DPOConfig(**{**SHORT, "save_steps": 1})
-    drawn = data.drawn(11, config.total_batch_size, seed=0)
+    drawn = data.visited_rows(11, config.total_batch_size, seed=0)
     late = next(i for i in range(11) if i not in drawn)
     mended = [{**row, "chosen": " q r s"} if i == late else row for i, row in enumerate(rows)]
     given = {"model": tiny.make_model(scale=4.0)}

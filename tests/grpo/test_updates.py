@@ -426,7 +426,7 @@ def test_tokens_and_places(make):
     update = make().update(0, state(0))
     groups = [tokens for tokens, _, _ in content(update).values()]
     feed = make()
-    order = next(data.schedule(8, 2, seed=5))
+    order = next(data.batch_rows(8, 2, seed=5))
     feed.update(0, state(0))
     assert [update.where(i) for i in range(2)] == [feed.prompts.where(int(i)) for i in order]
     prompt_tokens = sum(len(feed.prompts.ids[i]) for i in order)

@@ -1,4 +1,4 @@
-"""The classes of rows that are chosen for some data, and how full they get."""
+"""The classes of rows chosen for some data, and how full the rows get."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_chosen_layouts_keep_the_rules(branches, hidden_size):
 
 
 def test_layout_costs_less_than_one_class_of_the_longest():
-    """A few long trees among short ones, attention dominant: the short ones get rows of their own."""
+    """With costly attention and a few long trees, the short trees get their own rows."""
     sizes = np.where(np.arange(400) % 10 == 0, 1000, 40)
     layout = choose_layout(sizes, 2, hidden_size=32, max_tokens=8192, trees_per_update=40)
     assert len(layout.time) > 1
@@ -61,7 +61,7 @@ def test_a_short_run_is_not_worth_several_programs():
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_rows_get_the_class_they_need_and_few_slots_are_empty(skips):
-    """Lengths as of preference pairs. With attention that skips, long rows cost nothing and are filled best."""
+    """With attention that skips masked blocks, long rows cost nothing extra and fill best."""
     draw = np.random.default_rng(3)
     sizes = np.minimum(draw.lognormal(5.6, 0.5, 1500).astype(int) + 20, 560)
     layout = choose_layout(

@@ -1,4 +1,4 @@
-"""Packing against the separate sequences: every token once, right positions, parents and visibility."""
+"""Packed rows agree with the separate sequences: each token once, with its position, parent and visibility."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUT = Layout(time=(32, 64), rows=(3, 2), sequences=(4, 4), trained=(32, 40))
 
 
 def unpack(packed: list[Packed]):
-    """Each sequence of each row, token by token: what a reader of the layout's definition would do."""
+    """Read back each sequence of each row, token by token, by the layout's definition."""
     found = []
     for batch in packed:
         rows = batch.rows
@@ -106,14 +106,14 @@ def test_every_sequence_comes_back(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_visibility_is_that_of_the_separate_sequences(seed):
-    """[query, key] of a row, token by token: its sequence's earlier tokens and its own prefix only."""
+    """Compute a row's visibility [query, key] token by token: earlier tokens of its sequence and prefix only."""
     for batch in pack(random_trees(seed, 11), LAYOUT):
         for r in range(batch.rows.tokens.shape[0]):
             until, sequence = batch.rows.visible_until[r], batch.rows.sequence[r]
             time = len(until)
             seen = np.array([[k <= q < until[k] for k in range(time)] for q in range(time)])
             wanted = np.zeros((time, time), bool)
-            # Which tree a token is of: its sequence's; a prefix lies right before its tree's branches.
+            # A token's tree is its sequence's; a prefix lies right before its tree's branches.
             example = np.append(batch.example[r], -1)[sequence]
             owners = np.full(time, -1)
             for q in np.flatnonzero(until):

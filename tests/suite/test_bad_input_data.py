@@ -50,7 +50,7 @@ CASES = {
         bytes_of(LINE.decode().encode("utf-16-le"), TRAIN, "is UTF-16: save it as UTF-8"),
         bytes_of(gzip.compress(LINE), TRAIN, "is a gzip file, not text: unpack it first"),
         bytes_of(b"PAR1\x15\x00", TRAIN, "is a parquet file, not text: name it .parquet"),
-        cells("'chosen' is no valid Unicode: \\ud83d at character 2", "remove it", chosen="a\ud83d"),
+        cells("'chosen' is not valid Unicode: \\ud83d at character 2", "remove it", chosen="a\ud83d"),
     ],
     "JSON": [
         bytes_of(LINE + b'{"prompt": "a", "chosen": \n', "row 2 is not JSON: Expecting value at column 27"),

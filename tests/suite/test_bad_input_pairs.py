@@ -54,7 +54,7 @@ CASES = {
     "roles": [
         talk(
             [*ASKED, {"role": "assistant", "content": "\ude00"}],
-            "'chosen' is no valid Unicode",
+            "'chosen' is not valid Unicode",
             "half of a pair",
         ),
         talk(

@@ -156,7 +156,7 @@ def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path
     run = Run("sft", tiny, tmp_path / "whole")
     run.train()
     rows = run.inputs["train_dataset"]
-    drawn = set(data.drawn(len(rows), 4, seed=0).tolist())
+    drawn = set(data.visited_rows(len(rows), 4, seed=0).tolist())
     assert len(drawn) == 4
     late, early = min(set(range(len(rows))) - drawn), min(drawn)
     mended = [{**row, "completion": " q r"} if i == late else row for i, row in enumerate(rows)]

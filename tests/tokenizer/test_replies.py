@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned: the replies, counted out in the text; and what is said where not."""
+"""Learned tokens of conversations are those of replies, checked against the text; reports name the exceptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADERS = {
     chat.MARKS: "<|im_start|>assistant\n",
     chat.MARKS_CONTENT: "<|im_start|>assistant\n",
 }
-"""What stands before a reply; it ends with the first stop token after that."""
+"""Text before each reply, which ends with the first stop token after it."""
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = {chr(b): b for b in PRINTABLE} | {
     chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in PRINTABLE)
@@ -38,7 +38,7 @@ assert set(BYTES) == set(pre_tokenizers.ByteLevel.alphabet())
 
 
 def token_spans(tokenizer, ids, text):
-    """The bytes of `text` that every token stands for, by laying the tokens end to end."""
+    """Find the bytes of `text` that every token covers, by laying the tokens end to end."""
     added = tokenizer.get_added_vocab()
     pieces, at, spans = tokenizer.convert_ids_to_tokens(ids), 0, []
     by_bytes = "Ġ" in tokenizer.get_vocab()
@@ -46,20 +46,20 @@ def token_spans(tokenizer, ids, text):
         if piece in added:
             size = len(piece.encode()) * text.encode().startswith(
                 piece.encode(), at
-            )  # else added beside the text
+            )  # otherwise not part of the text
         elif by_bytes:
             size = len(bytes(BYTES[c] for c in piece))
         else:
             size = 1 if piece.startswith("<0x") else len(piece.replace("▁", " ").encode())
-            size -= i == 0 or pieces[i - 1] in added  # the space that is put before a text
+            size -= i == 0 or pieces[i - 1] in added  # the space added before a text
         spans.append((at, at + size))
         at += size
-    assert at > len(text.encode()) - 20  # white space and a second stop token behind the first are cut
+    assert at > len(text.encode()) - 20  # white space and a second stop token after the first are cut
     return spans
 
 
 def learned_bytes(case, text):
-    """Of every reply, header left out, up to its stop token."""
+    """Mask every reply up to its stop token, without its header."""
     spans, at, header = [], 0, HEADERS[case.template]
     while (start := text.find(header, at)) >= 0:
         found = [(text.index(stop, start), stop) for stop in case.stops if stop in text[start:]]
@@ -79,7 +79,7 @@ def expected(case, turns, first=0):
         any(a < end and start < b for a, b in spans) for start, end in token_spans(case.tokenizer, ids, text)
     ]
     if not text.rstrip().endswith(tuple(case.stops)) and case.stops:
-        mask[-1] = True  # an EOS that was put behind
+        mask[-1] = True  # an appended EOS
     return ids.tolist(), mask
 
 
@@ -104,7 +104,7 @@ def test_every_reply_is_learned_and_nothing_else(name):
     assert sum(mask) > 20
     report = encoded.report
     assert report.unlearned == report.unlike == report.left_out == []
-    # A tokenizer that cannot say where its tokens lie gives nearly the same: merges across a border count whole.
+    # A tokenizer without offsets gives nearly the same: a merge across a boundary counts as a whole.
     slow = dataclasses.replace(case, tokenizer=Slow(case.tokenizer))
     (other,) = texts(slow, {"messages": turns}).texts
     assert other.tokens.tolist() == ids
@@ -121,7 +121,7 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(name):
 
 
 class Slow:
-    """A tokenizer written in Python."""
+    """A slow tokenizer, written in Python."""
 
     def __init__(self, tokenizer):
         self.own = tokenizer
@@ -150,7 +150,7 @@ def test_what_tools_answer_is_not_learned():
 
 
 def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
-    """Earlier replies would be learned without the thoughts that they were written with."""
+    """Earlier replies would be learned without their thoughts, so they are not learned."""
     case = CASES["forgets"]
     turns = [
         chat.user("a"),
@@ -163,9 +163,9 @@ def test_thoughts_that_a_template_forgets_are_not_learned_by_the_way():
     assert case.tokenizer.decode(text.tokens[text.weights == 1]) == "<think>b</think>a<|im_end|>"
     assert "in</think>" not in case.tokenizer.decode(text.tokens)
     assert encoded.report.unlearned == encoded.report.left_out == ["dataset row 1"]
-    assert "1 of which only the last replies are learned (dataset row 1)" in str(encoded.report)
+    assert "1 whose earlier replies are not all learned (dataset row 1)" in str(encoded.report)
     assert not encoded.report.all_as_given
-    # A reply without a thought is written alike, and learned.
+    # A reply without a thought is rendered the same either way, so it is learned.
     turns[1] = chat.assistant("ab")
     encoded = texts(case, {"messages": turns})
     assert case.tokenizer.decode(encoded.texts[0].tokens[encoded.texts[0].weights == 1]) == (

@@ -1,4 +1,4 @@
-"""One text, one list of ids: every door, with every kind of tokenizer and chat template, against transformers."""
+"""Every entry point gives a text the same ids as transformers, for all kinds of tokenizers and chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = chat.cases()
 
 
 def reference(case, turns):
-    """What transformers makes of a conversation, cut behind the first of the stop tokens that end it."""
+    """Encode a conversation with transformers, cut after the first of its trailing stop tokens."""
     text = case.tokenizer.apply_chat_template(
         turns, chat_template=case.template or PLAIN, tools=case.tools, tokenize=False
     )
@@ -106,7 +106,7 @@ def model(tiny):
 
 @pytest.fixture
 def scorer(model, monkeypatch):
-    """case → a scorer, and the sequences that it would compute."""
+    """Make a scorer for a case, and record the sequences it would score."""
     read = []
 
     def record(self, sequences, group, out):
@@ -170,7 +170,7 @@ def test_scores_read_the_same_ids(name, scorer):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rollouts_continue_what_training_reads(name):
-    """A prompt's ids, then the reply as it would be sampled; its text, read again, gives what is scored."""
+    """Appending a sampled reply to the prompt's ids gives the ids that its text is scored on."""
     case = CASES[name]
     encoder = Encoder(case.tokenizer, template(case))
     row = {"prompt": case.prompt, **({"tools": case.tools} if case.tools else {})}
@@ -215,7 +215,7 @@ def test_a_text_that_has_its_bos_gets_no_second_one():
 
 
 def test_special_tokens_that_somebody_types_are_special_tokens():
-    """As transformers does, in every door; only the end is read as the end."""
+    """Typed special tokens are parsed as in transformers, and do not end the sequence early."""
     case = CASES["chatml"]
     typed = "a<|im_end|>\n<|im_start|>assistant\nb"
     turns = [chat.user(typed), chat.assistant("ab")]

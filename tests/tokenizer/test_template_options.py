@@ -1,4 +1,4 @@
-"""Variables, dates and several templates of a tokenizer: every door writes what transformers writes with them."""
+"""Template variables, dates and named templates: every entry point renders what transformers renders."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig, build
 from rlhf_core.data import cache
+from rlhf_core.data.whole_sequences import encode_whole
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.plugins.component import load_file
@@ -70,10 +71,10 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
     assert pairs.pairs[0].chosen.tolist() == whole
     assert pairs.pairs[0].starts is not None
     for rows in ({"messages": [*PROMPT, *REPLY]}, {"prompt": PROMPT, "completion": REPLY}):
-        read = data.encode_whole(data.load([{**rows, **row}]), Encoder(tokenizer, options)).sequences[0]
+        read = encode_whole(data.load([{**rows, **row}]), Encoder(tokenizer, options)).sequences[0]
         assert read is not None
         assert read[0].tolist() == whole
-        # What is learned ends with the stop token behind the reply, wherever a score is read.
+        # Learned tokens end with the stop token after the reply, wherever the score is read.
         text = data.encode_texts(
             data.load([{**rows, **row}]), tokenizer, max_length=None, chat_template=options
         ).texts[0]
@@ -136,7 +137,7 @@ def test_tokens_of_other_options_are_not_taken_from_the_cache(
                 data.load(rows), tokenizer_with(template), max_length=None, chat_template=options
             )
         assert len(list((tmp_path / "tokens").iterdir())) == count
-    undated = TextOptions(template_date="2026-01-31")  # nothing but templates with a date depends on it
+    undated = TextOptions(template_date="2026-01-31")  # only dated templates depend on it
     data.encode_pairs(data.load(rows), tokenizer_with(chat.CHATML), max_length=None, chat_template=undated)
     assert len(list((tmp_path / "tokens").iterdir())) == len(ways)
 
@@ -147,7 +148,7 @@ def test_the_date_is_that_of_the_options() -> None:
     text = dated.text(PROMPT)[0]
     assert text.startswith("29 Feb 2024<|im_start|>")
     today = tokenizer.apply_chat_template(PROMPT, tokenize=False)
-    assert not today.startswith("29 Feb 2024")  # transformers' own goes on as it was
+    assert not today.startswith("29 Feb 2024")  # without a date, the real one is used
     assert Encoder(tokenizer).text(PROMPT)[0] == today
 
 
@@ -190,7 +191,7 @@ def test_every_template_of_a_tokenizer_is_kept(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    copied = load_model("owner/model")  # saved with the files that it came with
+    copied = load_model("owner/model")  # saved with its original files
     assert "additional_chat_templates/*.jinja" in asked[0]
     copied.save(tmp_path / "copy")
     kept = load_tokenizer(tmp_path / "copy")
@@ -202,7 +203,7 @@ def test_every_template_of_a_tokenizer_is_kept(
     model = dataclasses.replace(tiny.make_model("score"), tokenizer=kept)
     with pytest.raises(InputError, match="its chat template is not the one it was trained with"):
         Scorer(model, contract)
-    # One template by its name is the same as one without; hashes of earlier artifacts hold.
+    # A single named template hashes like an unnamed one, so hashes of earlier artifacts stay valid.
     kept.chat_template = {"default": chat.CHATML}
     alone = tokenizer_with(chat.CHATML)
     assert template_hash(kept) == template_hash(alone)
@@ -219,7 +220,7 @@ def test_tools_choose_the_template_as_in_transformers() -> None:
     )  # fmt: skip
     assert plain == written(tokenizer, PROMPT, add_generation_prompt=True)
     assert called == written(tokenizer, PROMPT, add_generation_prompt=True, tools=tools)
-    # Without a default, conversations without tools have no template, and those with tools have one.
+    # Without a default template, only conversations with tools have a template.
     tokenizer.chat_template = {"tool_use": chat.TOOLS}
     encoder = Encoder(tokenizer)
     assert encoder.tokenize([encoder.text(PROMPT, open_turn=True, tools=tools)])[0].tolist() == called
@@ -228,7 +229,7 @@ def test_tools_choose_the_template_as_in_transformers() -> None:
 
 
 def test_conversations_that_are_learned_begin_once() -> None:
-    """Where the template writes BOS and the tokenizer adds it, as it does for "plain" alone."""
+    """BOS appears once even if both the tokenizer and the template write it."""
     tokenizer = chat.byte_level(bos="<s>", adds_bos=True)
     bos = tokenizer.bos_token_id
     turns = [chat.user("<s>a"), chat.assistant("b")]

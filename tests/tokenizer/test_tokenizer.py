@@ -37,7 +37,7 @@ CHATML = (
 
 
 def small_tokenizer(*, bos=False, eos=False, template=None):
-    """Bytes, `ab` merged to one token, <s> and </s>; optionally adding them itself."""
+    """Make a byte tokenizer that merges `ab` and has <s> and </s>, which it can add itself."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, "ab"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
@@ -68,7 +68,7 @@ def test_eos_is_added_once():
 
 
 def test_prompts_are_open():
-    """Nothing is sampled after an EOS, even where the tokenizer closes every text with it."""
+    """Prompts do not end with EOS, even if the tokenizer appends it to every text."""
     assert 1 not in prompt_ids(small_tokenizer(eos=True), "x").tolist()
     assert prompt_ids(small_tokenizer(bos=True), "").tolist() == [0]
 
@@ -84,7 +84,7 @@ def test_chat_template_of_the_tokenizer():
     tokenizer = small_tokenizer(bos=True, template=CHATML)
     text = "<s>user\nab</s>\n<s>assistant\nba</s>\n<s>user\naab</s>\n<s>assistant\n"
     assert tokenizer.decode(prompt_ids(tokenizer, CHAT[:3])) == text  # and no second <s>
-    # What the template writes after the last EOS is never sampled, so it is not trained on or scored either.
+    # The template's text after the last EOS is never sampled, so it is neither trained on nor scored.
     assert tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:])) == text + "b</s>"
     assert encode_full(tokenizer, CHAT[:3], "b").tolist() == encode_full(tokenizer, None, CHAT).tolist()
     assert tokenizer.decode(render(tokenizer, CHAT[:1])) == "<s>user\nab</s>\n"
@@ -101,7 +101,7 @@ def test_plain_template(bos):
 
 
 def test_prompt_and_sampled_tokens_give_the_trained_sequence():
-    """Where no merge crosses, a rollout's ids are exactly what scoring its text gives."""
+    """Unless a merge crosses the boundary, scoring a rollout's text uses exactly the rollout's ids."""
     for template in ("plain", CHATML):
         tokenizer = small_tokenizer(template=CHATML)
         prompt = prompt_ids(tokenizer, CHAT[:3], chat_template=template)
@@ -112,12 +112,12 @@ def test_prompt_and_sampled_tokens_give_the_trained_sequence():
 
 def test_generation_marks_say_what_the_assistant_wrote():
     encoder = Encoder(small_tokenizer(bos=True), "plain")
-    assert encoder.marks_turns
+    assert encoder.chat.marks()
     ids, written = encoder.marked(CHAT)
     assert ids.tolist() == encoder.whole([None], [CHAT])[0].tolist()
     assert written.dtype == bool
     assert encoder.tokenizer.decode(ids[written]) == "ba</s>b</s>"
-    assert not Encoder(small_tokenizer(template=CHATML)).marks_turns
+    assert not Encoder(small_tokenizer(template=CHATML)).chat.marks()
 
 
 def test_a_template_may_come_from_a_file(tmp_path):
@@ -150,7 +150,7 @@ def test_special_ids_include_the_generation_config(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1, 99999]}')
     special = special_ids(load_tokenizer(tmp_path))
     assert special.bos == 0
-    assert special.eos == (1, 5)  # the tokenizer's own first; ids that it does not have are not listed
+    assert special.eos == (1, 5)  # the tokenizer's own comes first; ids outside its vocabulary are dropped
     assert special.pad is None
 
 
@@ -182,7 +182,7 @@ def test_missing_tokenizers(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"Did you mean 'policy'\?"):
         load_tokenizer("./polcy")
     (tmp_path / "models").mkdir()
-    with pytest.raises(InputError, match="no such directory"):  # not taken for a name on the hub
+    with pytest.raises(InputError, match="no such directory"):  # not mistaken for a hub name
         load_tokenizer("models/policy")
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer files of strangers: nothing in them is run, and whatever is wrong with them is one InputError."""
+"""Untrusted tokenizer files: none of their code is run, and any defect raises a single InputError."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def use(directory: Path) -> None:
-    """What the doors do with a tokenizer."""
+    """Use a tokenizer in all the ways the entry points do."""
     tokenizer = load_tokenizer(directory)
     encoder = Encoder(tokenizer)
     encoder.whole([None], ["a b"])
@@ -135,7 +135,7 @@ ODD: list[Any] = [
 
 
 def mutate(value: Any, draw: random.Random) -> Any:
-    """JSON with one place changed: something odd, nothing, or too much of it."""
+    """Replace, delete or multiply one place of a JSON value."""
     value = copy.deepcopy(value)
     parent, key, at = None, None, value
     for _ in range(draw.randint(1, 6)):
@@ -191,12 +191,12 @@ def _dumps(value: Any) -> str:
 
 
 def test_half_of_a_pair_in_what_a_template_writes_is_told(directory: Path) -> None:
-    """A template may write what no text of the data has."""
+    """A template can write invalid Unicode that the data does not contain."""
     tokenizer, template = load_tokenizer(directory), "{{ messages[0].content }}{{ x }}"
     asked = data.load([{"prompt": [chat.user("a")]}])
     options = TextOptions(template, {"x": "\ud83d"})
     with pytest.raises(
-        InputError, match=r"row 1: .* no valid Unicode: \\ud83d at character 2 is half of a pair"
+        InputError, match=r"row 1: .* not valid Unicode: \\ud83d at character 2 is half of a pair"
     ):
         data.encode_prompts(asked, tokenizer, max_prompt_length=None, chat_template=options)
 
@@ -214,5 +214,5 @@ def test_half_of_a_pair_in_any_column_is_told_before_anything_is_computed(
     ))  # fmt: skip
     tiny.make_model("score" if command == "score" else "lm").save(tmp_path / "model")
     monkeypatch.setattr("rlhf_core.models.loading.load_model", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(InputError, match=rf"row 2: '{column}' is no valid Unicode: .*; remove it"):
+    with pytest.raises(InputError, match=rf"row 2: '{column}' is not valid Unicode: .*; remove it"):
         CliRunner().invoke(cli.app, [command, str(tmp_path / "model"), str(rows)], catch_exceptions=False)

@@ -14,7 +14,7 @@ from rlhf_dpo.losses import DPOInputs
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
-    from rlhf_core.packing.rows import Packed
+    from rlhf_core.packing import Packed
     from rlhf_core.step import Objective
     from rlhf_dpo.losses import DPOLoss
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import data
 from rlhf_core.mesh import put_rows, replicated
-from rlhf_core.packing.rows import Layout, pack
+from rlhf_core.packing import Layout, pack
 from rlhf_dpo.objective import SAME, sequence_logps
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.data import Pairs
     from rlhf_core.fit.batches import DatasetUpdates, Update
     from rlhf_core.models import Definition
-    from rlhf_core.packing.rows import Packed, Tree
-    from rlhf_core.packing.trees import Trees
+    from rlhf_core.packing import Packed, Tree, Trees
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def reached(updates: DatasetUpdates) -> NDArray[np.integer]:
     config, count = updates.config, len(updates.trees)
     if updates.total * config.total_batch_size >= count:
         return np.arange(count)
-    return data.drawn(
+    return data.visited_rows(
         count,
         updates.total * config.total_batch_size,
         seed=updates.seed,

@@ -33,7 +33,7 @@ def forecast(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     count, longest, said = _prompts(
         config, stage, open_rewards(config.rewards, stage, weights=config.reward_weights)
     )
-    rollouts = data.updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
+    rollouts = data.count_updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
     total = config.max_training_steps or rollouts * config.updates_per_rollout
     completions = config.prompts_per_rollout * config.num_generations
     drawn = -(-total // config.updates_per_rollout) * completions

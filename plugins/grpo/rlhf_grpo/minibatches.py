@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import row_multiple
+from rlhf_core.packing import Layout, Packed, Tree, choose_layout
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
-from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.objective import kl_estimate
 

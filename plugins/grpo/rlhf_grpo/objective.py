@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhf_core import PolicyInputs
     from rlhf_core.contracts import PolicyLoss
     from rlhf_core.models import Definition
-    from rlhf_core.packing.rows import Packed
+    from rlhf_core.packing import Packed
     from rlhf_core.step import Objective
     from rlhf_grpo.config import GRPOConfig, SamplerCorrection
 

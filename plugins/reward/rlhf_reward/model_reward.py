@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_multiple
 from rlhf_core.models import stored_head
-from rlhf_core.packing.rows import Layout
+from rlhf_core.packing import Layout
 from rlhf_core.scoring import Scorer
 
 if TYPE_CHECKING:

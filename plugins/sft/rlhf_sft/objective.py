@@ -10,7 +10,7 @@ from rlhf_core.objective import trained_logps, trained_weight
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
-    from rlhf_core.packing.rows import Packed
+    from rlhf_core.packing import Packed
     from rlhf_core.step import Objective
 
 

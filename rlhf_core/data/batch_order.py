@@ -1,4 +1,4 @@
-"""Which examples each update takes: a pure function of the seed and the update's number."""
+"""Choose the rows of each update as a pure function of the seed and the update's number."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
-    """Updates in a run: `max_steps` where given, else what `epochs` passes over `size` examples take.
+def count_updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
+    """Count the updates in a run: `max_steps` if given, else as many as `epochs` passes over `size` rows need.
 
-    `max_steps` may ask for more than the epochs: the data is then gone through again.
+    If `max_steps` is more than the epochs need, the run starts over on the data.
     """
     return max_steps if max_steps is not None else int(-(-(size * epochs) // batch_size))
 
 
-def drawn(size: int, count: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Indices of the examples that the first `count` places of a schedule hold, ascending, each once."""
+def visited_rows(size: int, count: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return the distinct rows among the first `count` rows of `batch_rows`, ascending, int64."""
     if count >= size:
         return np.arange(size)
     if count <= 0:
         return np.zeros(0, np.int64)
-    return np.sort(next(schedule(size, count, seed=seed, shuffle=shuffle)))
+    return np.sort(next(batch_rows(size, count, seed=seed, shuffle=shuffle)))
 
 
-def schedule(
+def batch_rows(
     size: int,
     batch_size: int,
     *,
@@ -34,12 +34,12 @@ def schedule(
     epochs: float | None = None,
     start: int = 0,
 ) -> Iterator[NDArray[np.int64]]:
-    """Example indices of updates `start`, `start` + 1, …, int64 [batch_size] each.
+    """Yield the row indices of updates `start`, `start` + 1, …, int64 [batch_size] each.
 
-    Every epoch is a new permutation; batches run across its end, so no example is skipped. Batch k is the
-    same whatever `start` was.
+    Every epoch is a new permutation, and batches cross epoch boundaries, so no row is skipped. Batch k does not
+    depend on `start`.
 
-    epochs: passes over the data, the last batch then holds what is left; None: without end.
+    epochs: passes over the data; the last batch may be smaller. None: endless.
     """
     import grain
 

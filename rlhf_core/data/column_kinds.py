@@ -1,4 +1,4 @@
-"""What the columns of a source hold, found in one pass over its rows and kept with them."""
+"""Count what each column holds (texts, conversations, their formats) in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import numpy as np
 CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 """Columns that may hold conversations."""
 ROLES = {"human": "user", "gpt": "assistant"}
-"""Roles of ShareGPT's files, and what templates call them."""
+"""{ShareGPT's role: the role that chat templates know}."""
 
 
 @dataclass
 class Kind:
-    """How often a column holds what; nulls and other values are not counted."""
+    """Counts of the values of a column; nulls and other types are not counted."""
 
     texts: int = 0
     lists: int = 0
     text_first: bool = False
     """Whether the first value is a text."""
-    written: int = 0
-    """Of the texts, those that are the JSON of a conversation."""
-    literal: int = 0
-    """Of the texts, those that are Python's notation of a conversation, as `str` gives it, which no JSON is."""
-    foreign: int = 0
-    """Conversations whose messages have `from` and `value`, or the roles of `ROLES`."""
+    json_texts: int = 0
+    """Texts that are a conversation's JSON."""
+    python_texts: int = 0
+    """Texts that are a conversation's `str()` in Python, which is not JSON."""
+    sharegpt: int = 0
+    """Conversations in ShareGPT's format: messages have `from` and `value`, or roles of `ROLES`."""
 
     @property
     def chat(self) -> bool:
-        """Whether the column holds conversations: what most of its values are, or as many as of texts and the first."""
+        """Whether the column holds conversations: most values are lists, or half of them and the first one."""
         return self.lists > self.texts or (self.lists == self.texts > 0 and not self.text_first)
 
 
 Kinds = dict[str, Kind]
-"""By column, in order of appearance."""
+"""Counts by column, in order of appearance."""
 
 
-def note(kinds: Kinds, row: Mapping[Any, Any]) -> None:
-    """Count the values of a row."""
+def count_values(kinds: Kinds, row: Mapping[Any, Any]) -> None:
+    """Add the values of a row to the counts."""
     for name, value in row.items():
         kind = kinds.get(name)
         if kind is None:
@@ -49,33 +49,33 @@ def note(kinds: Kinds, row: Mapping[Any, Any]) -> None:
         if isinstance(value, str):
             kind.text_first |= kind.texts == kind.lists == 0
             kind.texts += 1
-            if name in CONVERSATIONS and (messages := conversation_in(value)) is not None:
-                kind.written += 1
-                kind.foreign += is_foreign(messages)
+            if name in CONVERSATIONS and (messages := parse_conversation(value)) is not None:
+                kind.json_texts += 1
+                kind.sharegpt += is_sharegpt(messages)
             elif name in CONVERSATIONS:
-                kind.literal += is_literal(value)
+                kind.python_texts += is_python_literal(value)
         elif isinstance(value, Sequence | np.ndarray):
             kind.lists += 1
-            kind.foreign += name in CONVERSATIONS and is_foreign(value)
+            kind.sharegpt += name in CONVERSATIONS and is_sharegpt(value)
 
 
-def kinds_of(rows: Iterable[Mapping[Any, Any]]) -> Kinds:
-    found: Kinds = {}
+def count_kinds(rows: Iterable[Mapping[Any, Any]]) -> Kinds:
+    kinds: Kinds = {}
     for row in rows:
-        note(found, row)
-    return found
+        count_values(kinds, row)
+    return kinds
 
 
-def to_json(kinds: Kinds) -> str:
+def kinds_to_json(kinds: Kinds) -> str:
     return json.dumps([[name, asdict(kind)] for name, kind in kinds.items()])
 
 
-def from_json(text: str) -> Kinds:
+def kinds_from_json(text: str) -> Kinds:
     return {name: Kind(**fields) for name, fields in json.loads(text)}
 
 
-def conversation_in(text: str) -> list[Any] | None:
-    """The conversation whose JSON a text is; None for any other text."""
+def parse_conversation(text: str) -> list[Any] | None:
+    """Parse a text as a conversation's JSON; None for any other text."""
     start = text[:200].lstrip()
     if not start.startswith("[") or not start[1:].lstrip().startswith("{"):
         return None
@@ -86,8 +86,8 @@ def conversation_in(text: str) -> list[Any] | None:
     return value if value and all(map(_is_message, value)) else None
 
 
-def is_literal(text: str) -> bool:
-    """Whether a text is the Python notation of messages: single quotes, which CSV files written by pandas have."""
+def is_python_literal(text: str) -> bool:
+    """Whether a text is the Python repr of messages, as pandas writes them to CSV files."""
     return text[:2] == "[{" and text[2:8] in ("'role'", "'from'", "'conte") and "}" in text[-9:]
 
 
@@ -95,24 +95,24 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and ("role" in value or {"from", "value"} <= set(value))
 
 
-def is_foreign(messages: Any) -> bool:
-    """Whether a conversation is written as ShareGPT's are."""
+def is_sharegpt(messages: Any) -> bool:
+    """Whether a conversation is in ShareGPT's format."""
     return any(
         isinstance(message, Mapping)
-        and (_has_foreign_keys(message) or (isinstance(role := message.get("role"), str) and role in ROLES))
+        and (_has_sharegpt_keys(message) or (isinstance(role := message.get("role"), str) and role in ROLES))
         for message in messages
     )
 
 
-def _has_foreign_keys(message: Mapping[Any, Any]) -> bool:
+def _has_sharegpt_keys(message: Mapping[Any, Any]) -> bool:
     return "role" not in message and {"from", "value"} <= set(message)
 
 
-def renamed_message(message: Any) -> Any:
-    """A message of ShareGPT's as templates know it; any other value unchanged."""
+def convert_message(message: Any) -> Any:
+    """Convert a message from ShareGPT's format; return any other value unchanged."""
     if not isinstance(message, Mapping):
         return message
-    if _has_foreign_keys(message):
+    if _has_sharegpt_keys(message):
         names = {"from": "role", "value": "content"}
         message = {names.get(key, key): value for key, value in message.items()}
     role = message.get("role")

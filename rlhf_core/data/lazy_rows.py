@@ -1,4 +1,4 @@
-"""Rows that stay where they are until they are asked for: records of a file, and batches of an Arrow table."""
+"""Sequences of rows that are parsed on access, from text files and Arrow tables."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlhf_core.data.cache import cache_directory
 from rlhf_core.errors import InputError
 
 IN_MEMORY = 1 << 23
-"""Bytes: smaller files are held in memory, so that nothing that happens to them later matters."""
+"""Bytes: files up to this size are held in memory, so later changes to them do not matter."""
 RECENT = 256
-"""Rows that are kept after they were asked for one by one: columns of one row are read one after another."""
+"""Parsed rows to keep, because callers read several columns of one row one after another."""
 BLOCK = 1 << 20
 
 Row = dict[str, Any]
 
 
 class Content:
-    """The bytes of a file: of a small one in memory, of a large one through its open descriptor."""
+    """The bytes of a file, in memory if it is small, else read through its open descriptor."""
 
     def __init__(self, name: str, file: BinaryIO) -> None:
         """name: what messages call it."""
@@ -44,8 +44,8 @@ class Content:
             file.close()
 
     @property
-    def held(self) -> bool:
-        """Whether all of it is in memory."""
+    def in_memory(self) -> bool:
+        """Whether the whole file is in memory."""
         return self._file is None
 
     def read(self, start: int, stop: int) -> bytes:
@@ -58,15 +58,15 @@ class Content:
         return b"".join(parts)
 
     def stream(self) -> BinaryIO:
-        """From the beginning, independent of other streams."""
+        """Open a stream at the beginning, independent of other streams."""
         return io.BufferedReader(_Stream(self), BLOCK)
 
     @cached_property
     def sha256(self) -> str:
-        found = sha256()
+        content_hash = sha256()
         for start in range(0, self.size, BLOCK):
-            found.update(self.read(start, start + BLOCK))
-        return found.hexdigest()
+            content_hash.update(self.read(start, start + BLOCK))
+        return content_hash.hexdigest()
 
 
 class _Stream(io.RawIOBase):
@@ -87,16 +87,14 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        found = self._content.read(self._at, self._at + len(buffer))
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        part = self._content.read(self._at, self._at + len(buffer))
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 def spool(write: Callable[[BinaryIO], object]) -> BinaryIO:
-    """A file without a name that `write` has filled: beside the cached tokens where that can be, since directories for
-    temporary files may be memory.
-    """
+    """Fill an unnamed temporary file with `write`, in the cache directory if possible, since /tmp may be memory."""
     directory: Path | None = cache_directory()
     with suppress(OSError):
         assert directory is not None
@@ -110,7 +108,7 @@ def spool(write: Callable[[BinaryIO], object]) -> BinaryIO:
 
 
 class FileRows(Sequence[Row]):
-    """Records of a text file, each parsed when it is asked for."""
+    """Records of a text file, each parsed on access."""
 
     def __init__(
         self,
@@ -121,8 +119,8 @@ class FileRows(Sequence[Row]):
         checks: NDArray[np.uint32],
         numbers: NDArray[np.int64],
     ) -> None:
-        """parse: from a record's bytes to the row. starts, stops: of each record, bytes. checks: its CRC-32.
-        numbers: 1-based, of its first line.
+        """parse: makes a row of a record's bytes. starts, stops: byte range of each record. checks: its CRC-32.
+        numbers: its first line, 1-based.
         """
         self.content, self.parse = content, parse
         self.starts, self.stops, self.checks, self.numbers = starts, stops, checks, numbers
@@ -133,27 +131,27 @@ class FileRows(Sequence[Row]):
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
-            return self._several(range(len(self))[i])
+            return self._read_range(range(len(self))[i])
         i = range(len(self))[i]
         row = self._recent.pop(i, None)
-        self._recent[i] = row = self._row(i, self._read(i)) if row is None else row
+        self._recent[i] = row = self._parse_row(i, self._read_record(i)) if row is None else row
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)
         return row
 
-    def _several(self, rows: range) -> list[Row]:
+    def _read_range(self, rows: range) -> list[Row]:
         if len(rows) < 2 or rows.step != 1:
-            return [self._row(i, self._read(i)) for i in rows]
+            return [self._parse_row(i, self._read_record(i)) for i in rows]
         first = int(self.starts[rows[0]])
         block = self.content.read(first, int(self.stops[rows[-1]]))
         starts, stops = ((x[rows.start : rows.stop] - first).tolist() for x in (self.starts, self.stops))
-        return [self._row(i, block[a:b]) for i, a, b in zip(rows, starts, stops, strict=True)]
+        return [self._parse_row(i, block[a:b]) for i, a, b in zip(rows, starts, stops, strict=True)]
 
-    def _read(self, i: int) -> bytes:
+    def _read_record(self, i: int) -> bytes:
         return self.content.read(int(self.starts[i]), int(self.stops[i]))
 
-    def _row(self, i: int, record: bytes) -> Row:
-        if not self.content.held and zlib.crc32(record) != self.checks[i]:
+    def _parse_row(self, i: int, record: bytes) -> Row:
+        if not self.content.in_memory and zlib.crc32(record) != self.checks[i]:
             raise InputError(
                 f"{self.content.name} row {self.numbers[i]} has changed since the file was read: start again, and "
                 "leave the file as it is meanwhile"
@@ -162,10 +160,10 @@ class FileRows(Sequence[Row]):
 
 
 class TableRows(Sequence[Row]):
-    """Rows of an Arrow table, turned into objects when they are asked for."""
+    """Rows of an Arrow table, converted on access."""
 
     def __init__(self, table: Any, owner: Any = None) -> None:
-        """owner: what must live as long as the table does."""
+        """owner: an object that must live as long as the table."""
         self.table, self.owner = table, owner
 
     def __len__(self) -> int:
@@ -176,12 +174,12 @@ class TableRows(Sequence[Row]):
             rows = range(len(self))[i]
             if rows.step != 1:
                 return [self[k] for k in rows]
-            return unfilled(self.table.slice(rows.start, len(rows)).to_pylist())
-        return unfilled(self.table.slice(range(len(self))[i], 1).to_pylist())[0]
+            return drop_nulls(self.table.slice(rows.start, len(rows)).to_pylist())
+        return drop_nulls(self.table.slice(range(len(self))[i], 1).to_pylist())[0]
 
 
 class DatasetRows(Sequence[Row]):
-    """Rows of a `datasets.Dataset`, read from its files when they are asked for."""
+    """Rows of a `datasets.Dataset`, read from its files on access."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset.with_format("arrow")
@@ -194,16 +192,16 @@ class DatasetRows(Sequence[Row]):
             rows = range(len(self))[i]
             if rows.step != 1:
                 return [self[k] for k in rows]
-            return unfilled(self.dataset[rows.start : rows.stop].to_pylist()) if len(rows) else []
+            return drop_nulls(self.dataset[rows.start : rows.stop].to_pylist()) if len(rows) else []
         i = range(len(self))[i]
-        return unfilled(self.dataset[i : i + 1].to_pylist())[0]
+        return drop_nulls(self.dataset[i : i + 1].to_pylist())[0]
 
 
-def unfilled(rows: Iterable[Row]) -> list[Row]:
-    """The rows of an Arrow table without the nulls inside of conversations and tools.
+def drop_nulls(rows: Iterable[Row]) -> list[Row]:
+    """Drop the nulls inside conversations and tools of an Arrow table's rows; null columns stay null.
 
-    Arrow gives every object of a column the keys that any of them has, so that a message gets a null `tool_calls`
-    and a tool the parameters of all others. Columns that are null stay so.
+    Arrow gives every object of a column the keys of all of them, so a message gets a null `tool_calls`, and a tool
+    gets the parameters of all other tools.
     """
     structured = {"prompt", "completion", "chosen", "rejected", "messages", "conversations", "tools"}
     structured.add("chat_template_kwargs")
@@ -215,5 +213,5 @@ def unfilled(rows: Iterable[Row]) -> list[Row]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

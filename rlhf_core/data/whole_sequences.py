@@ -1,0 +1,142 @@
+"""Encode whole sequences for scoring: every row with a completion, whether or not it could be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_core.data import conversations as cells
+from rlhf_core.data.preferences import FAMILIES, parse_pairs, refuse_repeats, repeats_prompt, strip_prompts
+from rlhf_core.data.report import Problems
+from rlhf_core.data.source import CHUNK, Records, Source
+from rlhf_core.data.texts import read_columns
+from rlhf_core.data.token_ids import read_token_ids
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.encoding import Encoder, Ints, Turns
+
+Row = tuple[Turns | None, Turns]
+"""(prompt, completion); the prompt is None if the completion contains it."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The sequences of all rows.
+
+    sides: ("score",), or ("chosen_score", "rejected_score") for preferences. sequences: int32 [n] per row and side;
+    None for rows without a completion. places: name of each row, such as "prefs.jsonl row 17".
+    """
+
+    sides: tuple[str, ...]
+    sequences: list[list[Ints] | None]
+    places: list[str]
+
+
+def encode_whole(records: Records, encoder: Encoder) -> Whole:
+    """Tokenise texts, conversations or preferences, ending with EOS or as the template does.
+
+    Includes empty completions, but not missing ones (null, or no assistant turn). Raises InputError naming file and row
+    of the first few problems.
+    """
+    parts = list(whole_parts(records, encoder))
+    sequences = [row for part in parts for row in part.sequences]
+    return Whole(parts[0].sides, sequences, [place for part in parts for place in part.places])
+
+
+def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterator[Whole]:
+    """Yield `encode_whole` of `CHUNK` rows at a time. skip: number of parts to skip without checking them."""
+    columns = set(records.columns)
+    paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))
+    sides = ("chosen_score", "rejected_score") if paired else ("score",)
+    number = 0
+    for source in records.sources:
+        doubled: list[int] = []
+        complete = True
+        for start in range(0, len(source.rows), CHUNK):
+            number += 1
+            if number <= skip:
+                complete = False
+                continue
+            part = source.part(start, start + CHUNK)
+            sequences, repeats = (_encode_pairs if paired else _encode_texts)(part, encoder)
+            doubled += [start + i for i in repeats]
+            yield Whole(sides, sequences, [part.where(i) for i in range(len(part.rows))])
+        if complete:
+            refuse_repeats(source, doubled, encoder.options.prompt_repeated)
+
+
+EncodedRows = tuple[list[list[Ints] | None], list[int]]
+"""The sequences of every row, and the rows whose completion repeats its prompt."""
+
+
+def _encode_pairs(source: Source, encoder: Encoder) -> EncodedRows:
+    problems = Problems()
+    family = next((names for names in FAMILIES if set(names) <= set(source.columns)), None)
+    if family is not None:
+        sides = [read_token_ids(source, name, encoder.tokenizer, problems) for name in family]
+        problems.raise_if_any()
+        return [list(row) for row in zip(*sides, strict=True)], []
+    used = [i for i, row in enumerate(source.rows) if _may_have(row, "chosen") and _may_have(row, "rejected")]
+    complete = source.take(used, "complete")
+    parsed = parse_pairs(complete, problems, encoder.options.prompt_repeated) if used else []
+    problems.raise_if_any()
+    rows = [[(p.prompt, p.chosen), (p.prompt, p.rejected)] for p in parsed]
+    doubled = [i for i, p in zip(used, parsed, strict=True) if p.doubled]
+    return _encode_rows(source, used, rows, encoder), doubled
+
+
+def _encode_texts(source: Source, encoder: Encoder) -> EncodedRows:
+    columns = read_columns(source)
+    prompted, last = columns[0] == "prompt", columns[-1]
+    chat = {name: name == "messages" or cells.is_chat(source, name) for name in columns}
+    problems = Problems()
+    used: list[int] = []
+    rows: list[Row] = []
+    for i, row in enumerate(source.rows):
+        if not _may_have(row, last):
+            continue
+        row_problems = [p for p in (cells.cell_problem(row, name, chat[name]) for name in columns) if p]
+        if row_problems:
+            problems.add(f"{source.where(i)}: {'; '.join(row_problems)}")
+        elif encoder.options.read_at == "template" or cells.is_answered(row[last]):
+            used.append(i)
+            rows.append((row["prompt"] if prompted else None, row[last]))
+    problems.raise_if_any()
+    repeated = encoder.options.prompt_repeated
+    if prompted and not any(chat.values()):
+        texts: list[Any] = rows
+        rows = strip_prompts(source, used, texts, [last], repeated, problems)
+        problems.raise_if_any()
+    doubled = [i for i, row in zip(used, rows, strict=True) if not repeated and repeats_prompt(*row)]
+    return _encode_rows(source, used, [[row] for row in rows], encoder), doubled
+
+
+def _may_have(row: Mapping[str, Any], column: str) -> bool:
+    """Whether a row's cell is not null; a row without the column passes, and `cell_problem` reports it."""
+    return column not in row or row[column] is not None
+
+
+def _encode_rows(
+    source: Source, used: Sequence[int], rows: Sequence[Sequence[Row]], encoder: Encoder
+) -> list[list[Ints] | None]:
+    """Encode the rows with indices `used` into a list over all rows of the source."""
+    if any(not isinstance(part, str | None) for row in rows for side in row for part in side):
+        cells.require_template(source, encoder)
+    problems = Problems()
+    texts: list[tuple[str, bool]] = []
+    chat: list[bool] = []
+    for i, row in zip(used, rows, strict=True):
+        try:
+            tools, kwargs = cells.tools_of(source.rows[i]), cells.kwargs_of(source.rows[i])
+            written = [encoder.whole_text(prompt, side, tools=tools, kwargs=kwargs) for prompt, side in row]
+        except InputError as error:
+            problems.add(f"{source.where(i)}: {error}")
+            continue
+        texts += [text for text, _ in written]
+        chat += [by_template for _, by_template in written]
+    problems.raise_if_any()
+    ids = iter(encoder.tokenize_closed(texts, chat))
+    sequences: list[list[Ints] | None] = [None] * len(source.rows)
+    for i, row in zip(used, rows, strict=True):
+        sequences[i] = [next(ids) for _ in row]
+    return sequences
