@@ -37,7 +37,7 @@ def check(
     """
     from rlhf_core.pipeline import asked
     from rlhf_core.stage.record import StageRecord
-    from rlhf_core.stage.recorded import refusals
+    from rlhf_core.stage.recorded_run import refusals
 
     host = plugin_loading.load(files=list(plugins))
     planned = plan(read(pipeline, sets=sets, dir=dir), host)

@@ -12,14 +12,14 @@ from rlhf_core.config.secrets import public_table
 from rlhf_core.contracts import Artifact
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import previews
-from rlhf_core.pipeline.output import to_toml
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.toml import to_toml
 from rlhf_core.runtime import peers
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 from rlhf_core.runtime.terminal import echo, listed
 from rlhf_core.stage import differences, experiment
 from rlhf_core.stage.record import StageRecord
-from rlhf_core.stage.recorded import Asked, held, run_recorded
+from rlhf_core.stage.recorded_run import Asked, held, run_recorded
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from rlhf_core.rewards.plain_text import last_box, plain_text
-from rlhf_core.rewards.unreadable import UnreadableError, checked_by, missing
+from rlhf_core.rewards.unreadable_rows import UnreadableError, checked_by, missing
 
 
 def said(completion: Any) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rlhf_core.errors import InputError
 from rlhf_core.rewards.answers import read_number, said
-from rlhf_core.rewards.unreadable import UnreadableError, missing
+from rlhf_core.rewards.unreadable_rows import UnreadableError, missing
 from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
 
 MEMORY = 2 << 30

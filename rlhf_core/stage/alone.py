@@ -20,7 +20,7 @@ from rlhf_core.runtime import peers
 from rlhf_core.runtime.agreement import text_of_first
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.stage import Stage, experiment
-from rlhf_core.stage.recorded import Asked, held, run_recorded
+from rlhf_core.stage.recorded_run import Asked, held, run_recorded
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:

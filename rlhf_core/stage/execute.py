@@ -20,7 +20,7 @@ from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import text_of_first
 from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import make_directory, remove_leftovers
-from rlhf_core.stage import files
+from rlhf_core.stage import step_files
 from rlhf_core.stage.text_settings import template_date
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def execute(
     stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
-        for directory in (stage.dir, *(stage.dir / name for name in files.FOLDERS)):
+        for directory in (stage.dir, *(stage.dir / name for name in step_files.FOLDERS)):
             remove_leftovers(directory)
     listeners = make_loggers(config, stage) if stage.is_main else {}
     listeners["newest metrics"] = _Newest()
@@ -59,7 +59,7 @@ def execute(
         trainer.run(config, stage)
         outputs = read_outputs(trainer, stage)
         if stage.is_main:
-            files.sync(stage.dir)
+            step_files.sync(stage.dir)
         if finished is not None:
             finished(outputs)
         return outputs

@@ -163,11 +163,6 @@ class Encoder:
             mask[first : len(ids) if span[1] >= len(written.text) else last] = True
         return mask
 
-    @property
-    def marks_turns(self) -> bool:
-        """Whether the template marks what an assistant wrote."""
-        return self.chat.marks()
-
     @cached_property
     def _stops(self) -> list[str]:
         """The texts of the stop tokens."""

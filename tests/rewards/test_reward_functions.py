@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.rewards.function import make_rewards
+from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, measure, score, set_up, total_reward
 
 INPUTS = RewardInputs(

@@ -112,12 +112,10 @@ def test_prompt_and_sampled_tokens_give_the_trained_sequence():
 
 def test_generation_marks_say_what_the_assistant_wrote():
     encoder = Encoder(small_tokenizer(bos=True), "plain")
-    assert encoder.marks_turns
     ids, written = encoder.marked(CHAT)
     assert ids.tolist() == encoder.whole([None], [CHAT])[0].tolist()
     assert written.dtype == bool
     assert encoder.tokenizer.decode(ids[written]) == "ba</s>b</s>"
-    assert not Encoder(small_tokenizer(template=CHATML)).marks_turns
 
 
 def test_a_template_may_come_from_a_file(tmp_path):

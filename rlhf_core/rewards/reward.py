@@ -17,7 +17,7 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, near
-from rlhf_core.rewards.called import Called
+from rlhf_core.rewards.worker_call import WorkerCall
 from rlhf_core.workers import Pool, UnsendableError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Reward:
         """Its worker processes. Raises InputError for a function that another process cannot find."""
         if self._pool is None or self._pool.closed:
             try:
-                self._pool = Pool(Called(self.function), self.processes or 1)
+                self._pool = Pool(WorkerCall(self.function), self.processes or 1)
             except UnsendableError as error:
                 why = "timeout" if self.processes is None else "processes"
                 raise InputError(
@@ -266,6 +266,18 @@ def make_rewards(
         for reward, weight in zip(rewards, weights, strict=True):
             reward.weight = weight
     return rewards
+
+
+def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:
+    """{label: what a checkpoint keeps of it} for functions that are objects with `snapshot`."""
+    return {r.label: r.function.snapshot() for r in rewards if hasattr(r.function, "snapshot")}
+
+
+def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
+    """Give each reward back what `snapshots` kept of it."""
+    for reward in rewards:
+        if reward.label in kept:
+            reward.function.restore(kept[reward.label])
 
 
 def part_of(inputs: RewardInputs, start: int, end: int) -> RewardInputs:

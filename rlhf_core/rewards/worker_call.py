@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Called:
+class WorkerCall:
     """Call a function and return what it returned as plain numbers, which need no library to be read again."""
 
     function: Any

@@ -16,12 +16,12 @@ from jax.experimental import multihost_utils
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, RunError, raised
-from rlhf_core.rewards.function import part_of
-from rlhf_core.rewards.unreadable import UnreadableError
+from rlhf_core.rewards.reward import part_of
+from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
-    from rlhf_core.rewards.function import Reward
+    from rlhf_core.rewards.reward import Reward
 
 Outcome = np.ndarray | BaseException | None
 """What came of a call: float64 [N], what was raised, or None where another process makes the call."""

@@ -1,12 +1,15 @@
-"""What `rlhf check` can say of reward functions: their columns, the rows they read, and a call of each."""
+"""Check reward functions before the first call: their columns, the rows that they can read, and one call of each."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,17 +17,20 @@ import numpy as np
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.data.conversations import is_chat
 from rlhf_core.data.ragged import Cells
-from rlhf_core.errors import InputError, RunError
-from rlhf_core.rewards.calling import call_together, failure
-from rlhf_core.rewards.function import OWN, Reward
-from rlhf_core.rewards.setup import checked
-from rlhf_core.rewards.unreadable import UnreadableError
+from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.rewards.calls import call_together, failure
+from rlhf_core.rewards.reward import OWN, Reward
+from rlhf_core.rewards.unreadable_rows import UnreadableError
+from rlhf_core.runtime.agreement import text_of_first
 from rlhf_core.workers import RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts, Records
     from rlhf_core.stage import Stage
 
+HERE = str(Path(__file__).parent.parent)
+SHOWN = 5
+"""So many rows are named, and the others counted."""
 SECONDS = 60.0
 MADE_UP = (" The answer is 4.", "4", "")
 """Completions, one of them empty, as a policy writes them sooner or later."""
@@ -35,6 +41,71 @@ FORMS = {
 }
 MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError")
 """What a function raises because of how it is written; anything else may be due to what was made up."""
+
+
+def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
+    """Raise InputError, all problems at once, where a reward needs a column that the prompts lack.
+
+    columns: their names; or the prompts, whose rows are then given to the rewards' `check`, on the first process. A row
+    that a reward cannot read is a problem, and a warning where the reward's `on_error` is "skip".
+    """
+    lines = checked(rewards, columns, stage)  # on every process
+    for line in lines if lines and stage.is_main else ():
+        warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
+
+
+def checked(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
+    """As `check_columns`; the warnings."""
+    names = list(columns) if isinstance(columns, Sequence) else list(columns.columns)
+    problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
+    if problems:
+        raise InputError(*problems)
+    if isinstance(columns, Sequence):
+        return []
+    if stage.mesh is None:
+        problems, skipped = check_rows(rewards, columns)
+    else:
+        found = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
+        problems, skipped = json.loads(text_of_first(found))
+    if problems:
+        raise InputError(*problems)
+    return skipped
+
+
+def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str]]:
+    """What the `check` of rewards finds in the prompts' columns: (problems, rows that are left out)."""
+    problems: list[str] = []
+    skipped: list[str] = []
+    for reward in rewards:
+        check = getattr(getattr(reward.function, "func", reward.function), "check", None)
+        if check is None:
+            continue
+        try:
+            found = check(prompts.columns)
+            if not isinstance(found, Mapping):
+                raise TypeError(f"it returned {type(found).__name__}, not {{row: what is wrong}}")
+        except InputError as error:
+            problems += [f"reward '{reward.label}': {each}" for each in error.problems]
+            continue
+        except Exception as error:  # on one process of several: the others learn it
+            problems.append(f"reward '{reward.label}': its check(columns) {raised(error, HERE)}")
+            continue
+        lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in sorted(found.items())]
+        lines = list(dict.fromkeys(lines))
+        more = [f"and {len(lines) - SHOWN} more rows that it cannot read"] if len(lines) > SHOWN else []
+        if reward.on_error == "skip" and lines:
+            skipped.append(f"{lines[0]}; {len(lines)} such rows are left out (on_error)")
+        else:
+            problems += lines[:SHOWN] + [f"reward '{reward.label}': {each}" for each in more]
+    return problems, skipped
+
+
+def set_up(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
+    """Check columns, and the rows where prompts are given; then let rewards load what they need."""
+    check_columns(rewards, columns, stage)
+    for reward in rewards:
+        if hasattr(reward.function, "setup"):
+            reward.function.setup(stage)
 
 
 @dataclass(frozen=True)
