@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 
 HERE = str(Path(__file__).parent.parent)
 SHOWN = 5
-"""So many rows are named, and the others counted."""
+"""Rows that are named; the others are counted."""
 SECONDS = 60.0
 MADE_UP = (" The answer is 4.", "4", "")
-"""Completions, one of them empty, as a policy writes them sooner or later."""
+"""Made-up completions; one is empty, as a policy writes them sooner or later."""
 IDS = ([5, 6, 7, 5, 6, 1], [5, 1], [1])
 FORMS = {
     True: "completions are lists of messages here: c[-1]['content'] is the text",
     False: "completions are texts here",
 }
 MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError")
-"""What a function raises because of how it is written; anything else may be due to what was made up."""
+"""Exceptions that show a mistake in the function; others may be due to the made-up completions."""
 
 
 def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
-    """Raise InputError, all problems at once, where a reward needs a column that the prompts lack.
+    """Raise InputError, with all problems at once, if a reward needs a column that the prompts lack.
 
-    columns: their names; or the prompts, whose rows are then given to the rewards' `check`, on the first process. A row
-    that a reward cannot read is a problem, and a warning where the reward's `on_error` is "skip".
+    columns: their names; or the prompts, whose rows the first process then passes to the rewards' `check`. A row that
+    a reward cannot read is a problem, or a warning if the reward's `on_error` is "skip".
     """
-    lines = checked(rewards, columns, stage)  # on every process
+    lines = column_warnings(rewards, columns, stage)  # on every process
     for line in lines if lines and stage.is_main else ():
         warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
 
 
-def checked(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
-    """As `check_columns`; the warnings."""
+def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
+    """Check columns as `check_columns` does, but return the warnings."""
     names = list(columns) if isinstance(columns, Sequence) else list(columns.columns)
     problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
     if problems:
@@ -65,15 +65,15 @@ def checked(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
     if stage.mesh is None:
         problems, skipped = check_rows(rewards, columns)
     else:
-        found = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
-        problems, skipped = json.loads(text_of_first(found))
+        results = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
+        problems, skipped = json.loads(text_of_first(results))
     if problems:
         raise InputError(*problems)
     return skipped
 
 
 def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str]]:
-    """What the `check` of rewards finds in the prompts' columns: (problems, rows that are left out)."""
+    """Run the rewards' `check` on the prompts' columns: (problems, warnings about rows left out)."""
     problems: list[str] = []
     skipped: list[str] = []
     for reward in rewards:
@@ -81,27 +81,28 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
         if check is None:
             continue
         try:
-            found = check(prompts.columns)
-            if not isinstance(found, Mapping):
-                raise TypeError(f"it returned {type(found).__name__}, not {{row: what is wrong}}")
+            unreadable = check(prompts.columns)
+            if not isinstance(unreadable, Mapping):
+                raise TypeError(f"it returned {type(unreadable).__name__}, not {{row: what is wrong}}")
         except InputError as error:
-            problems += [f"reward '{reward.label}': {each}" for each in error.problems]
+            problems += [f"reward '{reward.label}': {problem}" for problem in error.problems]
             continue
-        except Exception as error:  # on one process of several: the others learn it
+        except Exception as error:  # a problem, so that the other processes learn of it
             problems.append(f"reward '{reward.label}': its check(columns) {raised(error, HERE)}")
             continue
-        lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in sorted(found.items())]
+        rows = sorted(unreadable.items())
+        lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in rows]
         lines = list(dict.fromkeys(lines))
         more = [f"and {len(lines) - SHOWN} more rows that it cannot read"] if len(lines) > SHOWN else []
         if reward.on_error == "skip" and lines:
             skipped.append(f"{lines[0]}; {len(lines)} such rows are left out (on_error)")
         else:
-            problems += lines[:SHOWN] + [f"reward '{reward.label}': {each}" for each in more]
+            problems += lines[:SHOWN] + [f"reward '{reward.label}': {line}" for line in more]
     return problems, skipped
 
 
 def set_up(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
-    """Check columns, and the rows where prompts are given; then let rewards load what they need."""
+    """Check columns, and rows where prompts are given; then let rewards load what they need."""
     check_columns(rewards, columns, stage)
     for reward in rewards:
         if hasattr(reward.function, "setup"):
@@ -110,7 +111,7 @@ def set_up(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: S
 
 @dataclass(frozen=True)
 class _Table:
-    """Prompts before they are tokenised, as far as rewards see them."""
+    """Prompts before tokenization, with the fields that rewards use."""
 
     raw: Sequence[Any]
     chat: bool
@@ -122,34 +123,34 @@ class _Table:
 
 
 def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> list[str]:
-    """Lines for `rlhf check` on what rewards will do with these prompts; warnings begin with "warning: ".
+    """Return lines for `rlhf check` about rewards on these prompts; warnings start with "warning: ".
 
-    Plain functions are called once, in a process of their own, with made-up completions of the first prompt, in the
-    form that the run will have. Asynchronous ones may cost money and are not called, nor are objects with `setup` and
-    rewards with `check = false`. Raises InputError, all problems at once, for what would end the run.
+    Calls each plain function once, in a process of its own, with made-up completions of the first prompt, as texts or
+    messages like the run's. Does not call asynchronous functions, which may cost money, objects with `setup`, or
+    rewards with `check = false`. Raises InputError, with all problems at once, for what would end the run.
     """
-    table: Any = prompts if hasattr(prompts, "raw") else _table(prompts)
+    table: Any = prompts if hasattr(prompts, "raw") else _untokenized(prompts)
     lines: list[str] = []
     problems: list[str] = []
     try:
-        lines += [f"warning: {line}" for line in checked(rewards, table, stage)]
+        lines += [f"warning: {line}" for line in column_warnings(rewards, table, stage)]
     except InputError as error:
         problems += error.problems
     for reward in rewards:
         lines += _collisions(reward, table.columns)
-        called = reward.tried and not reward.asynchronous and not reward.collective
-        if not called or not len(table.raw) or reward.check_columns(list(table.columns), ""):
+        callable_now = reward.tried and not reward.asynchronous and not reward.collective
+        if not callable_now or not len(table.raw) or reward.check_columns(list(table.columns), ""):
             continue
-        said, fatal = _tried(reward, table)
-        if said:
-            where = f"stage '{stage.name}'.rewards: {said}"
-            (problems if fatal else lines).append(where if fatal else f"warning: {said}")
+        finding, fatal = _try_call(reward, table)
+        if finding:
+            problem = f"stage '{stage.name}'.rewards: {finding}"
+            (problems if fatal else lines).append(problem if fatal else f"warning: {finding}")
     if problems:
         raise InputError(*problems)
     return lines
 
 
-def _table(records: Records) -> _Table:
+def _untokenized(records: Records) -> _Table:
     rows = np.arange(len(records))
     return _Table(
         Cells(records, rows, "prompt"),
@@ -160,7 +161,7 @@ def _table(records: Records) -> _Table:
 
 
 def _collisions(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Which of an option and a column of one name the function gets."""
+    """Say whether the option or the column reaches the function where both have one name."""
     needs, takes, _ = reward.wants()
     lines = [
         f"reward '{reward.label}': its option {name} = {value!r} is used, and the column '{name}' is not"
@@ -175,8 +176,8 @@ def _collisions(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[st
     ]
 
 
-def _tried(reward: Reward, prompts: Any) -> tuple[str, bool]:
-    """(what a call with made-up completions shows, whether it is a mistake); an empty text where nothing."""
+def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
+    """Call a function with made-up completions: (finding, whether it is a mistake); an empty text if all is well."""
     n = len(MADE_UP)
     inputs = RewardInputs(
         [prompts.raw[0]] * n,
@@ -190,7 +191,7 @@ def _tried(reward: Reward, prompts: Any) -> tuple[str, bool]:
     home = str(getattr(function, "__module__", ""))
     try:
         if home.startswith("rlhf_core."):
-            raise InputError("ours need no process of their own")
+            raise InputError("core's own rewards need no separate process")
         probe.pool()
     except InputError:
         probe = dataclasses.replace(reward)
@@ -198,10 +199,10 @@ def _tried(reward: Reward, prompts: Any) -> tuple[str, bool]:
         (outcome,) = run_async(call_together([probe], inputs))
     if probe.in_workers:
         probe.pool().close()
-    return _judged(probe, outcome, FORMS[prompts.chat])
+    return _describe_outcome(probe, outcome, FORMS[prompts.chat])
 
 
-def _judged(reward: Reward, outcome: Any, form: str) -> tuple[str, bool]:
+def _describe_outcome(reward: Reward, outcome: Any, form: str) -> tuple[str, bool]:
     if outcome is None or isinstance(outcome, np.ndarray | UnreadableError):
         return "", False
     if isinstance(outcome, RunError | InputError):

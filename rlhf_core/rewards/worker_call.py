@@ -1,4 +1,4 @@
-"""A reward function as a worker process calls it."""
+"""Call a reward function in a worker process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """Call a function and return what it returned as plain numbers, which need no library to be read again."""
+    """Call a function and return its values as plain numbers, which unpickle without any library."""
 
     function: Any
 
