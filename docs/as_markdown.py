@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlhf_core.pipeline.output import to_value
+from rlhf_core.pipeline.toml import to_value
 
 WIDTH = 120
 

@@ -1,4 +1,4 @@
-"""Scores from a reward model, read as it was trained: same tokens, same length limit, same reading point."""
+"""Score texts with a reward model as it was trained: same tokens, same length limit, same reading point."""
 
 from __future__ import annotations
 
@@ -39,20 +39,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contract:
-    """How a reward model was trained: what whoever uses its scores has to repeat.
+    """How a reward model was trained, which its scores depend on.
 
-    max_length: tokens, EOS included; None: the model's own limit. truncation_mode: which end of a longer
-    sequence is kept.
-    chat_template: "plain" or Jinja text; None: the tokenizer's own. template_hash: of its text, None without
-    one.
-    special_tokens: {bos, eos, pad} ids. pooling: which token the score is read at.
-    read_at: where a conversation ends: "eos", after the stop token behind its last reply, or "template", where its chat
-    template ends, as TRL and others train. chat_template_kwargs, template_date, prompt_repeated: as in `TextOptions`.
-    mean, std: of the scores on its evaluation data (without any, of some of its training data), reward units;
-    None where they were not taken.
-    evaluation: the metrics on its evaluation data; None where it had none.
-    compute_dtype: "float32" or "bfloat16", in which it was trained and evaluated; None: not recorded.
-    base: a hash of the weights of the base model that its adapter was trained on; None: it has no adapter.
+    max_length: tokens, EOS included; None: the model's own limit. truncation_mode: which end of a longer sequence is
+    kept.
+    chat_template: "plain" or Jinja text; None: the tokenizer's own. template_hash: hash of its text, None without one.
+    special_tokens: {bos, eos, pad} ids. pooling: the token at which the score is read.
+    read_at: where a conversation ends: "eos", after the stop token that follows its last reply, or "template", where
+    its chat template ends, as TRL and others train. chat_template_kwargs, template_date, prompt_repeated: as in
+    `TextOptions`.
+    mean, std: of its scores on evaluation data, else on some training data, reward units; None: not measured.
+    evaluation: the metrics on its evaluation data; None without any.
+    compute_dtype: "float32" or "bfloat16", used in training and evaluation; None: not recorded.
+    base: hash of the weights of its adapter's base model; None without an adapter.
     """
 
     max_length: int | None
@@ -83,19 +82,19 @@ class Contract:
         mean: float | None = None,
         std: float | None = None,
     ) -> Contract:
-        """The contract of a model trained with `tokenizer`.
+        """Build the contract of a model trained with `tokenizer`.
 
-        chat_template: None, "plain", or a file, whose text is kept; or all options.
+        chat_template: None, "plain", or a file, whose text is stored; or all options.
         """
         options = TextOptions.of(chat_template)
-        kept = options.chat_template
-        kept = kept if kept in (None, "plain") else template_text(tokenizer, kept)
-        special = special_ids(tokenizer, kept)
+        template = options.chat_template
+        template = template if template in (None, "plain") else template_text(tokenizer, template)
+        special = special_ids(tokenizer, template)
         return cls(
             max_length=max_length,
             truncation_mode=truncation_mode,
-            chat_template=kept,
-            template_hash=template_hash(tokenizer, kept),
+            chat_template=template,
+            template_hash=template_hash(tokenizer, template),
             tokenizer_hash=tokenizer_hash(tokenizer),
             special_tokens={"bos": special.bos, "eos": list(special.eos), "pad": special.pad},
             read_at=options.read_at,
@@ -108,7 +107,7 @@ class Contract:
 
     @property
     def text_options(self) -> TextOptions:
-        """How its texts become tokens."""
+        """Return the options with which its texts become tokens."""
         return TextOptions(
             self.chat_template,
             self.chat_template_kwargs,
@@ -118,12 +117,12 @@ class Contract:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As `rlhf_artifact.json` holds it, under "contract"."""
+        """Return the contract as `rlhf_artifact.json` stores it, under "contract"."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any], where: str) -> Contract:
-        """The inverse of `to_dict`; raises InputError, naming `where`, for a contract of another version."""
+        """Invert `to_dict`. Raises InputError, naming `where`, for a contract of another version."""
         fields = dataclasses.fields(cls)
         if not given:
             raise InputError(
@@ -140,7 +139,7 @@ class Contract:
         return cls(**given)
 
     def require_statistics(self, where: str | Path) -> None:
-        """Raises InputError, naming `where` the contract comes from, where scores cannot be normalized."""
+        """Raise InputError if scores cannot be normalized. where: the contract's source, for the message."""
         if self.mean is None or self.std is None:
             raise InputError(
                 f"{where}: cannot normalize: no mean and standard deviation of its scores are stored. The output of "
@@ -148,12 +147,12 @@ class Contract:
             )
         if not self.std > 0:
             raise InputError(
-                f"{where}: cannot normalize: the stored standard deviation of its scores is {self.std:g}, all "
-                "were equal; train it on more, or leave normalize out"
+                f"{where}: cannot normalize: the stored standard deviation of its scores is {self.std:g}, as all "
+                "were equal; train it on more data, or leave normalize out"
             )
 
     def normalized(self, scores: np.ndarray) -> np.ndarray:
-        """(scores - mean) / std, float32: mean 0 and standard deviation 1 on its evaluation data."""
+        """Return (scores - mean) / std, float32: mean 0 and standard deviation 1 on its evaluation data."""
         assert self.mean is not None
         assert self.std is not None
         return ((np.asarray(scores, np.float64) - self.mean) / self.std).astype(np.float32)
@@ -163,32 +162,33 @@ SEQUENCES_AT_ONCE = 4096
 
 
 class ScoredPart(NamedTuple):
-    """Scores of some rows in a row."""
+    """Scores of consecutive rows."""
 
     scores: dict[str, np.ndarray]
-    """float32 [rows], as `Scorer.score_rows` gives them."""
+    """float32 [rows], as `Scorer.score_rows` returns them."""
     unread: list[str]
-    """The rows without a score, such as "answers.jsonl row 17"."""
+    """Rows without a score, such as "answers.jsonl row 17"."""
 
 
 def warn_unread(places: Sequence[str]) -> None:
-    """Warn of rows that have no score."""
+    """Warn about rows that have no score."""
     if places:
         warnings.warn(f"no score for rows without a completion: {', '.join(places[:5])}", stacklevel=3)
 
 
 class Scorer:
-    """A reward model and its contract.
+    """Score texts with a reward model under its contract.
 
-    Programs are compiled for a few row shapes, chosen when scores are first asked for, and kept.
+    Programs are compiled once, for a few row shapes chosen at the first call.
 
-    layout: those shapes, None before. The last bits of a score depend on them: a run that goes on sets what it had.
-    normalize: scores are given less the contract's mean and divided by its standard deviation.
+    layout: these shapes, None before. The last bits of a score depend on them, so a resumed run sets the earlier ones.
+    normalize: whether to subtract the contract's mean from scores and divide by its standard deviation.
     """
 
     def __init__(self, model: Model, contract: Contract, *, normalize: bool = False) -> None:
-        """Raises InputError where the model has no reward head, its tokenizer is not the contract's, or the contract
-        has nothing to normalize with.
+        """Check the model against the contract.
+
+        Raises InputError if the model has no reward head, its tokenizer differs, or the contract cannot normalize.
         """
         if model.definition.head != "score" or model.tokenizer is None:
             raise InputError(f"{model.source or 'the model'}: scoring needs a reward head and a tokenizer")
@@ -199,7 +199,7 @@ class Scorer:
         if contract.compute_dtype not in (None, model.computes_in):
             warnings.warn(
                 f"{model.source or 'the reward model'}: trained in {contract.compute_dtype} and scored in "
-                f"{model.computes_in}: scores differ in their last digits from those it was evaluated with",
+                f"{model.computes_in}: scores differ in their last digits from those of its evaluation",
                 stacklevel=2,
             )
         self.encoder = Encoder(model.tokenizer, contract.text_options)
@@ -216,17 +216,17 @@ class Scorer:
         normalize: bool = False,
         dtype: str | None = None,
     ) -> Scorer:
-        """A reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
+        """Load a reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
-        One without a manifest is scored with its own tokenizer and template, at the end of what the template writes,
-        and with its own length limit.
+        A model without a manifest scores with its own tokenizer, template and length limit, at the end of the
+        template's text.
         mesh: default: all devices. registry: has the model families; default: those of all installed plugins.
-        dtype: of the computation; default: the one it was trained in. Another one warns.
-        Raises InputError for a language model, and for an adapter whose base model has other weights than it had.
+        dtype: of the computation; default: the one it was trained in; another one causes a warning.
+        Raises InputError for a language model, and for an adapter whose base model has changed since its training.
         """
         directory, contract = local_directory(path), None
         if (directory / artifacts.MANIFEST).is_file():
-            artifact = artifacts.read(directory, verify=False)  # which load_model does
+            artifact = artifacts.read(directory, verify=False)  # load_model verifies it
             if artifact.kind != "reward_model":
                 raise InputError(
                     f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
@@ -247,12 +247,12 @@ class Scorer:
             contract = Contract.of(model.tokenizer, max_length=None, chat_template=foreign)
         if contract.base is not None and base_identity(model) != contract.base:
             raise InputError(
-                f"{path}: its base model, {model.source}, has other weights than those that it was trained on; put "
-                "these back, or name where they are as base_model_name_or_path in its adapter_config.json"
+                f"{path}: its base model, {model.source}, has other weights than those that it was trained on; restore "
+                "these, or set base_model_name_or_path in its adapter_config.json to where they are"
             )
         trained_in = contract.compute_dtype
         if dtype is None and trained_in not in (None, model.computes_in):
-            with suppress(InputError):  # a family that decides for itself
+            with suppress(InputError):  # some families fix their own dtype
                 model = model.computing(dtype=trained_in)
         return cls(model, contract, normalize=normalize)
 
@@ -270,14 +270,17 @@ class Scorer:
         if problems:
             source = self.model.source or "the reward model"
             raise InputError(
-                *(f"{source}: {each}; put back the tokenizer files it was saved with" for each in problems)
+                *(
+                    f"{source}: {problem}; restore the tokenizer files it was saved with"
+                    for problem in problems
+                )
             )
 
     def score_rows(self, records: Records, *, prompt_repeated: bool | None = None) -> dict[str, np.ndarray]:
-        """Scores float32 [rows]: {"score": …}, or {"chosen_score": …, "rejected_score": …} for preferences.
+        """Score rows, float32 [rows]: {"score": …}, or {"chosen_score": …, "rejected_score": …} for preferences.
 
-        prompt_repeated: whether completions begin with their prompt; None: as the contract says. NaN, with a warning,
-        for rows in which nothing can be read. Raises InputError naming rows that are malformed.
+        Scores are NaN, with a warning, for rows without a completion. prompt_repeated: whether completions begin with
+        their prompt; None: as in the contract. Raises InputError that names malformed rows.
         """
         parts = list(self.score_parts(records, prompt_repeated=prompt_repeated))
         warn_unread([place for part in parts for place in part.unread])
@@ -286,9 +289,9 @@ class Scorer:
     def score_parts(
         self, records: Records, *, prompt_repeated: bool | None = None, skip: int = 0
     ) -> Iterator[ScoredPart]:
-        """As `score_rows`, a part of the rows at a time; all rows are checked before the first is scored.
+        """Score rows part by part, as `score_rows` does; all rows are checked before the first one is scored.
 
-        skip: parts that were scored before. With the `layout` of that time the others get the same scores to the bit.
+        skip: parts scored earlier. With the `layout` used then, the other parts get bit-identical scores.
         """
         encoder = self.encoder
         if prompt_repeated is not None:
@@ -300,13 +303,13 @@ class Scorer:
                 pass
         for whole in whole_parts(records, encoder, skip=skip):
             sides = len(whole.sides)
-            # No length limit here: `score_ids` cuts what is too long, where training may have dropped it.
-            there = [i for i, row in enumerate(whole.sequences) if row is not None]
+            # No length limit here: `score_ids` truncates long sequences, which training may have dropped.
+            readable = [i for i, row in enumerate(whole.sequences) if row is not None]
             sequences = [ids for row in whole.sequences if row is not None for ids in row]
-            every = np.full((len(whole.sequences), sides), np.nan, np.float32)
-            every[there] = self.score_ids(sequences, group=sides).reshape(-1, sides)
-            unread = [whole.places[i] for i in np.flatnonzero(np.isnan(every).any(1))]
-            yield ScoredPart({name: every[:, i] for i, name in enumerate(whole.sides)}, unread)
+            scores = np.full((len(whole.sequences), sides), np.nan, np.float32)
+            scores[readable] = self.score_ids(sequences, group=sides).reshape(-1, sides)
+            unread = [whole.places[i] for i in np.flatnonzero(np.isnan(scores).any(1))]
+            yield ScoredPart({name: scores[:, i] for i, name in enumerate(whole.sides)}, unread)
 
     def score_completions(
         self,
@@ -315,25 +318,23 @@ class Scorer:
         tools: Sequence[Any] | None = None,
         kwargs: Sequence[Any] | None = None,
     ) -> np.ndarray:
-        """Scores float32 [N] of completions, texts or message lists, after their prompts.
+        """Score completions, texts or message lists, after their prompts: float32 [N], NaN for empty sequences.
 
-        tools: what each conversation may call, as in a row's `tools`. kwargs: a row's `chat_template_kwargs`. A
-        completion without an end-of-sequence token gets one, like every text that was trained on: one that was cut off
-        is scored as if it ended there. NaN where there is no token to read.
-        Neighbours with the same prompt share its computation, where all prompts come equally often in a row.
+        tools: each conversation's tools, as in a row's `tools`. kwargs: each row's `chat_template_kwargs`. A completion
+        without an end-of-sequence token gets one, like every training text: a truncated completion is scored as if it
+        ended there. If every prompt occurs equally often in a row, neighbours share the prompt's computation.
         """
-        given = None if tools is None else [tools_of({"tools": each}) for each in tools]
-        set_ = None if kwargs is None else [kwargs_of({"chat_template_kwargs": each}) for each in kwargs]
-        sequences = self.encoder.whole(prompts, completions, given, set_)
+        row_tools = None if tools is None else [tools_of({"tools": value}) for value in tools]
+        row_kwargs = None if kwargs is None else [kwargs_of({"chat_template_kwargs": x}) for x in kwargs]
+        sequences = self.encoder.whole(prompts, completions, row_tools, row_kwargs)
         return self.score_ids(sequences, group=_repeats(prompts))
 
     def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
-        """Scores float32 [N] of whole sequences, int [n_i], in this model's tokens, EOS last: in reward units, or
-        in standard deviations from the mean where this scorer normalizes. NaN of one without tokens.
+        """Score whole sequences, int [n_i], in this model's tokens, EOS last: float32 [N], NaN for empty ones.
 
-        group: so many neighbours share their start (a pair, the completions of one prompt); computed once, it
-        changes nothing but the time. Longer sequences than the contract's are cut at its side, with a
-        warning.
+        Scores are in reward units, or in standard deviations from the mean if this scorer normalizes. group: neighbours
+        that share a prefix (a pair, the completions of one prompt), which is computed once; scores do not depend on it.
+        Sequences longer than the contract's limit are truncated as in training, with a warning.
         """
         if len(sequences) % group:
             raise ValueError(f"{len(sequences)} sequences do not divide into groups of {group}")
@@ -341,7 +342,7 @@ class Scorer:
         scores = np.full(len(fitted), np.nan, np.float32)
         for start in range(0, len(fitted), at_once := max(SEQUENCES_AT_ONCE // group, 1) * group):
             self._score_some(fitted[start : start + at_once], group, scores[start : start + at_once])
-        # Where in its row a sequence lies changes the last bits: neighbours that are the same must tie.
+        # A sequence's place in its row changes the last bits, but identical neighbours must tie.
         first: dict[tuple[int, bytes], int] = {}
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
         scores[[len(ids) == 0 for ids in sequences]] = np.nan
@@ -349,20 +350,20 @@ class Scorer:
 
     def _fit(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         limit = self.contract.max_length
-        # One without tokens takes part as one token, so that groups stay whole; nobody reads its score.
+        # Empty sequences become one token, so that groups stay whole; `score_ids` discards their scores.
         fitted = [np.asarray(ids if len(ids) else [0], np.int32) for ids in sequences]
         size = self.model.definition.vocab_size
         odd = [str(i) for i, ids in enumerate(fitted) if ids.max() >= size or ids.min() < 0]
         if odd:
             raise InputError(
-                f"sequences {', '.join(odd[:5])} to score have tokens that are none of the model's, which has 0 to "
+                f"sequences {', '.join(odd[:5])} to score have tokens outside the model's vocabulary, which is 0 to "
                 f"{size - 1}: use the tokenizer that it was trained with"
             )
         if limit is None or not (long := sum(len(ids) > limit for ids in fitted)):
             return fitted
         warnings.warn(
             f"{long:,} of {len(fitted):,} sequences are longer than the {limit} tokens the reward model was "
-            f"trained on; they are cut as it was trained ({self.contract.truncation_mode})",
+            f"trained on; they are truncated as in its training ({self.contract.truncation_mode})",
             stacklevel=3,
         )
         keep = slice(-limit, None) if self.contract.truncation_mode == "keep_end" else slice(limit)
@@ -380,13 +381,12 @@ class Scorer:
                     self.model.params, put_rows(self.model.mesh, batch)
                 )
             )
-            there = batch.example >= 0
-            out[batch.example[there] * group + batch.sequence_values["place"][there].astype(np.int32)] = (
-                scores[there]
-            )
+            used = batch.example >= 0
+            places = batch.sequence_values["place"][used].astype(np.int32)
+            out[batch.example[used] * group + places] = scores[used]
 
     def _layout_for(self, sizes: Sequence[int], longest: int, group: int) -> Layout:
-        """The shapes chosen first, while every sequence fits; a tree that does not fit whole is split."""
+        """Return the shapes chosen first while every sequence fits; a tree that does not fit is split."""
         if self.layout is None or longest > self.layout.time[-1]:
             self.layout = choose_layout(
                 sizes,
@@ -401,7 +401,7 @@ class Scorer:
 
 @functools.cache
 def _scores(definition: Definition, mesh: Mesh) -> Any:
-    """(params, Packed) -> float32 [rows, sequences], the same on every process."""
+    """Compile (params, Packed) -> float32 [rows, sequences], replicated on every process."""
 
     def scores(params: Any, batch: Packed) -> jax.Array:
         return sequence_scores(definition, params, batch)
@@ -410,7 +410,7 @@ def _scores(definition: Definition, mesh: Mesh) -> Any:
 
 
 def base_identity(model: Model) -> str | None:
-    """Hash the weights that a model's adapter lies on; None for a model without an adapter."""
+    """Hash the base weights of a model with an adapter; None for a model without one."""
     if model.adapter is None or model.source is None:
         return None
     files = sorted(model.source.glob("*.safetensors"))
@@ -421,7 +421,7 @@ def base_identity(model: Model) -> str | None:
 
 
 def _repeats(prompts: Sequence[Any]) -> int:
-    """How often every prompt comes in a row; 1 where they differ in that."""
+    """Return how often every prompt occurs in a row; 1 if not all prompts occur equally often."""
     count = next((i for i, prompt in enumerate(prompts) if prompt != prompts[0]), len(prompts))
     even = count > 0 and len(prompts) % count == 0
     return count if even and all(p == prompts[i - i % count] for i, p in enumerate(prompts)) else 1

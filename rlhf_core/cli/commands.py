@@ -15,7 +15,7 @@ from rlhf_core.cli.generate import generate as generate
 from rlhf_core.cli.score import score as score
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.forecast import components, inputs_line, previews, short_path
+from rlhf_core.pipeline.forecast import components, inputs_line, short_path, stage_forecasts
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.terminal import echo, show
 
@@ -35,24 +35,24 @@ def check(
 
     devices: how many memory is told for, each; None: memory in all.
     """
-    from rlhf_core.pipeline import asked
+    from rlhf_core.pipeline import stage_requests
     from rlhf_core.stage.record import StageRecord
-    from rlhf_core.stage.recorded import refusals
+    from rlhf_core.stage.recorded_run import refusals
 
     host = plugin_loading.load(files=list(plugins))
     planned = plan(read(pipeline, sets=sets, dir=dir), host)
     problems: list[str] = []
     states: dict[str, str] = {}
-    wanted = asked(planned, host)
+    requests = stage_requests(planned, host)
     records: dict[str, StageRecord] = {}
     try:
-        records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in wanted}
-        problems += refusals(wanted, records)
+        records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in requests}
+        problems += refusals(requests, records)
     except InputError as error:
         problems += error.problems
     if not problems:
         words = {"new": "runs", "running": "continues", "done": "done, skipped"}
-        states = {each.name: words[records[each.name].settle(each.now)] for each in wanted}
+        states = {each.name: words[records[each.name].settle(each.now)] for each in requests}
     mesh = None
     if devices is not None:
         from rlhf_core.mesh import planned_mesh
@@ -62,7 +62,7 @@ def check(
         except InputError as error:
             problems += error.problems
     try:
-        said = previews(planned, host, mesh=mesh)
+        said = stage_forecasts(planned, host, mesh=mesh)
     except InputError as error:
         problems = [*error.problems, *problems]
     if problems:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.cli.output import for_reader, write_rows
+from rlhf_core.cli.row_output import for_reader, write_rows
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.files import require_writable
 from rlhf_core.runtime.terminal import echo

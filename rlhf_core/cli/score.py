@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.cli.output import number, row_text, write_text
+from rlhf_core.cli.row_output import number, row_text, write_text
 from rlhf_core.runtime.files import require_writable
 from rlhf_core.runtime.terminal import echo
 

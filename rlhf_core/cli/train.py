@@ -16,8 +16,8 @@ from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run, start
 from rlhf_core.pipeline.file import PipelineFile, assemble
-from rlhf_core.pipeline.output import to_value
 from rlhf_core.pipeline.plan import plan
+from rlhf_core.pipeline.toml import to_value
 from rlhf_core.runtime.terminal import show
 
 FLAG = "true or false"

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, near
-from rlhf_core.stage.files import BEST
+from rlhf_core.stage.step_files import BEST
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:

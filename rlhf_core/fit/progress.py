@@ -10,7 +10,7 @@ from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.fit.best import Best
 from rlhf_core.fit.continuation import Continuation, without_rows
 from rlhf_core.fit.logged import MetricWindow
-from rlhf_core.stage import files
+from rlhf_core.stage import step_files
 from rlhf_core.state import TrainState, abstract_state
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Progress:
             self.stage.metrics.update(self.metrics)
             state = state.with_trained(found.state)
         if self.stage.is_main:
-            files.cut(self.stage.dir, self.newest if self.reported else self.newest - 1)
+            step_files.cut(self.stage.dir, self.newest if self.reported else self.newest - 1)
         return max(self.newest, 0), state
 
     def save(self, step: int, state: TrainState, *, reported: bool = True, wait: bool = False) -> None:
@@ -86,7 +86,7 @@ class Progress:
             arrays={**arrays, **self.continuation.arrays()},
             protect=self.best.step,
             block=wait,
-            before=lambda: files.sync(directory),
+            before=lambda: step_files.sync(directory),
         )
         self.newest, self.saved_at = step, time.perf_counter()
 

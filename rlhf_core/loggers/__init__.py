@@ -1,6 +1,6 @@
-"""Listeners that tell people how a stage is doing: the terminal, metrics.jsonl, Weights & Biases.
+"""Log a stage's progress: to the terminal, to metrics.jsonl, to Weights & Biases.
 
-Each is an object with hooks as methods, so that a logger from a plugin is no different.
+Each logger is an object with hooks as methods, exactly like a plugin's logger.
 """
 
 from __future__ import annotations

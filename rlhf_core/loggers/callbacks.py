@@ -1,4 +1,4 @@
-"""Callbacks: objects that a trainer run from Python calls as it calls the loggers of its config."""
+"""Register callbacks of a trainer called from Python, which receive the same events as loggers."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ EVENTS = ("rlhf_stage_start", "rlhf_step_end", "rlhf_artifact_saved", "rlhf_stag
 
 
 def listen(host: Host, callbacks: Sequence[Any]) -> None:
-    """Register objects with methods of the hooks' names, `@hookimpl` or not, for as long as the host lives.
+    """Register objects whose methods are named like hooks, with or without `@hookimpl`, while the host lives.
 
-    Raises InputError for anything without such a method, for an unknown hook, and for an argument that it has not.
+    Raises InputError for an object without such methods, an unknown hook, or an argument that the hook does not have.
     """
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise InputError(f"callbacks: a list of objects is expected, got {type(callbacks).__name__}")
-    for index, each in enumerate(callbacks):
-        at = f"callbacks[{index}]"
-        if inspect.isclass(each):
-            raise InputError(f"{at}: {each.__name__} is a class; give an object of it, {each.__name__}(…)")
-        methods = [name for name in dir(each) if name.startswith("rlhf_") and callable(getattr(each, name))]
+    for index, callback in enumerate(callbacks):
+        at, kind = f"callbacks[{index}]", type(callback).__name__
+        if inspect.isclass(callback):
+            name = callback.__name__
+            raise InputError(f"{at}: {name} is a class; give an object of it, {name}(…)")
+        methods = [n for n in dir(callback) if n.startswith("rlhf_") and callable(getattr(callback, n))]
         if unknown := [name for name in methods if name not in EVENTS]:
             raise InputError(
                 f"{at}: no event is called {unknown[0]}.{near(unknown[0], EVENTS)} Events: {', '.join(EVENTS)}"
             )
         if not methods:
-            raise InputError(
-                f"{at}: {type(each).__name__} has none of the methods that are called: {', '.join(EVENTS)}"
-            )
+            raise InputError(f"{at}: {kind} has none of the methods that are called: {', '.join(EVENTS)}")
         for name in methods:
-            method = getattr(each, name)
+            method = getattr(callback, name)
             function = getattr(method, "__func__", method)
-            if host.pm.parse_hookimpl_opts(each, name) is None:
+            if host.pm.parse_hookimpl_opts(callback, name) is None:
                 hookimpl(function)
         try:
-            host.pm.register(each, name=f"logger '{type(each).__name__}' ({at})")
+            host.pm.register(callback, name=f"logger '{kind}' ({at})")
         except pluggy.PluginValidationError as error:
             raise InputError(f"{at}: {' '.join(str(error).split())}") from error
         except ValueError as error:

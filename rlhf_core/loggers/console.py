@@ -1,4 +1,4 @@
-"""The terminal: which stage runs, how far it is, and what its metrics say."""
+"""Show the running stage, its progress and its metrics in the terminal."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 HOUSEKEEPING = ("learning_rate", "epoch", "num_tokens", "tokens_per_second", "useful_fraction", "step_time")
 UNSHOWN = ("time/", "rollout/", "completions/min_", "completions/max_", "completions/mean_terminated_")
-"""How names begin that the console leaves to metrics.jsonl and the report."""
+"""Prefixes of metrics that only metrics.jsonl and the report show."""
 HEADLINE = ("loss", "reward", "accuracy")
 
 
 class Pace:
-    """Updates done and to do, the time they take, and which metrics say how it goes, of one run of a stage."""
+    """Track a stage's updates, the time they take, and the metrics to show beside them."""
 
     def __init__(self, plan: Path, names: Sequence[str] = HEADLINE) -> None:
-        """plan: {"updates": how many the stage has}, a file that appears before the first update. names: of metrics."""
+        """plan: a file {"updates": total}, written before the first update. names: metrics of the headline."""
         self.names = names
         self.began = time.monotonic()
         self.step = 0
@@ -51,28 +51,28 @@ class Pace:
         self._seconds_each: float | None = None
 
     def mark(self, step: int) -> None:
-        """Note that `step` updates are done."""
+        """Record that `step` updates are done."""
         if self.total is None and self._plan.exists():
             self.total = int(json.loads(self._plan.read_text())["updates"])
         self.step = step
         self._marks.append((step, time.monotonic()))
         (first, then), (last, now) = self._marks[0], self._marks[-1]
-        # Not before the second mark: up to the first, programs were compiled too.
+        # Time counts from the first mark: before it, programs were compiled.
         self._seconds_each = (now - then) / (last - first) if last > first else None
 
     def seconds(self) -> float:
-        """Since the stage began."""
+        """Return the seconds since the stage began."""
         return time.monotonic() - self.began
 
     def seconds_left(self) -> float | None:
-        """Until the last update, at the pace of the last twenty logged steps; None before that is known."""
+        """Estimate the seconds to the last update, from the last twenty logged steps; None before two of them."""
         if self.total is None or self._seconds_each is None:
             return None
         due = self._marks[-1][1] + (self.total - self.step) * self._seconds_each
         return max(due - time.monotonic(), 0.0)
 
     def count(self) -> str:
-        """`120/400`, padded so that a column of them lines up."""
+        """Return `120/400`, padded so that lines align."""
         return str(self.step) if self.total is None else f"{self.step:>{len(str(self.total))}}/{self.total}"
 
     def left(self) -> str:
@@ -80,19 +80,19 @@ class Pace:
         return "" if seconds is None else f"{clock(seconds)} left"
 
     def headline(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(name, number) of the few metrics that say whether it works."""
+        """Return (name, number) of the few most important metrics."""
         return [(name, number(metrics[name])) for name in self.names if name in metrics]
 
 
 def clock(seconds: float) -> str:
-    """`0:07`, `12:34`, `1:02:03`."""
+    """Format seconds as `0:07`, `12:34` or `1:02:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def number(x: float) -> str:
-    """Four digits in at most nine characters: `0.01230`, `12.30`, `1,234`, `45.6k`, `1.00e-05`."""
+    """Format a number with four digits in at most nine characters: `0.01230`, `1,234`, `45.6k`, `1.00e-05`."""
     if not math.isfinite(x) or x == 0:
         return f"{x:g}"
     size = abs(x)
@@ -109,14 +109,14 @@ def speed(metrics: Mapping[str, float]) -> str:
 
 
 def details(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, number) of every metric that is about learning, without the `eval_` in front."""
+    """Return (name, number) of every metric about learning, without the prefix `eval_`."""
     plain = {name.removeprefix("eval_"): x for name, x in metrics.items()}
     shown = {name: x for name, x in plain.items() if not (name in HOUSEKEEPING or name.startswith(UNSHOWN))}
     return [(name, number(x)) for name, x in shown.items()]
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed from here."""
+    """Return a path relative to the current directory if it is inside."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -126,7 +126,7 @@ Ending = Literal["done", "stopped", "failed"]
 
 
 class View(Protocol):
-    """What the console tells a view, in the order in which it happens. `pace` is up to date at each call."""
+    """One style of output; the console calls these methods in order, after updating `pace`."""
 
     pace: Pace
 
@@ -138,7 +138,7 @@ class View(Protocol):
 
 
 def choose(progress: str, stage: str, pace: Pace) -> View:
-    """The view called `progress`; plain lines take the place of a bar where no cursor can be moved."""
+    """Return the view called `progress`, or plain lines where the terminal cannot move a cursor."""
     if progress == "json":
         return JsonView(stage, pace)
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
@@ -147,7 +147,7 @@ def choose(progress: str, stage: str, pace: Pace) -> View:
 
 
 class PlainView:
-    """A line an event, on stderr, without control characters: for log files."""
+    """Print one line per event on stderr, without control characters: for log files."""
 
     def __init__(self, stage: str, pace: Pace) -> None:
         self.stage, self.pace = stage, pace
@@ -178,7 +178,7 @@ class PlainView:
 
 
 class TqdmView(PlainView):
-    """Plain lines above a tqdm bar."""
+    """Print plain lines above a tqdm bar."""
 
     def __init__(self, stage: str, pace: Pace) -> None:
         super().__init__(stage, pace)
@@ -207,7 +207,7 @@ class TqdmView(PlainView):
 
 
 class JsonView:
-    """An object an event on stdout, metrics under their names in metrics.jsonl: for programs."""
+    """Print one JSON object per event on stdout, with the metric names of metrics.jsonl: for programs."""
 
     def __init__(self, stage: str, pace: Pace) -> None:
         self.stage, self.pace = stage, pace
@@ -233,7 +233,7 @@ class JsonView:
 
 
 class RichView:
-    """A header, a live bar below what is printed meanwhile, a line an evaluation, and a footer, on stderr."""
+    """Print a header, a live bar below other output, a line per evaluation, and a footer, on stderr."""
 
     def __init__(self, stage: str, pace: Pace) -> None:
         self.stage, self.pace = stage, pace
@@ -244,7 +244,7 @@ class RichView:
             console=self.console,
             refresh_per_second=2,
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # a redirected stdout keeps what is printed to it
+            redirect_stdout=sys.stdout.isatty(),  # never take output from a redirected stdout
         )
 
     def start(self, about: str) -> None:
@@ -275,7 +275,7 @@ class RichView:
         )
 
     def pairs(self, title: Text, pairs: Pairs) -> None:
-        """`title  name number  name number …`, wrapped between pairs and indented under the first of them."""
+        """Print `title  name number  name number …`, wrapped between pairs and indented under the first pair."""
         indent = max(len(title), 9) + 4
         lines = [Text.assemble("  ", title, " " * (indent - 2 - len(title)))]
         for name, value in pairs:
@@ -288,7 +288,7 @@ class RichView:
             self.console.print(line, overflow="fold")
 
     def __rich_console__(self, _: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """The bar as it is now; drawn twice a second by rich."""
+        """Render the current bar; rich calls this twice per second."""
         pace = self.pace
         if pace.step == 0:
             words = ["preparing", clock(pace.seconds())]
@@ -311,11 +311,11 @@ class RichView:
 
 @dataclass(eq=False)
 class Console:
-    """Shows one stage at a time.
+    """Show one stage at a time.
 
-    progress: "rich" or "tqdm", a bar on stderr, or plain lines, one a logged step, where stderr is no
-    terminal. "json", one object an event on stdout.
-    metrics: names of those beside the bar; None: loss, reward and accuracy.
+    progress: "rich" or "tqdm": a bar on stderr, or plain lines, one per logged step, if stderr is not a terminal.
+    "json": one object per event on stdout.
+    metrics: names to show beside the bar; None: loss, reward and accuracy.
     """
 
     progress: Literal["rich", "tqdm", "json"] = "rich"
@@ -356,7 +356,7 @@ class Console:
 
 
 def _devices(stage: Stage) -> str:
-    """`8 × TPU v5 lite`, or `1 × cpu`."""
+    """Describe a stage's devices, as in `8 × TPU v5 lite` or `1 × cpu`."""
     kinds = (
         Counter(device.device_kind for device in stage.mesh.devices.flat) if stage.mesh is not None else {}
     )

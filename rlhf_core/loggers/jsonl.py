@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step, for programs to read."""
+"""Write metrics.jsonl: one JSON object per logged step, for programs to read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FILE = "metrics.jsonl"
 
 @dataclass(eq=False)
 class JsonLines:
-    """Appends to STAGE_DIR/metrics.jsonl: `step` (updates done), `time` (seconds since 1970), the metrics.
+    """Append rows to STAGE_DIR/metrics.jsonl: `step` (updates done), `time` (seconds since 1970), the metrics.
 
-    Strict JSON: a metric that is not finite is null. A killed run tears at most the last row. Rows are on the disk no
-    later than the checkpoint of their step.
+    Strict JSON: a metric that is not finite is null. A killed run truncates at most the last row. Rows are flushed to
+    disk before the checkpoint of their step.
     """
 
     @hookimpl(tryfirst=True)
@@ -37,9 +37,9 @@ class JsonLines:
 
     @staticmethod
     def cut(path: str | Path, step: int) -> None:
-        """Drop the rows after `step` and a torn last line, so that a resumed run does not log a step twice.
+        """Drop the rows after `step` and an incomplete last line, so that a resumed run logs no step twice.
 
-        A line in the middle that is no JSON object is dropped with a warning. A missing file is left missing.
+        An earlier line that is not a JSON object is dropped with a warning. A missing file is not created.
         """
         path = Path(path)
         if not path.exists():
@@ -50,7 +50,7 @@ class JsonLines:
         for number, line in enumerate(lines, 1):
             row = _row(line)
             if row is None and number < len(lines):
-                warnings.warn(f"{path} line {number} is no JSON object with a step; dropped", stacklevel=2)
+                warnings.warn(f"{path} line {number} is not a JSON object with a step; dropped", stacklevel=2)
             elif row is not None and row <= step:
                 kept.append(line)
         after = b"".join(kept)
@@ -59,12 +59,12 @@ class JsonLines:
 
 
 def strict(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Plain floats, None in place of what JSON cannot hold."""
+    """Return metrics as plain floats, with None for values that JSON cannot hold."""
     return {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
 
 
 def _row(line: bytes) -> int | None:
-    """The step of a whole row; None for a torn one, also where only its line end is missing."""
+    """Return the step of a complete row; None for an incomplete one, even if only its line end is missing."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
         return int(row["step"]) if row is not None else None

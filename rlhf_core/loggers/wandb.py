@@ -1,4 +1,4 @@
-"""Weights & Biases, without ever asking for a login and without being able to stop a run."""
+"""Log to Weights & Biases without ever prompting for a login or stopping a run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ Mode = Literal["online", "offline", "disabled"]
 
 @dataclass(eq=False)
 class Wandb:
-    """Logs config and metrics under the names they have here, in one run a stage, grouped by run directory.
+    """Log config and metrics under their own names, in one wandb run per stage, grouped by run directory.
 
     project, entity, name: as in wandb; name's default is "RUN_DIRECTORY/STAGE".
     mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
-    without. A run that is continued goes on under the same wandb id. What goes wrong in wandb is a warning,
-    not an error.
+    without. A resumed stage keeps its wandb id. Errors in wandb become warnings.
     """
 
     project: str = "rlhf"
@@ -53,16 +52,14 @@ class Wandb:
                 group=stage.dir.parent.name,
                 job_type=stage.name,
                 id=_run_id(stage),
-                resume="allow"
-                if mode == "online"
-                else None,  # offline, wandb joins runs of one id when they are synced
+                resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
                 mode=mode,
                 dir=str(stage.dir),
                 config=_config(stage),
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except Exception as error:
-            warnings.warn(f"wandb did not start, going on without it: {error}", stacklevel=2)
+            warnings.warn(f"wandb did not start, continuing without it: {error}", stacklevel=2)
 
     @hookimpl
     def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -83,12 +80,12 @@ class Wandb:
         try:
             call()
         except Exception as error:
-            warnings.warn(f"wandb failed, going on without it: {error}", stacklevel=3)
+            warnings.warn(f"wandb failed, continuing without it: {error}", stacklevel=3)
             self._run = None
 
 
 def _run_id(stage: Stage) -> str:
-    """Chosen once a stage and kept in its directory, so that a continued run is the same one to wandb."""
+    """Return the stage's wandb run id, created once and stored in its directory so that a resumed run keeps it."""
     path = stage.dir / "wandb_run_id.txt"
     if not path.exists():
         write_atomic(path, secrets.token_hex(8) + "\n")
@@ -96,14 +93,14 @@ def _run_id(stage: Stage) -> str:
 
 
 def _config(stage: Stage) -> dict[str, Any]:
-    """The stage's resolved configuration, where the pipeline wrote one."""
+    """Return the stage's resolved configuration if the pipeline wrote one."""
     path = stage.dir / "stage.json"
     config = json.loads(path.read_text()).get("config") if path.exists() else None
     return {**(config or {}), "stage": stage.name, "seed": stage.seed}
 
 
 def _has_key() -> bool:
-    """Whether wandb would find a key by itself; asking wandb could prompt."""
+    """Return whether wandb would find a key, without asking wandb, which could prompt."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -113,9 +113,3 @@ def logps_from_logits(logits: jax.Array, targets: jax.Array | np.ndarray) -> jax
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(targets >= 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
-
-
-def entropy_from_logits(logits: jax.Array) -> jax.Array:
-    """-Σ p log p of p = softmax(logits), nats, float32 [...]. logits: float [..., V], -inf where p is 0."""
-    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return -jnp.sum(jnp.exp(log_p) * jnp.where(jnp.isneginf(log_p), 0.0, log_p), axis=-1)

@@ -1,4 +1,4 @@
-"""Running a pipeline: each stage skipped, continued or begun, and refused where it would be another stage."""
+"""Run a pipeline: begin, continue or skip each stage, and refuse one whose settings have changed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.secrets import public_table
 from rlhf_core.contracts import Artifact
 from rlhf_core.pipeline.file import PipelineFile, read
-from rlhf_core.pipeline.forecast import previews
-from rlhf_core.pipeline.output import to_toml
+from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
+from rlhf_core.pipeline.toml import to_toml
 from rlhf_core.runtime import peers
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 from rlhf_core.runtime.terminal import echo, listed
 from rlhf_core.stage import differences, experiment
 from rlhf_core.stage.record import StageRecord
-from rlhf_core.stage.recorded import Asked, held, run_recorded
+from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ BEFORE = "before anything was trained"
 
 @dataclass(frozen=True)
 class StageResult:
-    """artifacts: {output: Artifact}. skipped: done before. metrics: the last value of every metric."""
+    """The result of one stage. skipped: it was done before. metrics: the last value of every metric."""
 
     artifacts: Mapping[str, Artifact]
     skipped: bool
@@ -41,7 +41,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Results:
-    """A finished pipeline: its run directory, and {stage: StageResult} in the order of running."""
+    """The results of a finished pipeline: its run directory, and {stage: StageResult} in the order they ran."""
 
     dir: Path
     stages: Mapping[str, StageResult]
@@ -56,23 +56,21 @@ def run_pipeline(
 ) -> Results:
     """Run or continue a pipeline; stages that are done are skipped.
 
-    sets: as `--set`, "stage.field=value" or "seed=1". plugins: files, as `--plugin`. dir: in place of the
-    file's.
+    sets: as `--set`, "stage.field=value" or "seed=1". plugins: files, as `--plugin`. dir: replaces the file's `dir`.
 
-    Raises InputError with everything that is wrong with the file, or where a stage was begun with other
-    settings; RunError where a stage fails for a reason that can be told; Stopped after a signal, with the
-    state saved.
+    Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
+    RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
     """
     with stop_signals(redeliver=True):
-        start()  # before plugins, which may compute something when they are imported
+        start()  # before plugins, whose import may run computations
         with peers.running():
             file = read(path, sets=sets, dir=dir)
-            host = plugin_loading.load(files=[Path(each) for each in plugins])
+            host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
             return run(plan(file, host), host)
 
 
 def start() -> None:
-    """Prepare the process and join the job's others, before anything of the pipeline or of a plugin is read."""
+    """Prepare the process and join the job's other processes, before reading the pipeline or plugins."""
     from rlhf_core import runtime
 
     stop_if_asked(BEFORE)
@@ -81,7 +79,7 @@ def start() -> None:
 
 
 def run(plan: Plan, host: Host, *, say: Callable[[str], None] = echo) -> Results:
-    """Run a plan. `say` is told, on the main process, what each stage will do, and which are skipped or continued."""
+    """Run a plan. say: prints, on the main process, each stage's forecast and whether it is skipped or continued."""
     with stop_signals(), peers.running():
         start()
         return _run(plan, host, say)
@@ -96,43 +94,44 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
     mesh = make_mesh(plan.mesh.get("data", -1), plan.mesh.get("fsdp", 1), plan.mesh.get("tensor", 1))
     is_main = jax.process_index() == 0
     say = say if is_main else _silent
-    with held(plan.dir, lambda: asked(plan, host), mesh=dict(plan.mesh)) as records:
-        # What is wrong with the last stage's data is told now, not after the first ones are trained.
+    with open_records(plan.dir, lambda: stage_requests(plan, host), mesh=dict(plan.mesh)) as records:
+        # Report problems with the last stage's data now, not after the first stages have trained.
         done = {name for name, (record, now) in records.items() if record.settle(now) == "done"}
-        said = previews(plan, host, without=done)
+        forecasts = stage_forecasts(plan, host, without=done)
         stop_if_asked(BEFORE)
         if is_main:
             _write_resolved(plan, host)
-        for name, lines in said.items():
+        for name, lines in forecasts.items():
             say(listed(f"stage '{name}' will train on", lines))
         results: dict[str, StageResult] = {}
         for number, stage in enumerate(plan.stages):
             if number and not results[plan.stages[number - 1].name].skipped:
-                free_memory()  # of the stage before, whose programs and arrays nothing needs
-            results[stage.name] = _run_stage(
-                stage, records[stage.name][0], mesh, host, is_main, say, said.get(stage.name, [])
-            )
+                free_memory()  # of the previous stage's programs and arrays
+            record, forecast = records[stage.name][0], forecasts.get(stage.name, [])
+            results[stage.name] = _run_stage(stage, record, mesh, host, is_main, say, forecast)
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
     return Results(plan.dir, results)
 
 
-def asked(plan: Plan, host: Host) -> list[Asked]:
-    """What each stage of a plan is asked to compute, for its record."""
+def stage_requests(plan: Plan, host: Host) -> list[StageRequest]:
+    """Return what each stage of a plan would compute, to be compared with its record."""
     return [
-        Asked(
+        StageRequest(
             stage.name,
             stage.dir,
             _record(stage, host),
-            frozenset(each.reference.partition(".")[0] for each in stage.inputs.values() if each.reference),
-            f"give those back, use another --dir, or delete {stage.dir} to run it anew",
+            frozenset(
+                input.reference.partition(".")[0] for input in stage.inputs.values() if input.reference
+            ),
+            f"restore those, use another --dir, or delete {stage.dir} to run it anew",
         )
         for stage in plan.stages
     ]
 
 
 def _record(stage: StagePlan, host: Host) -> differences.Record:
-    inputs = {field: (each.path, each.reference) for field, each in stage.inputs.items()}
+    inputs = {field: (input.path, input.reference) for field, input in stage.inputs.items()}
     return experiment.of_pipeline(stage.trainer_name, stage.seed, stage.written, inputs, host.registry)
 
 
@@ -143,7 +142,7 @@ def _run_stage(
     host: Host,
     is_main: bool,
     say: Callable[[str], None],
-    said: Sequence[str],
+    forecast: Sequence[str],
 ) -> StageResult:
     from rlhf_core.stage import Stage
     from rlhf_core.training.memory import MemoryLine
@@ -159,7 +158,7 @@ def _run_stage(
         host.hook,
         template_date=day_begun(directory.parent),
     )
-    ended = run_recorded(
+    outcome = run_recorded(
         stage_plan.trainer,
         stage_plan.config,
         stage,
@@ -168,10 +167,10 @@ def _run_stage(
         _record(stage_plan, host),
         notes=directory.parent,
         say=say,
-        told=[line.removeprefix("warning: ") for line in said],
-        forecast=next((line.bytes for line in said if isinstance(line, MemoryLine)), None),
+        told=[line.removeprefix("warning: ") for line in forecast],
+        forecast=next((line.bytes for line in forecast if isinstance(line, MemoryLine)), None),
     )
-    return StageResult(*ended)
+    return StageResult(*outcome)
 
 
 def _write_resolved(plan: Plan, host: Host) -> None:

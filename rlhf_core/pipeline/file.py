@@ -1,4 +1,4 @@
-"""Reading a pipeline: the TOML file, `--set` and flags, and the rules for relative paths."""
+"""Read a pipeline from its TOML file, apply `--set` and flags, and resolve relative paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY_STEP = re.compile(r"([A-Za-z0-9_-]+)((?:\[\d+\])*)")
 
 @dataclass(frozen=True)
 class StageTable:
-    """One [[stage]] as written, paths made absolute. `options` holds all but `name` and `trainer`."""
+    """One [[stage]] as written, with absolute paths. options: everything except `name` and `trainer`."""
 
     name: str
     trainer: str
@@ -33,9 +33,8 @@ class StageTable:
 class PipelineFile:
     """A pipeline as written, with `--set` and `--dir` applied.
 
-    problems: what is already known to be wrong.
-    path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {"data" | "fsdp" | "tensor":
-    size}.
+    path: the file, or None for a pipeline made from flags. dir: absolute. mesh: {"data" | "fsdp" | "tensor": size}.
+    problems: errors found so far.
     """
 
     path: Path | None
@@ -49,10 +48,9 @@ class PipelineFile:
 def read(path: str | Path, *, sets: Sequence[str] = (), dir: str | Path | None = None) -> PipelineFile:
     """Read a pipeline file.
 
-    sets: `stage.field=value` or `seed=1`, applied in order. dir: in place of the file's. Paths in the file
-    are relative to the file; `dir`, and paths in `sets`, to the current directory. Raises InputError where
-    there is no such file or it is not TOML; other problems are kept, to be told together with those of the
-    plan.
+    sets: `stage.field=value` or `seed=1`, applied in order. dir: replaces the file's `dir`. Paths in the file are
+    relative to the file; `dir`, and paths in `sets`, to the current directory. Raises InputError if the file does not
+    exist or is not TOML; other problems are collected, to be reported together with those of the plan.
     """
     path = Path(path)
     return assemble(_parse(path), base=path.resolve().parent, path=path, sets=sets, dir=dir)
@@ -66,7 +64,7 @@ def assemble(
     sets: Sequence[str] = (),
     dir: str | Path | None = None,
 ) -> PipelineFile:
-    """A pipeline from its TOML table; relative paths in it are relative to `base`."""
+    """Build a pipeline from its TOML table; relative paths in it are relative to `base`."""
     problems: list[str] = []
     tables = _stage_tables(table, problems)
     top = {key: value for key, value in table.items() if key != "stage"}
@@ -80,13 +78,13 @@ def assemble(
         name, trainer = options.pop("name", None), options.pop("trainer", None)
         if not isinstance(name, str) or not STAGE_NAME.fullmatch(name) or name in TOP_LEVEL:
             problems.append(
-                f'stage {index + 1}: name: missing; add name = "policy", say'
+                f'stage {index + 1}: name: missing; add, for example, name = "policy"'
                 if name is None
                 else f"stage {index + 1}: name: {name!r} cannot name a stage; use letters, digits, - and _"
             )
             name = f"{index + 1}" if name is None else str(name)
         if not isinstance(trainer, str):
-            problems.append(f"stage '{name}'.trainer: missing; add trainer = \"sft\", say")
+            problems.append(f"stage '{name}'.trainer: missing; add, for example, trainer = \"sft\"")
             trainer = ""
         if any(stage.name == name for stage in stages):
             problems.append(f"stage '{name}': two stages have this name; rename one")
@@ -111,10 +109,9 @@ def assemble(
 
 
 def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list[str]) -> Any:
-    """`value` with the paths in it made absolute; a path that must exist and does not is a problem.
+    """Make the paths in `value` absolute; a path that must exist and does not is a problem.
 
-    What is neither there nor looks like a path stays: a hub name, a `datasets` name, or another stage's
-    output.
+    A value that neither exists nor looks like a path is unchanged: a hub name, a `datasets` name, or a stage's output.
     """
     if isinstance(value, Mapping):
         return {k: resolve_paths(k, v, base, f"{where}.{k}", problems) for k, v in value.items()}
@@ -133,7 +130,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         file, colon, attribute = value.partition(":")
         if not (colon and file.endswith(".py")):
             return value
-        return _absolute(file, base) + colon + attribute  # the registry tells a missing one
+        return _absolute(file, base) + colon + attribute  # the registry reports a missing file
     if field == "chat_template":
         return value if value == "plain" else _existing(value, base, where, problems, also=["plain"])
     if is_input_field(field):
@@ -186,7 +183,7 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
     value: Any = parse_value(raw.strip())
     head = str(steps[0])
     if head in by_name and len(steps) > 1:
-        # What is wrong with the path is told once, when the whole stage's paths are resolved.
+        # Problems with the path are reported once, when the whole stage's paths are resolved.
         value = resolve_paths(
             next(str(s) for s in reversed(steps) if not _is_index(s)), value, Path.cwd(), "", []
         )
@@ -208,10 +205,10 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
 
 
 def _assign(target: Any, steps: Sequence[str | int], value: Any, at: str = "") -> None:
-    """Set `value` at `steps`, in copies of what is on the way, where "dapo" is {name = "dapo"}.
+    """Set `value` at `steps`, copying the tables on the way; "dapo" becomes {name = "dapo"} where a field of it is set.
 
-    An entry of a list is given as rewards[1] or rewards.1. at: the steps before. Raises LookupError, with words, where
-    there is nothing to set.
+    A list entry is written rewards[1] or rewards.1. at: the steps so far. Raises LookupError, with a message, if there
+    is nothing to set.
     """
     step, *rest = steps
     if isinstance(target, list):
@@ -238,7 +235,7 @@ def _is_index(step: str | int) -> bool:
 
 
 def _index(step: str | int, entries: Sequence[Any], at: str) -> int:
-    """The number of an entry in a list. Raises LookupError, naming those there are."""
+    """Return the index of a list entry. Raises LookupError that names the valid ones."""
     known = f"it has {len(entries)}, numbered from 0"
     if not _is_index(step):
         raise LookupError(f"'{at}' is a list: write {at}[0].{step}; {known}")
@@ -277,8 +274,8 @@ def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
         else:
             sizes[axis] = size
     if list(({"data": -1} | sizes).values()).count(-1) > 1:
-        told = ", ".join(f"{axis} = {size}" for axis, size in ({"data": -1} | sizes).items())
-        problems.append(f"mesh: only one size may be -1 (data is, where it is not given); got {told}")
+        axes_text = ", ".join(f"{axis} = {size}" for axis, size in ({"data": -1} | sizes).items())
+        problems.append(f"mesh: only one size may be -1 (the default of data); got {axes_text}")
     return sizes
 
 
@@ -287,7 +284,7 @@ def _absolute(value: str, base: Path) -> str:
 
 
 def _looks_like_a_path(value: str, base: Path) -> bool:
-    """Rather than the name of something on the hub, `name` or `owner/name`."""
+    """Return whether a value looks like a path rather than a hub name, `name` or `owner/name`."""
     if value.startswith(("/", "./", "../", "~")) or value in (".", ".."):
         return True
     if value.endswith("/") or value.count("/") > 1 or Path(value).suffix in DATA_SUFFIXES:
@@ -296,7 +293,7 @@ def _looks_like_a_path(value: str, base: Path) -> bool:
 
 
 def _existing(value: str, base: Path, where: str, problems: list[str], *, also: Sequence[str] = ()) -> str:
-    """also: words that do as well as a path."""
+    """Return an absolute path; a missing file is a problem. also: words allowed in place of a path."""
     path = Path(_absolute(value, base))
     if not exists(path):
         problems.append(f"{where}: no such file: {path}.{near(value, also) or near_file(path)}")

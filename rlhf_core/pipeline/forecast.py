@@ -1,4 +1,4 @@
-"""What the trainers of a planned pipeline say they would do, from the data alone."""
+"""Forecast what each stage of a pipeline would do, from its data alone, without a device."""
 
 from __future__ import annotations
 
@@ -22,48 +22,49 @@ if TYPE_CHECKING:
     from rlhf_core.plugins import Host
 
 
-def previews(
+def stage_forecasts(
     plan: Plan, host: Host, without: Collection[str] = (), mesh: AbstractMesh | None = None
 ) -> dict[str, list[str]]:
-    """{stage: what its trainer says it would do}, without a device, but for the stages `without`.
+    """Return {stage: its trainer's forecast}, except for the stages in `without`.
 
-    mesh: of the devices that memory is told for, each; None: memory in all.
+    mesh: the devices to forecast memory for, per device; None: memory in total.
 
-    Raises InputError with every problem that the trainers find, such as malformed rows, and for every `forecast` that
-    fails of itself.
+    Raises InputError with every problem that the trainers find, such as malformed rows, and for every trainer whose
+    `forecast` itself fails.
     """
     lines: dict[str, list[str]] = {}
     problems: list[str] = []
     sources: dict[str, str | None] = {}
-    templates: dict[str, str | None] = {}  # what a model is trained with is its own from then on
+    templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
     day = day_begun(plan.dir)
-    for each in plan.stages:
-        source = sources[each.name] = _tokenizer_source(each.written.model, sources)
-        earlier = each.written.model.partition(".")[0] if isinstance(each.written.model, str) else ""
+    for planned in plan.stages:
+        name = planned.name
+        source = sources[name] = _tokenizer_source(planned.written.model, sources)
+        earlier = planned.written.model.partition(".")[0] if isinstance(planned.written.model, str) else ""
         inherited = templates.get(earlier)
-        templates[each.name] = each.preview.chat_template or inherited
+        templates[name] = planned.preview.chat_template or inherited
         inputs: dict[str, Any] = {}
         try:
             if source is not None:
-                sources[each.name] = None  # until it has loaded: a stage built on this one has nothing to add
-                inputs["tokenizer"] = _tokenizer(source, each, inherited)
-                sources[each.name] = source
+                sources[name] = None  # until it loads, so that later stages do not repeat the error
+                inputs["tokenizer"] = _tokenizer(source, planned, inherited)
+                sources[name] = source
             stage = Stage(
-                each.name, each.dir, each.seed, None, True, host.registry, host.hook, inputs, mesh, day
+                name, planned.dir, planned.seed, None, True, host.registry, host.hook, inputs, mesh, day
             )
-            if each.name in without:
+            if name in without:
                 continue
-            lines[each.name] = _asked(each, stage, host)
+            lines[name] = _forecast(planned, stage, host)
         except InputError as error:
-            prefix = f"stage '{each.name}'"
+            prefix = f"stage '{name}'"
             problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return lines
 
 
-def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
-    """What the trainer's `forecast` says. Raises InputError where it fails of itself, with the plugin and the place."""
+def _forecast(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
+    """Call the trainer's `forecast`. Raises InputError that names the plugin and the line where it fails itself."""
     forecast = planned.trainer.forecast
     if forecast is None:
         return []
@@ -82,7 +83,7 @@ def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
 
 
 def _place(error: Exception, forecast: Any) -> str:
-    """` (FILE line N)`: the innermost line of the package of `forecast`."""
+    """Return ` (FILE line N)`, the innermost line in the package that defines `forecast`."""
     package = str(getattr(forecast, "__module__", "")).partition(".")[0]
     frames = [
         (frame.f_code.co_filename, line)
@@ -104,7 +105,7 @@ def _tokenizer(source: str, stage: StagePlan, template: str | None) -> Any:
 
 
 def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | None:
-    """The directory of the tokenizer that a stage's model comes with; None where nothing local says so yet."""
+    """Return the directory of the tokenizer of a stage's model; None if it is not known locally yet."""
     if isinstance(model, Mapping):
         model = model.get("tokenizer")
     if not isinstance(model, str):
@@ -116,19 +117,18 @@ def _tokenizer_source(model: Any, earlier: Mapping[str, str | None]) -> str | No
 
 
 def components(config: TrainerConfig) -> list[str]:
-    """A line with the components that the file names, field by field; none where it names none."""
-    named = []
+    """Return one line with the components that the file names, field by field; no line where it names none."""
+    fields = []
     for field in config.model_fields_set:
         value = getattr(config, field)
-        each = [
-            x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Component)
-        ]
-        named += [f"{field} {', '.join(Path(x.name).name for x in each)}"] if each else []
-    return ["; ".join(sorted(named))] if named else []
+        values = value if isinstance(value, list | tuple) else [value]
+        names = [Path(item.name).name for item in values if isinstance(item, Component)]
+        fields += [f"{field} {', '.join(names)}"] if names else []
+    return ["; ".join(sorted(fields))] if fields else []
 
 
 def inputs_line(stage: StagePlan) -> str:
-    """Name a stage's trainer, model and data in one line."""
+    """Return one line with a stage's trainer, model and data."""
     data = _data(stage.written.train_data)
     return f"{stage.trainer_name} from {_model(stage)}{f' on {data}' if data else ''}"
 
@@ -150,7 +150,7 @@ def _data(data: Any) -> str:
 
 
 def short_path(path: str) -> str:
-    """A path inside the current directory as the user would type it."""
+    """Return a path relative to the current directory if it is inside, as the user would type it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:

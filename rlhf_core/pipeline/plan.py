@@ -1,4 +1,4 @@
-"""From a pipeline as written to stages ready to run, or to every problem there is, all at once."""
+"""Check a pipeline and turn it into stages ready to run, or report all of its problems at once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from rlhf_core.plugins import Host
 
 LONGEST_NAME, LONGEST_PATH = 255, 3900
-"""Bytes of a file's name, and of a run directory's path, which leaves room for the files in it."""
+"""Most bytes of a file name, and of a run directory's path, which leaves room for the files in it."""
 LANGUAGE_MODEL, REWARD_MODEL = "language_model", "reward_model"
 
 
 @dataclass(frozen=True)
 class Input:
-    """Something a stage reads from disk.
+    """A path that a stage reads.
 
-    path: absolute; of an artifact that an earlier stage of the pipeline still has to make, where `reference`,
-    its STAGE.OUTPUT, is not None.
+    path: absolute. reference: STAGE.OUTPUT if it is an artifact of an earlier stage, which may not exist yet.
     """
 
     path: Path
@@ -39,12 +38,12 @@ class Input:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage, checked.
+    """A checked stage.
 
-    config: as its trainer gets it, references replaced by the paths of the artifacts.
-    written: the same before that, as the resolved pipeline shows it.
+    config: the trainer's config, with references replaced by the paths of the artifacts.
+    written: the config with its references, as the resolved pipeline shows it.
     inputs: {dotted path in the config: Input}.
-    preview: `config` with a model that this pipeline still has to make replaced by the one it is made from,
+    preview: `config` for a forecast: a model that this pipeline has yet to train is replaced by the one it starts from,
     which has the same shapes and tokenizer.
     """
 
@@ -61,7 +60,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pipeline without known problems. dir: absolute. mesh: {axis: devices}, -1 for what is left."""
+    """A pipeline without known problems. dir: absolute. mesh: {axis: devices}, -1 for the rest."""
 
     path: Path | None
     dir: Path
@@ -72,7 +71,7 @@ class Plan:
 
 @dataclass
 class _Known:
-    """What the stages above offer. outputs: {stage: {output: kind}}, None where its trainer is not known."""
+    """The outputs of earlier stages: {stage: {output: kind}}, None where the trainer is unknown."""
 
     dir: Path
     names: Sequence[str]
@@ -89,7 +88,7 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     Raises InputError with every problem of every stage, one line each: unknown trainers, fields, components
     and options, wrong types, missing files, dangling references and references of the wrong kind.
     """
-    problems = [*file.problems, *_directory(file.dir)]
+    problems = [*file.problems, *_directory_problems(file.dir)]
     known = _Known(file.dir, [table.name for table in file.stages])
     stages = []
     for table in file.stages:
@@ -101,27 +100,27 @@ def plan(file: PipelineFile, host: Host) -> Plan:
     return Plan(file.path, file.dir, file.seed, file.mesh, tuple(stages))
 
 
-def _directory(path: Path) -> list[str]:
-    """What keeps a run from being written at `path`."""
+def _directory_problems(path: Path) -> list[str]:
+    """List what keeps a run from being written at `path`."""
     if (
         any(len(os.fsencode(part)) > LONGEST_NAME for part in path.parts)
         or len(os.fsencode(path)) > LONGEST_PATH
     ):
-        return [f"dir: {str(path)[:60]}… is longer than a file system takes; give another --dir"]
+        return [f"dir: {str(path)[:60]}… is longer than a file system allows; give another --dir"]
     if "\0" in str(path):
         return ["dir: has a NUL character; give another --dir"]
-    there = path
-    while not exists(there) and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        return [f"dir: {there} is not a directory; give another --dir"]
-    if not os.access(there, os.W_OK | os.X_OK):
-        return [f"dir: no permission to write to {there}; give another --dir"]
+    existing = path
+    while not exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"dir: {existing} is not a directory; give another --dir"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"dir: no permission to write to {existing}; give another --dir"]
     return []
 
 
 def _in_order(problems: Sequence[str], stages: Sequence[str]) -> list[str]:
-    """Each problem once, those of the pipeline first, then those of its stages as they are written."""
+    """Sort problems, each once: the pipeline's first, then the stages' in the order of the file."""
 
     def place(problem: str) -> int:
         return next((i for i, name in enumerate(stages) if problem.startswith(f"stage '{name}'")), -1)
@@ -143,8 +142,8 @@ def _stage(
     written, given = None, dict(table.options)
     if trainer is not None:
         try:
-            asked = _with_default_names(trainer.config, table.options)
-            written = build(trainer.config, asked, where=where, registry=host.registry)
+            options = _with_default_names(trainer.config, table.options)
+            written = build(trainer.config, options, where=where, registry=host.registry)
             given = written.to_dict()
         except InputError as error:
             problems += error.problems
@@ -158,7 +157,7 @@ def _stage(
         for key, value in given.items()
     }
     known.outputs[table.name] = outputs
-    for name in outputs or ():  # of two stages with one name, which is told already, the first counts
+    for name in outputs or ():  # of two stages with one name, already a problem, the first counts
         known.models.setdefault(f"{table.name}.{name}", replaced.get("model"))
     if trainer is None or written is None:
         return None
@@ -180,18 +179,18 @@ def _stage(
 
 
 def _kinds(config: type[TrainerConfig], given: Mapping[str, Any], host: Host, dotted: str) -> tuple[str, ...]:
-    """The kinds of artifact that a field takes: as the configuration says, or the component whose option it is."""
+    """Return the kinds of artifact that a field takes, declared by the configuration or by the option's component."""
     for path, kind, owner, component in components(config, given):
         option = dotted.removeprefix(f"{path}.")
         if option != dotted and option not in owner.model_fields:
-            found = host.registry.option_field(kind, component["name"], option)
-            if found is not None and (noted := noted_kinds(found)):
+            field = host.registry.option_field(kind, component["name"], option)
+            if field is not None and (noted := noted_kinds(field)):
                 return noted
     return artifact_kinds(config, dotted)
 
 
 def _with_default_names(config: type[TrainerConfig], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`loss = { epsilon = 0.1 }` without a name changes the default component, which is put in."""
+    """Fill in the default component's name where a table has options only, such as `loss = { epsilon = 0.1 }`."""
     table = dict(given)
     named_flat = {
         field for name, (field, key, *_) in config._flat().items() if key == "name" and name in given
@@ -216,9 +215,9 @@ def _references(
     *,
     inside: bool = False,
 ) -> Any:
-    """`value` with STAGE.OUTPUT in model fields replaced by paths; every input found is put in `inputs`.
+    """Replace STAGE.OUTPUT in model fields by paths, and add every input to `inputs`.
 
-    kinds: of artifact that the field at a dotted path takes; none: any.
+    kinds: returns the kinds of artifact that the field at a dotted path takes; none: any.
     """
     if isinstance(value, Mapping):
         return {
@@ -269,7 +268,7 @@ def _references(
 
 
 def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
-    """(the reference, a problem): both None for what is no reference at all, such as a hub name."""
+    """Return (the reference, a problem); both None for a value that is no reference, such as a hub name."""
     stage, dot, output = value.partition(".")
     if value in known.references():
         return value, None
@@ -278,7 +277,7 @@ def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
     if stage in known.outputs:
         outputs = known.outputs[stage]
         if outputs is None:
-            return None, None  # its trainer is unknown, which is told already
+            return None, None  # its unknown trainer is already a problem
         return (
             None,
             f"stage '{stage}' has no output '{output}'.{near(output, outputs)} It has: {', '.join(outputs)}",
@@ -289,12 +288,12 @@ def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
             f"'{value}': stage '{stage}' is not before this one; move it up, stages run in the order written",
         )
     available = ", ".join(known.references()) or "none"
-    meant = [each for each in known.references() if near(stage, [each.partition(".")[0]])]
+    meant = [reference for reference in known.references() if near(stage, [reference.partition(".")[0]])]
     return None, f"no artifact '{value}' before this stage.{near(value, meant)} Available: {available}"
 
 
 def _made_by(path: str, known: _Known) -> str | None:
-    """The STAGE.OUTPUT whose artifact, not there yet, `path` will be."""
+    """Return the STAGE.OUTPUT whose artifact will be written to `path`; None if there is none or it exists."""
     for reference in known.models:
         stage, _, output = reference.partition(".")
         target = known.dir / stage / "artifacts" / output
@@ -308,7 +307,7 @@ def _artifact_kind(path: Path) -> str | None:
         manifest = json.loads((path / "rlhf_artifact.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return (
-            None  # an ordinary Hugging Face directory; a damaged manifest is told when the artifact is read
+            None  # a plain Hugging Face directory; a damaged manifest is reported when the artifact is read
         )
     kind = manifest.get("kind") if isinstance(manifest, dict) else None
     return kind if isinstance(kind, str) else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError
-from rlhf_core.report.read import read_run
+from rlhf_core.report.run_reader import read_run
 from rlhf_core.runtime.files import require_writable
 
 

@@ -22,7 +22,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from rlhf_core.report.read import Points, draw
+from rlhf_core.report.run_reader import Points, draw
 from rlhf_core.report.samples import PERCENTILES, Spread
 
 EVAL = "eval_"

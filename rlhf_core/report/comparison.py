@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlhf_core.report import charts
 from rlhf_core.report.charts import Chart, Line, lines
 from rlhf_core.report.pages import LEAST, Page, in_order, machine, render, slug, stretches
-from rlhf_core.report.read import Run, StageRun
+from rlhf_core.report.run_reader import Run, StageRun
 
 PLACES = {"dir", "model.tokenizer", "train_data", "eval_data"}
 """Fields that name places, which differ from run to run without a difference in what is computed."""

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rlhf_core.report.charts import clock, flat
-from rlhf_core.report.read import StageRun
+from rlhf_core.report.run_reader import StageRun
 
 WIDTH, HEIGHT = 208, 96
 ACROSS, BETWEEN = 92, 26

@@ -17,13 +17,13 @@ import numpy as np
 from bokeh.resources import Resources
 from markupsafe import Markup, escape
 
-from rlhf_core.pipeline.output import to_toml
+from rlhf_core.pipeline.toml import to_toml
 from rlhf_core.report import charts, samples
 from rlhf_core.report.charts import Chart, Line, band, bars, clock, histogram, lines, number, reliability
 from rlhf_core.report.diagram import pictures
-from rlhf_core.report.read import Part, Points, Run, StageRun, parts
+from rlhf_core.report.json_values import table
+from rlhf_core.report.run_reader import Part, Points, Run, StageRun, parts
 from rlhf_core.report.samples import Completions
-from rlhf_core.report.values import table
 
 HERE = Path(__file__).parent / "page"
 BUDGET = 700_000

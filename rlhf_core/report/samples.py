@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.report.read import StageRun, json_object, rows
-from rlhf_core.report.values import number, numbers, table
+from rlhf_core.report.json_values import number, numbers, table
+from rlhf_core.report.run_reader import StageRun, json_object, rows
 
 MOST = 16
 """Prompts that are shown."""

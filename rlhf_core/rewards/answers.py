@@ -1,4 +1,4 @@
-"""Rewards that compare a completion with the row's `answer` column: 1 where it is right, else 0."""
+"""Score completions by their text, their length, or a comparison with the row's `answer` column."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from rlhf_core.rewards.plain_text import last_box, plain_text
-from rlhf_core.rewards.unreadable import UnreadableError, checked_by, missing
+from rlhf_core.rewards.unreadable_rows import UnreadableError, checked_by, missing
 
 
-def said(completion: Any) -> str:
-    """A completion's text; of a message list, the last message's content."""
+def completion_text(completion: Any) -> str:
+    """Return a completion's text; for a message list, the last message's content."""
     return str(completion[-1]["content"] if isinstance(completion, list) else completion)
 
 
 @dataclass(frozen=True)
 class Regex:
-    r"""1 where the whole completion matches `pattern`, else 0; a dot matches a line break too.
+    r"""Return 1 where the whole completion matches `pattern`, else 0; a dot also matches a line break.
 
     pattern: a regular expression of Python's `re`, such as "<think>.*</think>\\s*<answer>.*</answer>".
     For chat data the last message's content is matched.
@@ -37,24 +37,26 @@ class Regex:
 
     def __call__(self, completions: Sequence[Any]) -> list[float]:
         pattern = re.compile(self.pattern, re.DOTALL)
-        return [float(pattern.fullmatch(said(completion)) is not None) for completion in completions]
+        return [
+            float(pattern.fullmatch(completion_text(completion)) is not None) for completion in completions
+        ]
 
 
 def length(
     completion_ids: Sequence[Sequence[int]], *, target: Annotated[int, Field(ge=1)] = 100
 ) -> list[float]:
-    """-|tokens - target| / target, the stop token counted: 0 at `target`, -1 at none and at twice as many."""
+    """Return -|tokens - target| / target, stop token included: 0 at `target`, -1 at 0 and at 2 × target tokens."""
     return [-abs(len(ids) - target) / target for ids in completion_ids]
 
 
 @dataclass(frozen=True)
 class SoftOverlong:
-    """The soft overlong punishment of DAPO (Yu et al. 2025, equation 13), in tokens, the stop token counted.
+    """Penalize long completions with DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
 
-    0 up to max_length - cache tokens, then (max_length - cache - tokens) / cache, which is -1 at max_length, and -1
-    beyond.
+    0 up to max_length - cache tokens, stop token included; then (max_length - cache - tokens) / cache, which reaches
+    -1 at max_length; -1 beyond.
 
-    max_length: where the whole penalty is reached. cache: over how many tokens before it the penalty grows.
+    max_length: tokens at which the penalty is full. cache: tokens before max_length over which the penalty grows.
     """
 
     max_length: Annotated[int, Field(ge=1)]
@@ -77,21 +79,21 @@ def repetition(
     ngram: Annotated[int, Field(ge=1)] = 3,
     penalty: Annotated[float, Field(le=0)] = -1.0,
 ) -> list[float]:
-    """penalty × (1 − different n-grams / n-grams) of the tokens, the stop token counted (Yeo et al. 2025).
+    """Return penalty × (1 − distinct n-grams / n-grams) of the tokens, stop token included (Yeo et al. 2025).
 
-    0 where no n-gram occurs twice, and for completions of fewer than `ngram` tokens; near `penalty` for one n-gram
-    over and over.
+    0 where no n-gram repeats, and for completions shorter than `ngram` tokens; close to `penalty` where one n-gram
+    fills the completion.
     """
 
-    def of(ids: Sequence[int]) -> float:
+    def repetition_penalty(ids: Sequence[int]) -> float:
         grams = [tuple(ids[i : i + ngram]) for i in range(len(ids) - ngram + 1)]
         return -penalty * (len(set(grams)) / len(grams) - 1) if grams else 0.0
 
-    return [of(ids) for ids in completion_ids]
+    return [repetition_penalty(ids) for ids in completion_ids]
 
 
 LONGEST = 400
-"""Characters of a number at most."""
+"""Most characters that a number may have."""
 UNITS = (
     "km/h|mph|km|cm|mm|nm|kg|mg|lbs|lb|oz|ft|in|ml|mL|ms|min|mins|hrs|hr|am|pm|AM|PM|kW|kWh|Hz|kHz|MHz|GHz|GB|MB|kB|KB|"
     "USD|EUR|GBP|dollars|cents|degrees|deg"
@@ -132,7 +134,7 @@ class Number(NamedTuple):
     percent: bool
 
     def equals(self, other: Number) -> bool:
-        """Tell whether it is the same number; a percentage is also what it is a hundredth of: 50% equals 50 and 1/2."""
+        """Return whether both are the same number; 50% equals 50 and 1/2."""
         if self.percent == other.percent:
             return self.value == other.value
         share, plain = (self, other) if self.percent else (other, self)
@@ -140,7 +142,7 @@ class Number(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a text has digits: their end, the number they are, if any, and whether they are passed over as a word."""
+    """A run of digits in a text: its span, its number if it is one, and whether to skip it as part of a word."""
 
     start: int
     end: int
@@ -149,33 +151,33 @@ class _Place(NamedTuple):
 
 
 def read_number(text: str) -> Number | None:
-    """Read the number that a text is, in a box or after "####" if there is one; None where it is no number."""
+    r"""Parse a text as one number, from its last \boxed{…} or after "####" where it has one; None if it is none."""
     text = plain_text(text)
     if (box := last_box(text)) is not None:
-        return _alone(box)
+        return _parse_alone(box)
     if "####" in text:
         return _after_hashes(text)
-    return _alone(text)
+    return _parse_alone(text)
 
 
 def final_number(text: str) -> Number | None:
-    r"""Read the number that a text ends in.
+    r"""Parse the final number of a text.
 
-    It is the one in the last \boxed{…}; else on the last line that has only a number after "####"; else the first one
-    after the last "answer is" (or ":" or "=") that digits follow, in "answer is 5 + 3 = 8" the one after the last
-    equals sign; else the last one in the text. Where there is something else in that place, such as 2√3 or "5 or 6"
-    after "answer is", there is no number.
+    The number in the last \boxed{…}; else on the last line that has only a number after "####"; else the first one
+    after the last "answer is" (or ":" or "=") followed by digits, where "answer is 5 + 3 = 8" gives the one after the
+    last equals sign; else the last one in the text. None where that place holds something else, such as 2√3 or
+    "5 or 6" after "answer is".
     """
     text = plain_text(text)
     if (box := last_box(text)) is not None:
-        return _alone(box)
+        return _parse_alone(box)
     if (number := _after_hashes(text)) is not None:
         return number
     marker = None
     for marker in _ANSWER_IS.finditer(text):  # noqa: B007
         pass
     if marker is not None:
-        return _claim(text, marker.end())
+        return _parse_claim(text, marker.end())
     for line in reversed(text.splitlines()):
         tail = line[max(line.find(" ", len(line) - 1000), 0) :] if len(line) > 1000 else line
         for part in (tail, line):
@@ -188,16 +190,16 @@ def final_number(text: str) -> Number | None:
 
 
 def _after_hashes(text: str) -> Number | None:
-    """The number of the last line that has one after "####", and nothing else: a heading begins with the same signs."""
+    """Parse the last line that has a number and nothing else after "####"; Markdown headings use the same signs."""
     number = None
     for line in _HASHES.finditer(text):
-        found = _alone(line[1].strip(" \t\r*"))
-        number = number if found is None else found
+        line_number = _parse_alone(line[1].strip(" \t\r*"))
+        number = number if line_number is None else line_number
     return number
 
 
-def _alone(text: str) -> Number | None:
-    """The number that a text is, with a unit; of an equation, its right side."""
+def _parse_alone(text: str) -> Number | None:
+    """Parse a text that is one number, perhaps with a unit; of an equation, the right side."""
     text = re.split("[=≈]", text)[-1].strip().rstrip(".").strip(" \t\r\n*()")
     text = re.sub(r"^([-+]) +", r"\1", text)
     place = next(_places(text), None)
@@ -207,8 +209,8 @@ def _alone(text: str) -> Number | None:
     return place.number if unit is not None and not text[unit.end() :].strip() else None
 
 
-def _claim(text: str, start: int) -> Number | None:
-    """The number that begins at `start`, or the one that a calculation there ends in."""
+def _parse_claim(text: str, start: int) -> Number | None:
+    """Parse the number at `start`, or the result of a calculation that starts there."""
     number, calculated = None, False
     for _ in range(100):
         place = next(_places(text, start), None)
@@ -233,12 +235,12 @@ def _claim(text: str, start: int) -> Number | None:
 
 
 def _word_starts(text: str, start: int, end: int) -> list[int]:
-    """Where the words between two places begin and end."""
+    """Return the positions at which words between `start` and `end` start or end."""
     return [start, end, *(start + match.start() for match in re.finditer(" +", text[start:end]))]
 
 
 def _places(text: str, start: int = 0) -> Iterator[_Place]:
-    """Every place that has digits, in order."""
+    """Yield every run of digits, in order."""
     while (run := _RUN.search(text, start)) is not None:
         place = _place(text, run)
         yield place
@@ -297,9 +299,9 @@ def _value(digits: str) -> Fraction | None:
 
 
 def _before(text: str, start: int) -> tuple[int, bool, str]:
-    """(where the number begins with its sign, whether it is negative, what it is by what stands before it).
+    """Return (start of the number with its sign, whether it is negative, what the text before it makes it).
 
-    "": a number; "part" of something larger; "word": digits of a name.
+    "": a number; "part": part of something larger; "word": digits of a name.
     """
     sign = text[start - 1] if start and text[start - 1] in "+-" else ""
     at = start - len(sign)
@@ -333,7 +335,7 @@ def _before(text: str, start: int) -> tuple[int, bool, str]:
 
 
 def _after(text: str, end: int) -> tuple[int, str]:
-    """(where the number ends with a unit that touches it, what it is by what stands after it), as in `_before`."""
+    """Return (end of the number with an attached unit, what the text after it makes it), as in `_before`."""
     near = text[end : end + 24]
     touching = near[:1]
     if _letter(touching):
@@ -356,7 +358,7 @@ def _operand(c: str) -> bool:
 
 
 def _letter(c: str) -> bool:
-    """Whether it is of an alphabet in which formulas are written; other scripts write numbers within words."""
+    """Return whether `c` is a letter that formulas use; other scripts write numbers within words."""
     return c.isalpha() and c < "\u0530"
 
 
@@ -371,7 +373,7 @@ def _unreadable_texts(columns: Mapping[str, Sequence[Any]]) -> dict[int, str]:
 
 def _is_text(value: Any) -> bool:
     try:
-        return isinstance(said(value), str) and not isinstance(value, Mapping)
+        return isinstance(completion_text(value), str) and not isinstance(value, Mapping)
     except (LookupError, TypeError):
         return False
 
@@ -380,15 +382,15 @@ def _is_text(value: Any) -> bool:
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = False
 ) -> list[float | None]:
-    """1 where the completion equals the row's `answer` column but for surrounding white space, else 0.
+    """Return 1 where the completion equals the row's `answer` up to surrounding white space, else 0.
 
-    A row whose answer is null is not scored (None). For chat data the last message's content is compared.
+    Rows with a null answer are not scored (None). For chat data the last message's content is compared.
 
     Raises InputError for an answer that is neither a text, a number nor a list of messages.
     """
 
     def normal(value: Any) -> str:
-        text = said(value).strip()
+        text = completion_text(value).strip()
         return text.casefold() if ignore_case else text
 
     unreadable = _unreadable_texts({"answer": answer})
@@ -416,20 +418,20 @@ def _number(answer: Any) -> Number | None:
 
 @checked_by(_unreadable_numbers)
 def numeric_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    r"""1 where the completion's final number equals the row's `answer` column, else 0.
+    r"""Return 1 where the completion's final number equals the row's `answer` column, else 0.
 
-    The answer is a number or text that is one, as in 72, "1,234", "$18", "3/4", "-7", "50%", or a solution that ends in
-    "#### 72"; null: the row is not scored (None). In the completion the last \boxed{…} counts, else the last "#### x",
-    else the last "answer is x", else the last number. Values are compared as exact fractions: 12.50 is 25/2, and
-    0.33 is not 1/3. A percentage equals the number before its sign and the hundredth of it. A box that holds
-    something other than one number, such as 2\sqrt{3}, is wrong: `math_verify` reads those.
+    The answer is a number or its text, such as 72, "1,234", "$18", "3/4", "-7", "50%", or a solution that ends in
+    "#### 72"; rows with a null answer are not scored (None). The completion's number is in its last \boxed{…}, else
+    after its last "####", else after its last "answer is", else the last one. Values are compared as exact fractions:
+    12.50 is 25/2, and 0.33 is not 1/3. A percentage equals the number before its sign and a hundredth of that number.
+    A box with anything but one number, such as 2\sqrt{3}, is wrong: `math_verify` reads those.
 
     Raises InputError for answers that are not numbers.
     """
 
     def right(completion: Any, expected: Number) -> float:
-        found = final_number(said(completion))
-        return float(found is not None and found.equals(expected))
+        number = final_number(completion_text(completion))
+        return float(number is not None and number.equals(expected))
 
     unreadable = _unreadable_numbers({"answer": answer})
     numbers = [None if missing(value) else _number(value) for value in answer]

@@ -1,4 +1,4 @@
-"""The reward `math_verify`: mathematical equality, judged in worker processes."""
+"""The reward `math_verify`: compare expressions mathematically, in worker processes."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rlhf_core.errors import InputError
-from rlhf_core.rewards.answers import read_number, said
-from rlhf_core.rewards.unreadable import UnreadableError, missing
+from rlhf_core.rewards.answers import completion_text, read_number
+from rlhf_core.rewards.unreadable_rows import UnreadableError, missing
 from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
 
 MEMORY = 2 << 30
-"""Bytes that a worker may have: what takes more is no answer."""
+"""Bytes that a worker may use: an expression that needs more is no answer."""
 SECONDS_TO_CHECK = 60.0
-"""CPU time in which an answer of the data must be read."""
+"""CPU time for parsing one answer of the data."""
 
 _lock = threading.Lock()
-_kept: list[Pool] = []
+_pools: list[Pool] = []
 
 
 @dataclass(frozen=True)
 class MathVerify:
-    """1 where the completion's final expression is mathematically equal to the row's `answer`, else 0.
+    """Return 1 where the completion's final expression is mathematically equal to the row's `answer`, else 0.
 
-    Both are read by the package math-verify, LaTeX or plain; the answer needs no dollar signs. A row whose answer is
-    null is not scored (None). For chat data the last message's content is read.
+    The package math-verify parses both, as LaTeX or plain text; the answer needs no dollar signs. Rows with a null
+    answer are not scored (None). For chat data the last message's content is parsed.
 
-    seconds: CPU time that one comparison may take; beyond it the completion is wrong, as it is where sympy needs more
-    than 2 GiB. A power tower can keep sympy busy for ever, in code that no thread or signal handler interrupts:
-    comparisons therefore run in worker processes, as many at once as there are cores, which are kept until the stage
-    ends. Signals to this process's group do not reach them; a worker that is killed is replaced, and its comparison
-    repeated.
+    seconds: CPU time per comparison; a completion that takes longer is wrong, as is one for which sympy needs more
+    than 2 GiB. A power tower can keep sympy busy forever, in code that no thread or signal handler interrupts.
+    Comparisons therefore run in worker processes, one per core, which live until the stage ends. Signals to this
+    process's group do not reach them; a worker that is killed is replaced and its comparison repeated.
 
-    Raises InputError where the package is missing, and for answers that cannot be read.
+    Raises InputError if the package is missing, and for answers that cannot be parsed.
     """
 
     seconds: Annotated[float, Field(gt=0)] = 5.0
@@ -65,7 +64,7 @@ class MathVerify:
 
     def __call__(self, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
         pairs = [
-            None if missing(expected) else (said(completion), str(expected))
+            None if missing(expected) else (completion_text(completion), str(expected))
             for completion, expected in zip(completions, answer, strict=True)
         ]
         calls = list(dict.fromkeys(pair for pair in pairs if pair is not None))
@@ -83,16 +82,16 @@ class MathVerify:
 
 
 def _pool() -> Pool:
-    """The worker processes, of all such rewards of this process."""
+    """Return the worker pool that all `math_verify` rewards of this process share."""
     with _lock:
-        if not _kept or _kept[0].closed:
+        if not _pools or _pools[0].closed:
             judge = ByName("rlhf_core.rewards.math_process", "judge")  # importing it takes a second
-            _kept[:] = [Pool(judge, cores(), memory=MEMORY)]
-        return _kept[0]
+            _pools[:] = [Pool(judge, cores(), memory=MEMORY)]
+        return _pools[0]
 
 
 def _verdict(pair: tuple[str, str], outcome: Any) -> float | None:
-    """1 or 0; None where the answer is unreadable. Raises what is neither the completion's nor the answer's fault."""
+    """Return 1 or 0, None for an unreadable answer; raise errors that neither the completion nor the answer caused."""
     if isinstance(outcome, TooSlowError) or (
         isinstance(outcome, RaisedError) and outcome.type_name == "MemoryError"
     ):

@@ -1,4 +1,4 @@
-"""What `math_verify` runs in its worker processes, in which a power tower may keep sympy busy until it is ended."""
+"""Compare expressions for `math_verify`, in worker processes that can be killed when sympy does not return."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn of its own limits being off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
 
 def judge(completion: str | None, answer: str) -> str:
-    """Say "right", "wrong", or of the answer "unreadable"; without a completion, "readable" or "unreadable"."""
-    expected = _read(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    """Return "right", "wrong", or "unreadable" for the answer; without a completion, "readable" or "unreadable"."""
+    expected = _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
     if not expected:
         return "unreadable"
     if completion is None:
         return "readable"
     try:
-        right = verify(expected, _read(completion), timeout_seconds=None)
-    except Exception:  # whatever a policy writes that sympy cannot take is no right answer
+        right = verify(expected, _parse(completion), timeout_seconds=None)
+    except Exception:  # a completion that sympy cannot handle is wrong
         right = False
     return "right" if right else "wrong"
 
 
-def _read(text: str) -> list[Any]:
-    found: list[Any] = parse(text, parsing_timeout=None)
-    return found
+def _parse(text: str) -> list[Any]:
+    expressions: list[Any] = parse(text, parsing_timeout=None)
+    return expressions

@@ -1,4 +1,4 @@
-"""Numbers in LaTeX, in other scripts and beside currency signs, in plain characters."""
+"""Rewrite numbers in LaTeX, in other scripts and with currency signs as plain characters."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _PLAINER = tuple(
         (r"[$€£¥₹]", " "),
     )
 )
-"""LaTeX and currency signs to plain text, one after the other."""
+"""Replacements of LaTeX and currency signs, applied in this order."""
 
 
 def plain_text(text: str) -> str:
-    """Write digits, signs, fractions and units of a text as ASCII has them, as far as it does."""
+    """Rewrite digits, signs, fractions and units in ASCII where ASCII has them."""
     if not text.isascii():
         text = re.sub(r"(?<=\d) *\0", " ", "".join(map(_character, text))).replace("\0", "")
     for pattern, plainer in _PLAINER:
@@ -60,8 +60,8 @@ def _character(c: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Find what the closed box that begins last holds; None where there is no closed box."""
-    begun: list[int | None] = []  # where what the open braces hold begins; None: they are no box's
+    r"""Return the content of the closed \boxed{…} that starts last; None if no box is closed."""
+    begun: list[int | None] = []  # where the content of each open brace starts; None: not a box
     start, end = -1, -1
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":

@@ -1,8 +1,8 @@
 """Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
 
-from rlhf_core.rewards.function import Reward as Reward
-from rlhf_core.rewards.function import WeightedReward as WeightedReward
-from rlhf_core.rewards.trial import forecast_rewards as forecast_rewards
+from rlhf_core.rewards.checks import forecast_rewards as forecast_rewards
+from rlhf_core.rewards.reward import Reward as Reward
+from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.completions import completion as completion
 from rlhf_core.rollouts.completions import empty_warning as empty_warning

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import Prompts
-from rlhf_core.rewards.setup import set_up
+from rlhf_core.rewards.checks import set_up
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.rollout import Rollout, Timing
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import SamplerFunction
-    from rlhf_core.rewards.function import Reward
+    from rlhf_core.rewards.reward import Reward
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.data import Prompts
 from rlhf_core.data.conversations import is_blank
-from rlhf_core.rewards.calling import score
-from rlhf_core.rewards.function import Reward
+from rlhf_core.rewards.calls import score
+from rlhf_core.rewards.reward import Reward
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer.encoding import Turns, continuations
 

@@ -19,7 +19,7 @@ from rlhf_core.sampling import Rollouts
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
-    from rlhf_core.rewards.function import Reward
+    from rlhf_core.rewards.reward import Reward
 
 VALUE = "value_"
 """Precedes the names of `Rollout.token_values` in a checkpoint."""

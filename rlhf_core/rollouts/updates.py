@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Packed
-from rlhf_core.rewards.setup import restore, snapshots
+from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing

@@ -1,4 +1,4 @@
-"""What a trainer is given: where it runs, what with, and whom to tell."""
+"""Describe one run of a trainer: its directory, devices, registry, inputs and hooks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 class Stage:
     """One run of one trainer.
 
-    name: as in the pipeline file; dir: DIR/NAME, where everything it writes goes; seed: of this stage.
+    name: as in the pipeline file; dir: DIR/NAME, for everything the stage writes; seed: of this stage.
     mesh: the devices (None while a pipeline is only checked).
-    is_main: True on the one process that writes and talks.
+    is_main: True on the one process that writes and prints.
     registry: names to components. hook: the pluggy relay, `stage.hook.rlhf_step_end(...)`.
-    inputs: objects given from Python that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`,
-        `rewards`; in a pipeline none of them, but for the `tokenizer` while it is checked, where one is at hand.
-    template_date: the day that chat templates write, "2026-01-31", which is that of the run's beginning unless the
-        config or the model says another; None while a stage is made: that of its own beginning.
-    experiment: what the stage computes, as `rlhf_core.stage.experiment` records it; checkpoints name it. None where the
-        trainer was not started by a pipeline or a trainer class.
-    metrics: the newest value of every metric that was logged so far.
-    planned_mesh: the devices that `rlhf check --devices` asks about, which need not be there; None: not asked.
+    inputs: objects passed from Python: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`. A pipeline
+        passes none, except `tokenizer` during a check, where one is available.
+    template_date: the day that chat templates write, "2026-01-31": the day the run began, unless the config or the
+        model names another; None: the day this stage began.
+    experiment: what the stage computes, as `rlhf_core.stage.experiment` records it; checkpoints refer to it. None if
+        neither a pipeline nor a trainer class started the trainer.
+    metrics: the newest value of every metric logged so far.
+    planned_mesh: the devices of `rlhf check --devices`, which need not exist; None without that flag.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Stage:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def devices(self) -> Mesh:
-        """The mesh, where there must be one."""
+        """Return the mesh. Raises RuntimeError while the stage is only checked."""
         if self.mesh is None:
             raise RuntimeError(f"stage '{self.name}' is only being checked: it has no devices")
         return self.mesh
 
     def say(self, line: str) -> None:
-        """A line on stderr for whoever watches, from the main process, above a bar that may be shown there."""
+        """Print a line on stderr, on the main process only, above the progress bar."""
         if self.is_main:
             tqdm.write(visible(f"[{self.name}] {line}"), file=sys.stderr)

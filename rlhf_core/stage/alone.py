@@ -20,7 +20,7 @@ from rlhf_core.runtime import peers
 from rlhf_core.runtime.agreement import text_of_first
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.stage import Stage, experiment
-from rlhf_core.stage.recorded import Asked, held, run_recorded
+from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
         inputs={name: value for name, value in inputs.items() if value is not None},
         template_date=day_begun(directory),  # before a record of this start is written
     )
-    fix = f"give those back, use another save_directory, or delete {directory} to train anew"
+    fix = f"restore those, use another save_directory, or delete {directory} to train anew"
 
-    def ask() -> list[Asked]:
+    def ask() -> list[StageRequest]:
         now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
-        return [Asked(trainer, directory, now, fix=fix)]
+        return [StageRequest(trainer, directory, now, fix=fix)]
 
-    with held(directory, ask, field="save_directory") as records:
+    with open_records(directory, ask, field="save_directory") as records:
         record, now = records[trainer]
         done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
         ended = run_recorded(

@@ -1,4 +1,4 @@
-"""Hashes of code: of the package that a component comes from, and of functions that are given from Python."""
+"""Hash code: the package that a component comes from, and functions passed from Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = (str, bytes, int, float, complex, type(None))
 def of_component(thing: Any) -> str | None:
     """Hash the Python files of the package or file that a component comes from.
 
-    None where that is rlhf-core, whose version stands for it, or where there are no files: then `of_callable` tells.
+    None for rlhf-core, which is identified by its version, and where there are no files: then use `of_callable`.
     """
     top = _module_of(thing).partition(".")[0]
     return None if top == CORE else _of_files(top)
@@ -39,16 +39,16 @@ def _of_files(top: str) -> str | None:
     files = sorted(home.parent.rglob("*.py")) if hasattr(module, "__path__") else [home]
     content = hashlib.sha256()
     try:
-        for each in files:
-            content.update(each.relative_to(home.parent).as_posix().encode() + b"\0" + each.read_bytes())
+        for path in files:
+            content.update(path.relative_to(home.parent).as_posix().encode() + b"\0" + path.read_bytes())
     except OSError:
         return None
     return content.hexdigest()
 
 
 def _module_of(thing: Any) -> str:
-    """The name of the module in which a component is defined."""
-    for name in ("run", "func", "__wrapped__"):  # a Trainer's function, a partial's, a jitted one's
+    """Return the name of the module that defines a component."""
+    for name in ("run", "func", "__wrapped__"):  # the function of a Trainer, a partial, a jitted function
         if (
             not inspect.isroutine(thing)
             and not inspect.isclass(thing)
@@ -60,9 +60,9 @@ def _module_of(thing: Any) -> str:
 
 
 def of_callable(thing: Any) -> str:
-    """Hash a function or an object given from Python, with what it uses of its own module, and the values it holds.
+    """Hash a function or an object passed from Python, the code it uses from its own module, and the values it holds.
 
-    Code of other modules counts by their names: it is another distribution's, whose version is recorded.
+    Code of other modules counts by name only: it belongs to a distribution whose version is recorded.
     """
     content = hashlib.sha256()
     _Walk(content.update).add(thing)
@@ -72,12 +72,10 @@ def of_callable(thing: Any) -> str:
 class _Walk:
     def __init__(self, update: Callable[[bytes], None]) -> None:
         self.update = update
-        self.seen: dict[
-            int, Any
-        ] = {}  # functions, classes and objects, kept alive so that no id is used again
+        self.seen: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
 
     def add(self, thing: Any) -> None:
-        """Hash one thing, and what it refers to."""
+        """Hash an object and what it refers to."""
         if isinstance(thing, PLAIN):
             return self.put(f"{type(thing).__name__} {thing!r}")
         self.put(type(thing).__qualname__)
@@ -118,17 +116,19 @@ class _Walk:
         else:
             self.code(code)
         cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-        held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
-        for value in held:
-            self.held(value, function.__module__)
+        values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
+        for value in values:
+            self.hash_held(value, function.__module__)
         for name in sorted(_names(code)):
             if name in function.__globals__:
                 self.put(name)
-                self.held(function.__globals__[name], function.__module__)
+                self.hash_held(function.__globals__[name], function.__module__)
 
-    def held(self, value: Any, module: str) -> None:
-        """A value that a function can see. Code of its own module is followed, that of others named; lists, tables and
-        other things that a call may change do not count, since they are no longer what they were at the start.
+    def hash_held(self, value: Any, module: str) -> None:
+        """Hash a value that a function can see.
+
+        Code of the function's own module is hashed, code of others named. Lists, dictionaries and other mutable values
+        do not count: a call may have changed them since the start.
         """
         home = getattr(value, "__module__", None)
         if isinstance(value, types.FunctionType | type) and home != module:
@@ -157,9 +157,9 @@ class _Walk:
 
 
 def _options_of(thing: Any) -> dict[str, Any]:
-    """What an object was made with: its attributes that are called like arguments of its class.
+    """Return the attributes of an object that are named like arguments of its class.
 
-    Others, such as a count of calls, change while it is used.
+    Others, such as a count of calls, change with use.
     """
     try:
         names = inspect.signature(type(thing)).parameters
@@ -171,18 +171,18 @@ def _options_of(thing: Any) -> dict[str, Any]:
 def _source(thing: Any) -> str:
     try:
         return textwrap.dedent(inspect.getsource(thing))
-    except (OSError, TypeError):  # typed in a console, or built at run time
+    except (OSError, TypeError):  # typed in a console, or built at runtime
         return ""
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Every name that a function, and the functions in it, may look up among the globals."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    """Return every global name that a function, and the functions inside it, may look up."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _filled(cell: types.CellType) -> bool:
-    return cell != types.CellType()  # an empty one, to which only an empty one is equal
+    return cell != types.CellType()  # only empty cells equal an empty cell
 
 
 __all__ = ["of_callable", "of_component"]

@@ -1,8 +1,8 @@
-"""What two records of an experiment differ in, and which of it makes them different experiments.
+"""Compare two records of an experiment, and decide which differences make them different experiments.
 
-A record has three parts. *Refused*: the trainer, the seed, the fields that change what is computed, what the stage
-reads, the code of its components. *Warned of*: versions, and the fields in `MAY_CHANGE`. *Ignored*: the fields in
-`UNCOMPARED`, and secrets.
+A record has three parts. A change is *refused* in the trainer, the seed, the fields that change what is computed, the
+inputs, and the code of components. It is *warned of* in versions and the fields of `MAY_CHANGE`. It is *ignored* in
+the fields of `UNCOMPARED` and in secrets.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ UNCOMPARED = frozenset(
         "dataset_num_proc",
     }
 )
-"""Fields that say how a run is watched and kept, and that processes may have different values of."""
+"""Fields of logging and saving, which may also differ between processes."""
 LENGTH = ("max_training_steps", "num_train_epochs")
-"""Fields that say how long a stage trains; they may change where the updates already made stay what they were."""
+"""Fields of the training length; they may change if the updates already made stay the same."""
 MAY_CHANGE = frozenset(
     {
         *LENGTH,
@@ -45,15 +45,15 @@ MAY_CHANGE = frozenset(
         "verify",
     }
 )
-"""Fields that may change on the way, with a warning; every process of a job must have the same."""
+"""Fields that may change during a run, with a warning; all processes of a job must have the same."""
 WHOLE_RUN = ("linear", "cosine")
-"""Schedules in which every learning rate depends on the length of the run."""
+"""Schedules whose learning rates all depend on the length of the run."""
 
 
 class Difference(NamedTuple):
-    """One thing in which two records differ.
+    """One difference between two records.
 
-    field: dotted. before, now: in words. said: the whole difference in words, where these do not say it.
+    field: dotted. before, now: in words. said: the whole difference in words; empty: `before` and `now` describe it.
     """
 
     field: str
@@ -66,7 +66,7 @@ class Difference(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """refused: they make another experiment of it. warned: they do not. data: training data whose contents differ."""
+    """Differences that make a new experiment (refused) or do not (warned), and changed training data (data)."""
 
     refused: list[Difference]
     warned: list[Difference]
@@ -74,20 +74,20 @@ class Differences(NamedTuple):
 
 
 def digest(record: Record) -> str:
-    """Hash the part of a record that is refused; training data, which is compared by row, left out."""
+    """Hash the refused part of a record, without the training data, which are compared by row."""
     config = {k: v for k, v in flat(record["config"]).items() if is_compared(k) and root(k) not in MAY_CHANGE}
-    kept = {
+    identity = {
         "trainer": record["trainer"],
         "seed": record["seed"],
         "config": {key: value for key, value in config.items() if key not in record["inputs"]},
         "inputs": {k: v["identity"] for k, v in record["inputs"].items() if not is_training_data(k)},
         "code": {k: v["hash"] for k, v in record["code"].items()},
     }
-    return hashed(json.dumps(kept, sort_keys=True))
+    return hashed(json.dumps(identity, sort_keys=True))
 
 
 def compare(before: Record, now: Record) -> Differences:
-    """Everything in which two records differ. Inputs that are not there yet are not compared."""
+    """Compare two records. Inputs that do not exist yet are not compared."""
     refused: list[Difference] = []
     warned: list[Difference] = []
     data: list[Difference] = []
@@ -117,7 +117,7 @@ def compare(before: Record, now: Record) -> Differences:
             refused.append(Difference(key, *names))
     for name in sorted({*before["versions"]}):
         was, is_now = before["versions"][name], now["versions"].get(name, "absent")
-        if was != is_now:  # one that has come since is no difference: the stage has run without it
+        if was != is_now:  # a library installed since is no difference: the stage ran without it
             warned.append(Difference(name, was, is_now, f"{name} {was}, now {is_now}"))
     return Differences(_once(refused), warned, data)
 
@@ -127,7 +127,7 @@ def is_training_data(field: str) -> bool:
 
 
 def fixed_length(before: Record, now: Record) -> str | None:
-    """Why a stage cannot train for another length than it was begun with; None where it can."""
+    """Explain why a stage cannot change its training length; None if it can."""
     scheduler = now["config"].get("scheduler")
     if scheduler not in WHOLE_RUN:
         return None
@@ -138,9 +138,9 @@ def fixed_length(before: Record, now: Record) -> str | None:
 
 
 def planned_updates(config: Mapping[str, Any], per_epoch: float) -> int:
-    """Updates of a run with this configuration, where an epoch has so many."""
-    most = config.get("max_training_steps")
-    return int(most) if most is not None else math.ceil(config["num_train_epochs"] * per_epoch)
+    """Return the updates of a run with this configuration. per_epoch: updates per epoch."""
+    limit = config.get("max_training_steps")
+    return int(limit) if limit is not None else math.ceil(config["num_train_epochs"] * per_epoch)
 
 
 def _changed_input(
@@ -163,7 +163,7 @@ def _words(given: Any, written: Any) -> str:
 
 
 def _once(differences: list[Difference]) -> list[Difference]:
-    """An input's difference says what those of its parts say."""
+    """Drop repeated differences: an input and its parts say the same."""
     return list({str(each): each for each in differences}.values())
 
 
@@ -176,7 +176,7 @@ def is_compared(key: str) -> bool:
 
 
 def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """{dotted path: leaf}; an empty table or list is a leaf. Secrets are left out."""
+    """Return {dotted path: leaf}; an empty table or list is a leaf. Secrets are left out."""
     if value == HIDDEN or (isinstance(value, Mapping) and set(value) == {"env"}):
         return {}
     if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run, in words: stages begun and ended, and every warning on the way."""
+"""Log a run's events to events.jsonl: stages that begin and end, and every warning in between."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 FILE = "events.jsonl"
 
 
-def note(directory: Path, stage: str, event: str, **about: Any) -> None:
+def log_event(directory: Path, stage: str, event: str, **about: Any) -> None:
     """Append one event to DIRECTORY/events.jsonl: `time` (seconds since 1970), `stage`, `event`, and `about`.
 
-    A diary must not end what it describes: where it cannot be written, nothing is.
+    Never raises: a log that cannot be written must not end the run.
     """
-    # Before JSON escapes it: a secret may hold a quotation mark.
+    # Scrub before JSON escapes the text: a secret may contain a quotation mark.
     about = {name: scrub(value) if isinstance(value, str) else value for name, value in about.items()}
     row = {"time": round(time.time(), 3), "stage": stage, "event": event, **about}
     with suppress(RunError):
@@ -35,40 +35,40 @@ def note(directory: Path, stage: str, event: str, **about: Any) -> None:
 
 
 @contextmanager
-def noted(
+def log_stage(
     directory: Path, stage: str, mesh: Mesh, *, continues: bool, told: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Note a stage's beginning, with the machine; the warnings inside; and how it ended.
+    """Log that a stage begins, the warnings inside the block, and how the stage ends.
 
-    told: warnings that the stage's plan has shown, which are only noted when they come again.
+    told: warnings that the stage's forecast has shown; these are logged but not shown again.
     Events: "begun" or "continued" (with `machine`), "warning", "done", "stopped", "failed" (with `message`).
     """
-    note(directory, stage, "continued" if continues else "begun", machine=machine(mesh))
+    log_event(directory, stage, "continued" if continues else "begun", machine=machine(mesh))
     show = warnings.showwarning
 
-    def show_and_note(message: Warning | str, *rest: Any, **named: Any) -> None:
-        note(directory, stage, "warning", message=str(message))
+    def show_and_log(message: Warning | str, *rest: Any, **named: Any) -> None:
+        log_event(directory, stage, "warning", message=str(message))
         if str(message).removeprefix(f"stage '{stage}'.") not in told:
             show(message, *rest, **named)
 
-    warnings.showwarning = show_and_note
+    warnings.showwarning = show_and_log
     try:
         yield
     except (Stopped, KeyboardInterrupt) as error:
-        note(directory, stage, "stopped", message=str(error) or "interrupted")
+        log_event(directory, stage, "stopped", message=str(error) or "interrupted")
         raise
     except BaseException as error:
-        note(directory, stage, "failed", message=str(error) or type(error).__name__)
+        log_event(directory, stage, "failed", message=str(error) or type(error).__name__)
         raise
     else:
-        note(directory, stage, "done")
+        log_event(directory, stage, "done")
     finally:
-        if warnings.showwarning is show_and_note:
+        if warnings.showwarning is show_and_log:
             warnings.showwarning = show
 
 
 def machine(mesh: Mesh) -> dict[str, Any]:
-    """What a stage runs on: versions, and devices of the mesh by kind."""
+    """Describe the machine of a stage: versions, processes, and the mesh's devices."""
     import jax
 
     devices = list(mesh.devices.flat)

@@ -1,4 +1,4 @@
-"""One stage run from its first event to its last, for pipelines and for the Python doors alike."""
+"""Run one stage from its first event to its last, for pipelines and for trainers called from Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import text_of_first
 from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import make_directory, remove_leftovers
-from rlhf_core.stage import files
+from rlhf_core.stage import step_files
 from rlhf_core.stage.text_settings import template_date
 
 if TYPE_CHECKING:
@@ -37,20 +37,19 @@ def execute(
     *,
     finished: Callable[[dict[str, Artifact]], None] | None = None,
 ) -> dict[str, Artifact]:
-    """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; every declared output, {name: Artifact}.
+    """Run `trainer` between `rlhf_stage_start` and `rlhf_stage_end`; return its outputs, {name: Artifact}.
 
-    The loggers that `config` names listen during this stage only, and worker processes end with it.
-    `rlhf_stage_end` comes last whatever happened, and what was raised is raised after it. finished: called before it,
-    with the outputs, where every one is there. Raises RunError where the trainer returned without an output it
-    declares.
+    The loggers that `config` names listen during this stage only, and worker processes end with it. `rlhf_stage_end`
+    is called last even after an exception, which is then raised again. finished: called with the outputs before it, if
+    all of them exist. Raises RunError if the trainer returned without an output that it declares.
     """
     stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
-        for directory in (stage.dir, *(stage.dir / name for name in files.FOLDERS)):
+        for directory in (stage.dir, *(stage.dir / name for name in step_files.FOLDERS)):
             remove_leftovers(directory)
     listeners = make_loggers(config, stage) if stage.is_main else {}
-    listeners["newest metrics"] = _Newest()
+    listeners["newest metrics"] = _NewestMetrics()
     for name, listener in reversed(listeners.items()):  # pluggy calls the newest first
         host.pm.register(listener, name=name)
     error: BaseException | None = None
@@ -59,7 +58,7 @@ def execute(
         trainer.run(config, stage)
         outputs = read_outputs(trainer, stage)
         if stage.is_main:
-            files.sync(stage.dir)
+            step_files.sync(stage.dir)
         if finished is not None:
             finished(outputs)
         return outputs
@@ -79,8 +78,8 @@ def execute(
             workers.close()
 
 
-class _Newest:
-    """A listener that keeps the newest value of every metric in `stage.metrics`."""
+class _NewestMetrics:
+    """Keep the newest value of every metric in `stage.metrics`."""
 
     @hookimpl
     def rlhf_step_end(self, stage: Stage, metrics: Mapping[str, float]) -> None:
@@ -88,24 +87,25 @@ class _Newest:
 
 
 def make_loggers(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
-    """{name in messages: logger}: metrics.jsonl, the console in the form that `progress_bar_type` names, and what
-    `logger` lists. Ours come first, so that none of the others can keep a row from them.
+    """Build {name in messages: logger}: metrics.jsonl, the console, and the loggers of the config's `logger`.
+
+    Ours come first, so that no other logger can keep a row from them.
     """
-    configured = {each.name for each in config.logger}
-    found: dict[str, Any] = {}
+    configured = {component.name for component in config.logger}
+    loggers: dict[str, Any] = {}
     if "jsonl" not in configured:
-        found["logger 'jsonl'"] = JsonLines()
+        loggers["logger 'jsonl'"] = JsonLines()
     if "console" not in configured:
-        found["logger 'console'"] = Console(config.progress_bar_type, config.progress_metrics)
-    for index, each in enumerate(config.logger):
-        name = f"logger '{each.name}'"
-        name = f"{name} (logger[{index}])" if name in found else name
-        found[name] = stage.registry.get(LOGGER, each.name, **each.options)
-    return found
+        loggers["logger 'console'"] = Console(config.progress_bar_type, config.progress_metrics)
+    for index, component in enumerate(config.logger):
+        name = f"logger '{component.name}'"
+        name = f"{name} (logger[{index}])" if name in loggers else name
+        loggers[name] = stage.registry.get(LOGGER, component.name, **component.options)
+    return loggers
 
 
 def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
-    """What `trainer` declares, read back and verified. Raises RunError for an output that is missing or damaged."""
+    """Read back and verify the outputs that `trainer` declares. Raises RunError if one is missing or damaged."""
     outputs = {}
     for name, kind in trainer.outputs.items():
         path = stage.dir / "artifacts" / name
@@ -114,7 +114,7 @@ def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
         try:
             artifact = artifacts.read(path)
         except InputError as error:
-            raise RunError(f"stage '{stage.name}': output '{name}' is not whole: {error}") from error
+            raise RunError(f"stage '{stage.name}': output '{name}' is incomplete: {error}") from error
         if artifact.kind != kind:
             raise RunError(
                 f"stage '{stage.name}': output '{name}' should be a {kind}, and the trainer saved a "
@@ -131,16 +131,16 @@ FINISHED = "The stage is trained and saved: the same command goes on after it."
 
 
 @contextmanager
-def named(pm: pluggy.PluginManager) -> Iterator[None]:
-    """Inside, an exception that is no error of ours comes out of a hook as a RunError that says whose it is."""
-    undo = pm.add_hookcall_monitoring(lambda *_: None, _after)
+def hook_errors_named(pm: pluggy.PluginManager) -> Iterator[None]:
+    """Turn foreign exceptions from hooks into RunErrors that name the plugin or logger, inside the block."""
+    undo = pm.add_hookcall_monitoring(lambda *_: None, _raise_with_owner)
     try:
         yield
     finally:
         undo()
 
 
-def _after(
+def _raise_with_owner(
     outcome: pluggy.Result[Any], hook: str, impls: Sequence[pluggy.HookImpl], arguments: Mapping[str, Any]
 ) -> None:
     error = outcome.exception
@@ -149,21 +149,21 @@ def _after(
     impl = _raising(error, impls)
     if impl is None or disk_full(error):
         return
-    said = f"stage '{arguments['stage'].name}': {_named(impl)} {raised(error, HERE)} in {hook}"
-    if arguments.get("error") is None:  # else something before it has ended the stage
-        said += f". {FINISHED if hook == 'rlhf_stage_end' else GOES_ON}"
-    raise RunError(said) from error
+    message = f"stage '{arguments['stage'].name}': {_owner(impl)} {raised(error, HERE)} in {hook}"
+    if arguments.get("error") is None:  # else an earlier error has ended the stage
+        message += f". {FINISHED if hook == 'rlhf_stage_end' else GOES_ON}"
+    raise RunError(message) from error
 
 
 def _raising(error: Exception, impls: Sequence[pluggy.HookImpl]) -> pluggy.HookImpl | None:
-    """The implementation that the exception came through; of two objects of one class, the one it was called on."""
+    """Find the implementation that raised; of two objects of one class, the one that was called."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = [impl for impl in impls if getattr(impl.function, "__code__", None) is frame.f_code]
-        if found:
-            given = list(frame.f_locals.values())
-            return next((impl for impl in found if any(impl.plugin is value for value in given)), found[0])
+        matches = [impl for impl in impls if getattr(impl.function, "__code__", None) is frame.f_code]
+        if matches:
+            values = list(frame.f_locals.values())
+            return next((impl for impl in matches if any(impl.plugin is v for v in values)), matches[0])
     return None
 
 
-def _named(impl: pluggy.HookImpl) -> str:
+def _owner(impl: pluggy.HookImpl) -> str:
     return impl.plugin_name if impl.plugin_name.startswith("logger ") else f"plugin '{impl.plugin_name}'"

@@ -1,4 +1,4 @@
-"""The record of what a stage computes, made of a pipeline's stage or of what a trainer was given from Python."""
+"""Record what a stage computes, from a pipeline's stage or from the arguments of a trainer called from Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "optax", "tokenizers", "transformers")
-"""Whose versions are recorded beside those of the suite and its plugins."""
+"""Libraries whose versions are recorded besides those of the suite and its plugins."""
 
 
 def of_pipeline(
@@ -35,20 +35,20 @@ def of_pipeline(
     inputs: Mapping[str, tuple[Path, str | None]],
     registry: Registry,
 ) -> dict[str, Any]:
-    """The record of a pipeline's stage.
+    """Record a stage of a pipeline.
 
-    inputs: {field: (path, STAGE.OUTPUT or None)}; what is not there yet has no identity.
+    inputs: {field: (path, STAGE.OUTPUT or None)}; a path that does not exist yet has no identity.
     """
-    read = {field: _given(path, reference) for field, (path, reference) in inputs.items()}
-    return _record(trainer, seed, written, public_table(written, registry), read, registry)
+    paths = {field: _path_input(path, reference) for field, (path, reference) in inputs.items()}
+    return _record(trainer, seed, written, public_table(written, registry), paths, registry)
 
 
 def of_objects(
     trainer: str, seed: int, config: TrainerConfig, given: Mapping[str, Any], registry: Registry
 ) -> dict[str, Any]:
-    """The record of a trainer that is run from Python. given: what it was handed, as `Stage.inputs` has it."""
+    """Record a trainer called from Python. given: its arguments, as in `Stage.inputs`."""
     table = public_table(config, registry)
-    read: dict[str, dict[str, Any]] = {}
+    inputs: dict[str, dict[str, Any]] = {}
     functions: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         field = name.replace("_dataset", "_data")
@@ -65,18 +65,20 @@ def of_objects(
                         _name(reward), "", code_identity.of_callable(reward)
                     )
         elif name == "tokenizer" and not isinstance(value, str):
-            read[field] = _object(value, identity.of_tokenizer(value))
+            inputs[field] = _object(value, identity.of_tokenizer(value))
         elif isinstance(value, Model):
-            read[field] = _object(value, identity.of_model(value))
+            inputs[field] = _object(value, identity.of_model(value))
             if value.tokenizer is not None:
-                read[f"{field}.tokenizer"] = _object(value.tokenizer, identity.of_tokenizer(value.tokenizer))
+                inputs[f"{field}.tokenizer"] = _object(
+                    value.tokenizer, identity.of_tokenizer(value.tokenizer)
+                )
         elif (spec := _spec(value)) is not None:
             table[field] = spec
         else:
-            read[field] = _object(value, identity.of_rows(value))
+            inputs[field] = _object(value, identity.of_rows(value))
     for field, path in _paths(table):
-        read.setdefault(field, _given(path, None))
-    record = _record(trainer, seed, config, table, read, registry)
+        inputs.setdefault(field, _path_input(path, None))
+    record = _record(trainer, seed, config, table, inputs, registry)
     return {**record, "code": {**record["code"], **functions}}
 
 
@@ -100,15 +102,15 @@ def _record(
 
 
 def versions() -> dict[str, str]:
-    """{distribution: version} of the suite, its plugins and the libraries that compute."""
-    found = artifacts.versions()
+    """Return {distribution: version} of the suite, its plugins and the numerical libraries."""
+    by_name = artifacts.versions()
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            by_name[name] = version(name)
+    return by_name
 
 
-def _given(path: Path, reference: str | None) -> dict[str, Any]:
+def _path_input(path: Path, reference: str | None) -> dict[str, Any]:
     return {
         "path": str(path),
         "reference": reference,
@@ -129,7 +131,7 @@ def _name(thing: Any) -> str:
 
 
 def _spec(value: Any) -> Any:
-    """What a field of a configuration would hold of data or a model given from Python; None where it is an object."""
+    """Return data or a model passed from Python as a config field would hold it; None for an object."""
     if isinstance(value, str | Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -145,7 +147,7 @@ def _spec(value: Any) -> Any:
 
 
 def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """(dotted field, path) of every file and directory that a configuration names."""
+    """Yield (dotted field, path) of every file and directory that a configuration names."""
     for field, value in flat(table).items():
         if not isinstance(value, str) or not is_compared(field):
             continue
@@ -160,7 +162,7 @@ def _paths(table: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 def _components(
     trainer: str, config: TrainerConfig, registry: Registry
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """(field, code) of the trainer and of every component that the configuration names."""
+    """Yield (field, code) of the trainer and of every component that the configuration names."""
     named: list[tuple[str, Kind[Any], str]] = [("trainer", TRAINER, trainer)]
     for field, kind, _, component in components(type(config), dict(config)):
         if kind != LOGGER and not (kind == REWARD and ".py:" in component["name"]):  # that file is an input
@@ -169,7 +171,7 @@ def _components(
         names = {v for k, v in flat(getattr(config, field)).items() if k == "" or k.endswith(("name", "]"))}
         named += [(field, DATASET, name) for name in sorted(map(str, names & set(registry.names(DATASET))))]
     for field, kind, name in named:
-        with suppress(InputError):  # what is wrong with a name is told when it is used
+        with suppress(InputError):  # an unknown name is reported when it is used
             thing, owner = registry.source(kind, name)
             content = code_identity.of_component(thing)
             if content is not None:

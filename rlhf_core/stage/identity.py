@@ -1,4 +1,4 @@
-"""Hashes that tell whether what a stage reads is what it read before: files, models and data in memory."""
+"""Hash the inputs of a stage, so that a changed input is noticed: files, models, and data in memory."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from rlhf_core.models import Model
 
 SMALL = 2**20
-"""Files below this size are hashed every time: keeping their hashes would take as long."""
+"""Files below this size are hashed every time: caching their hashes would take as long."""
 SETTLED_SECONDS = 2.0
-"""A file written more recently may be written again without another time stamp, so its hash is not kept."""
-MOST_KEPT = 4096
+"""A file written more recently may change again without a new time stamp, so its hash is not cached."""
+MOST_CACHED = 4096
 
 
 def identify(path: Path) -> str:
-    """Hash what is at `path`: every byte of a file, or every file of a directory, hidden ones left out.
+    """Hash a path: every byte of a file, or every file of a directory except hidden ones.
 
-    Of an artifact only the manifest is read, which has the hash of each file; see `artifacts.identity`.
+    For an artifact only the manifest is read, which has the hash of each file; see `artifacts.identity`.
     """
     if path.is_file():
         return _Hashes.open().of([path])[0]
@@ -51,10 +51,10 @@ def identify(path: Path) -> str:
 
 
 class _Hashes:
-    """Hashes of large files, kept on the disk by size, time of writing and inode, so that each is made once."""
+    """Cache hashes of large files on disk, by size, modification time and inode."""
 
-    def __init__(self, file: Path, kept: dict[str, list[Any]]) -> None:
-        self.file, self.kept = file, kept
+    def __init__(self, file: Path, cached: dict[str, list[Any]]) -> None:
+        self.file, self.cached = file, cached
 
     @classmethod
     def open(cls) -> _Hashes:
@@ -62,43 +62,43 @@ class _Hashes:
         directory = Path(root).expanduser() if root else runtime.cache_directory().parent
         file = directory / "hashes.json"
         try:
-            kept = unsealed(file.read_bytes())["files"]
-        except (OSError, ValueError, KeyError):  # not there, or damaged: hashes are made again
-            kept = {}
-        return cls(file, kept)
+            cached = unsealed(file.read_bytes())["files"]
+        except (OSError, ValueError, KeyError):  # missing or damaged: hashes are computed again
+            cached = {}
+        return cls(file, cached)
 
     def of(self, paths: Sequence[Path]) -> list[str]:
-        """SHA-256 of each file's bytes."""
+        """Return the SHA-256 of each file's bytes."""
         with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(self._one, paths))
-        added = {key: entry for _, key, entry in made if entry is not None}
+            results = list(pool.map(self._hash, paths))
+        added = {key: entry for _, key, entry in results if entry is not None}
         if added:
-            self._keep(added)
-        return [content for content, _, _ in made]
+            self._save(added)
+        return [content for content, _, _ in results]
 
-    def _one(self, path: Path) -> tuple[str, str, list[Any] | None]:
-        """(hash, key, what is to be kept)"""
-        key, about = str(path.resolve()), path.stat()
-        stamp = [about.st_size, about.st_mtime_ns, about.st_ino]
-        entry = self.kept.get(key)
+    def _hash(self, path: Path) -> tuple[str, str, list[Any] | None]:
+        """Return (hash, key, new cache entry or None)."""
+        key, stat = str(path.resolve()), path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        entry = self.cached.get(key)
         if isinstance(entry, list) and entry[:3] == stamp:
             return str(entry[3]), key, None
         content = artifacts.hash_file(path)
-        settled = time.time() - about.st_mtime > SETTLED_SECONDS
-        keeps = about.st_size >= SMALL and settled
-        return content, key, [*stamp, content] if keeps else None
+        settled = time.time() - stat.st_mtime > SETTLED_SECONDS
+        cacheable = stat.st_size >= SMALL and settled
+        return content, key, [*stamp, content] if cacheable else None
 
-    def _keep(self, added: Mapping[str, list[Any]]) -> None:
-        latest = {**_Hashes.open().kept, **added}  # another process may have added some
-        files = dict(list(latest.items())[-MOST_KEPT:])
-        with suppress(OSError, RunError):  # it only saves time
+    def _save(self, added: Mapping[str, list[Any]]) -> None:
+        latest = {**_Hashes.open().cached, **added}  # another process may have added some
+        files = dict(list(latest.items())[-MOST_CACHED:])
+        with suppress(OSError, RunError):  # the cache only saves time
             write_atomic(self.file, sealed({"files": files}))
 
 
 def of_rows(data: Any) -> str:
-    """Hash the rows of data in memory: a list of mappings, a `datasets.Dataset`, a data frame, anything with rows.
+    """Hash the rows of data in memory: a list of mappings, a `datasets.Dataset`, a data frame, or any sequence.
 
-    A list may also hold several of these, and names and tables of files, whose contents then count.
+    A list may also mix these with file names and tables that name a file; then the contents of the files count.
     """
     if isinstance(data, list | tuple) and not all(isinstance(item, Mapping) for item in data):
         return digest("several", *map(_of_item, data))
@@ -118,7 +118,7 @@ def _of_item(item: Any) -> str:
 
 
 def _rows(data: Any) -> Iterable[Any]:
-    if hasattr(data, "fingerprint") and hasattr(data, "sources"):  # rows that this suite has read
+    if hasattr(data, "fingerprint") and hasattr(data, "sources"):  # our own Records
         return [data.fingerprint]
     if hasattr(data, "iloc") and hasattr(data, "columns"):  # a data frame
         names = [str(name) for name in data.columns]

@@ -1,4 +1,4 @@
-"""stage.json: what a stage was run with and what came of it, so that it is skipped, continued or refused next time."""
+"""Record a stage's settings and results in stage.json, to skip, continue or refuse it the next time."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ State = Literal["new", "running", "done"]
 
 
 class StageRecord:
-    """The stage.json of one stage.
+    """Read and write the stage.json of one stage.
 
-    fix: what a user does to run the stage with other settings. Raises InputError where the file is there but damaged.
+    fix: how a user can run the stage with other settings, for messages. Raises InputError if the file is damaged.
     """
 
     def __init__(self, directory: Path, name: str, *, fix: str) -> None:
@@ -48,8 +48,8 @@ class StageRecord:
         except ValueError as error:
             raise InputError(
                 f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
-                "then goes on from its newest checkpoint, which knows what it belongs to. Or delete "
-                f"{self.dir} to run it from its start"
+                "then goes on from its newest checkpoint, which records what it belongs to. Or delete "
+                f"{self.dir} to run it from the start"
             ) from None
 
     @property
@@ -60,35 +60,35 @@ class StageRecord:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether a state was saved; a checkpoint that was being replaced when the process died is one."""
+        """Return whether a checkpoint exists, including one that was being replaced when the process died."""
         directory = self.dir / "checkpoints"
         return any(directory.glob("[0-9]*")) or any(directory.glob(".*.replaced"))
 
     @property
     def has_artifacts(self) -> bool:
-        """Whether a trainer, perhaps one without checkpoints, saved an output."""
+        """Return whether the trainer, perhaps one without checkpoints, saved an output."""
         return any((self.dir / "artifacts").glob(f"*/{artifacts.MANIFEST}"))
 
     def settle(self, now: differences.Record) -> State:
-        """What becomes of the stage with what is asked for now; "running" for a finished one that is extended.
+        """Decide what to do with the stage when asked for `now`; "running" for a finished one that is extended.
 
-        Raises InputError, one line per difference, where it was begun as another experiment. Inputs that do not exist
+        Raises InputError, one line per difference, if it was begun as another experiment. Inputs that do not exist
         are not compared: the stages that make them have not run yet.
         """
         if not self.then:
             return "new"
-        found = differences.compare(self.then, now)
+        changes = differences.compare(self.then, now)
         state: State = self.state
-        problems = [str(each) for each in found.refused]
-        length = [each for each in found.warned if each.field in differences.LENGTH]
-        if length and found.refused == [] and not self._same_length(now):
-            reason = differences.fixed_length(self.then, now) or self._cannot_grow(now)
+        problems = [str(change) for change in changes.refused]
+        length = [change for change in changes.warned if change.field in differences.LENGTH]
+        if length and changes.refused == [] and not self._same_length(now):
+            reason = differences.fixed_length(self.then, now) or self._why_not_extended(now)
             if reason is None:
                 state = "running"
             else:
-                problems += [f"{each}: {reason}" for each in length]
+                problems += [f"{change}: {reason}" for change in length]
         if state == "done" or not self._knows_rows():
-            problems += map(str, found.data)
+            problems += map(str, changes.data)
         if problems:
             begun = "finished" if self.state == "done" else "begun"
             raise InputError(
@@ -98,28 +98,28 @@ class StageRecord:
         return state
 
     def warnings(self, now: differences.Record) -> list[str]:
-        """Differences that are no reason to refuse, but to say."""
-        found = differences.compare(self.then, now) if self.then else differences.Differences([], [], [])
-        versions = [each.said for each in found.warned if each.said]
-        fields = [str(each) for each in found.warned if not each.said]
+        """List the differences to warn of."""
+        changes = differences.compare(self.then, now) if self.then else differences.Differences([], [], [])
+        versions = [change.said for change in changes.warned if change.said]
+        fields = [str(change) for change in changes.warned if not change.said]
         lines = [f"stage '{self.name}' was begun with {'; '.join(versions)}"] if versions else []
         if fields and self.settle(now) == "running":
             lines.append(f"stage '{self.name}' goes on with other settings: {'; '.join(fields)}")
-        if found.data and not self.has_checkpoints:
+        if changes.data and not self.has_checkpoints:
             lines.append(
-                f"stage '{self.name}'.{'; '.join(map(str, found.data))}; nothing was trained on it yet, as there is no "
-                "checkpoint"
+                f"stage '{self.name}'.{'; '.join(map(str, changes.data))}; nothing was trained on it yet, as there is "
+                "no checkpoint"
             )
         return lines
 
     def _same_length(self, now: differences.Record) -> bool:
-        """Whether fields that differ make no difference, as epochs do where the number of updates is given."""
+        """Return whether the length is the same after all: epochs do not count where `max_training_steps` is set."""
         then, asked = self.then["config"], now["config"]
         steps = then.get("max_training_steps")
         return steps is not None and steps == asked.get("max_training_steps")
 
-    def _cannot_grow(self, now: differences.Record) -> str | None:
-        """Why the number of updates cannot be another, None where it can."""
+    def _why_not_extended(self, now: differences.Record) -> str | None:
+        """Explain why the number of updates cannot change; None if it can."""
         try:
             plan = json.loads((self.dir / "plan.json").read_bytes())
             per_epoch, before = float(plan["updates_per_epoch"]), int(plan["updates"])
@@ -131,9 +131,9 @@ class StageRecord:
         return None
 
     def _knows_rows(self) -> bool:
-        """Whether a checkpoint, or there being none, lets the loop tell which rows it has drawn.
+        """Return whether the loop can know which rows it has drawn: from the newest checkpoint, or without any.
 
-        Data that changed in rows that were not drawn yet can then be accepted; `fit` decides.
+        Changes in rows that were not drawn yet can then be accepted; `fit` decides.
         """
         checkpoints = [path for path in (self.dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
         if not checkpoints:
@@ -145,12 +145,12 @@ class StageRecord:
             return False
 
     def write_running(self, now: differences.Record) -> None:
-        """Before the trainer runs; the inputs are there now, and what they hold is part of the record."""
+        """Record that the stage runs, before its trainer starts, when all inputs exist and can be hashed."""
         started = self.then.get("started", _now())
         self._write({"format": FORMAT, "name": self.name, "state": "running", **now, "started": started})
 
     def write_done(self, metrics: Mapping[str, float], outputs: Mapping[str, Artifact]) -> None:
-        """After it: with its last metrics, and what its artifacts are."""
+        """Record that the stage is done, with its last metrics and the identities of its artifacts."""
         results = {
             "metrics": {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()},
             "artifacts": {name: artifacts.identity(artifact.path) for name, artifact in outputs.items()},
@@ -158,7 +158,7 @@ class StageRecord:
         self._write({**self.then, "state": "done", "finished": _now(), "results": results})
 
     def put_back(self, before: Mapping[str, Any]) -> None:
-        """Undo `write_running` for a stage that failed before it did anything: its input may now be mended."""
+        """Undo `write_running` for a stage that failed before it did anything, so that its input can be repaired."""
         if before:
             self._write(dict(before))
         else:
@@ -167,18 +167,18 @@ class StageRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of every metric of a finished stage, NaN where it was not finite."""
-        kept = self.then.get("results", {}).get("metrics", {})
-        return {name: math.nan if value is None else value for name, value in kept.items()}
+        """Return the last value of every metric of a finished stage, NaN where it was not finite."""
+        metrics = self.then.get("results", {}).get("metrics", {})
+        return {name: math.nan if value is None else value for name, value in metrics.items()}
 
     def require_outputs(self, outputs: Mapping[str, Artifact]) -> None:
-        """Raise InputError where an artifact is another than the one that the finished stage wrote."""
-        kept = self.then.get("results", {}).get("artifacts", {})
+        """Raise InputError if an artifact is not the one that the finished stage wrote."""
+        identities = self.then.get("results", {}).get("artifacts", {})
         problems = [
             f"stage '{self.name}': output '{name}' in {artifact.path} is not what the stage wrote there; it was done "
             f"before: delete {self.dir} to run it anew"
             for name, artifact in outputs.items()
-            if name in kept and artifacts.identity(artifact.path) != kept[name]
+            if name in identities and artifacts.identity(artifact.path) != identities[name]
         ]
         if problems:
             raise InputError(*problems)
@@ -189,7 +189,7 @@ class StageRecord:
 
 
 def write(directory: Path, record: Mapping[str, Any]) -> None:
-    """Put a stage's record into its directory, with a checksum. It holds the configuration: nobody else may read it."""
+    """Write a stage's record with a checksum, readable by its owner only: it holds the configuration."""
     write_atomic(directory / FILE, sealed(record), private=True)
 
 

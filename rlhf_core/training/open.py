@@ -18,7 +18,7 @@ from rlhf_core.contracts import SAMPLER, SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
 from rlhf_core.models.lora import Lora, linear_modules, resolve
-from rlhf_core.rewards.function import Reward, WeightedReward, make_rewards
+from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import text_options

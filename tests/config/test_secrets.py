@@ -110,7 +110,7 @@ def test_loggers_read_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_secret_with_a_quotation_mark_is_hidden_in_events(tmp_path: Path) -> None:
     secret = remember('canary"quoted\\7e')
-    events.note(tmp_path, "policy", "failed", message=f"refused key {secret}")
+    events.log_event(tmp_path, "policy", "failed", message=f"refused key {secret}")
     assert json.loads((tmp_path / events.FILE).read_text())["message"] == f"refused key {HIDDEN}"
 
 

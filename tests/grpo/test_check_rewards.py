@@ -12,7 +12,7 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.forecast import previews
+from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import plan
 
 MINE = """
@@ -51,7 +51,7 @@ def check(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def check(rewards: str) -> list[str]:
         Path("p.toml").write_text(PIPELINE.format(rewards=rewards))
         host = plugins.load()
-        return previews(plan(read(Path("p.toml")), host), host)["policy"]
+        return stage_forecasts(plan(read(Path("p.toml")), host), host)["policy"]
 
     return check
 

@@ -101,7 +101,7 @@ def test_failing_to_start_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(wandb, "init", fail)
     logger = Wandb(mode="offline")
-    with pytest.warns(UserWarning, match="wandb did not start, going on without it: no route to host"):
+    with pytest.warns(UserWarning, match="wandb did not start, continuing without it: no route to host"):
         logger.rlhf_stage_start(stage=stage)
     logger.rlhf_step_end(step=1, metrics={"loss": 1.0})
     logger.rlhf_stage_end(error=None)
@@ -123,4 +123,4 @@ def test_failing_later_is_one_warning(recwarn: pytest.WarningsRecorder) -> None:
     for step in (1, 2):
         logger.rlhf_step_end(step=step, metrics={"loss": 1.0})
     logger.rlhf_stage_end(error=None)
-    assert [str(w.message) for w in recwarn] == ["wandb failed, going on without it: service gone"]
+    assert [str(w.message) for w in recwarn] == ["wandb failed, continuing without it: service gone"]

@@ -12,7 +12,7 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import Plan, plan, read
-from rlhf_core.pipeline.forecast import previews
+from rlhf_core.pipeline.forecast import stage_forecasts
 
 WRONG = """
 sead = 1
@@ -265,7 +265,7 @@ def test_both_spellings_of_an_entry_of_a_list(fake: ModuleType, key: str, entry:
 def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: ModuleType) -> None:
     host = plugins.load(objects=[fake])
     planned = plan(read(pipeline, dir="runs/a"), host)
-    lines = previews(planned, host)
+    lines = stage_forecasts(planned, host)
     assert lines["policy"] == ["3 bytes from {'model_type': 'llama'}"]
     assert planned.stages[2].config.model == str(Path("runs/a/base/artifacts/model").absolute())
     assert planned.stages[2].written.model == "base.model"
@@ -276,7 +276,7 @@ def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleT
     host = plugins.load(objects=[fake])
     planned = plan(read(pipeline, sets=["rm.fail=forecast", "policy.fail=forecast"], dir="runs/a"), host)
     with pytest.raises(InputError) as caught:
-        previews(planned, host)
+        stage_forecasts(planned, host)
     assert caught.value.problems == (
         "stage 'rm': train.jsonl row 7: no column 'text'",
         "stage 'policy': train.jsonl row 7: no column 'text'",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.plugins.component import load_file
-from rlhf_core.report.read import read_run
-from rlhf_core.report.values import number, numbers, table
+from rlhf_core.report.json_values import number, numbers, table
+from rlhf_core.report.run_reader import read_run
 
 pytest.importorskip("bokeh")
 runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")

@@ -13,7 +13,7 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_core import report as reporting
 from rlhf_core.errors import RunError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.report.read import read_run
+from rlhf_core.report.run_reader import read_run
 
 runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 

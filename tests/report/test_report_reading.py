@@ -17,7 +17,7 @@ from rlhf_core.plugins.component import load_file
 from rlhf_core.report import charts
 from rlhf_core.report.comparison import names
 from rlhf_core.report.diagram import pictures, references
-from rlhf_core.report.read import Points, draw, parts, read_run
+from rlhf_core.report.run_reader import Points, draw, parts, read_run
 
 runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 make_run, write = runs.make_run, runs.write

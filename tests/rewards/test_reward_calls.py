@@ -16,7 +16,7 @@ from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards import numeric_answer
-from rlhf_core.rewards.function import make_rewards
+from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, score
 
 processes = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
@@ -177,7 +177,9 @@ def test_processes_share_a_call_in_order_and_never_split_a_prompt(mine):
     assert len(set(pids[:6])) == len(set(pids[6:])) == 1
     assert seen.tolist() == [6] * n  # completions of the part
     assert numbers.tolist() == list(range(n))
-    assert score([several], inputs)[:, 0].tolist() == values.tolist()  # the same processes
+    again = score([several], inputs)[:, 0]
+    assert set(again // 10**6) == set(pids)  # the same processes, either of which may take the first part
+    assert (again % 10**6).tolist() == (values % 10**6).tolist()
     parts = Reward("r", 1.0, mine.where, processes=8).parts(inputs)
     assert [len(part.completions) for part in parts] == [3, 3, 3, 3]
     assert [len(part.completions) for part in Reward("r", 1.0, mine.where, processes=3).parts(inputs)] == [

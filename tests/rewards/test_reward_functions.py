@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.rewards.function import make_rewards
+from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, measure, score, set_up, total_reward
 
 INPUTS = RewardInputs(
@@ -117,7 +117,7 @@ def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
 def test_a_near_miss_of_a_column_or_of_an_argument_is_told():
     told = reward(lambda completion, anwser: None).check_columns(["answer"], "here")
     assert [line.partition(" they have answer.")[2] for line in told] == [
-        f" Did you mean '{meant}'? Beside columns there are prompts, completions, completion_ids"
+        f" Did you mean '{meant}'? Besides columns there are prompts, completions, completion_ids"
         for meant in ("answer", "completions")
     ]
 

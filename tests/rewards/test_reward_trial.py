@@ -14,7 +14,7 @@ import pytest
 from rlhf_core import Registry, RewardInputs, data, workers
 from rlhf_core._builtin import rlhf_register
 from rlhf_core.errors import InputError
-from rlhf_core.rewards.function import make_rewards
+from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, score, set_up
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)

@@ -58,7 +58,7 @@ def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
     mistakes.rewards("return [float('nan'), *(float(i) for i in range(1, len(completions)))]")(place)
     ended = rlhf("run", "policy.toml")
     assert ended.code == 0
-    expected = "warning: reward 'rewards.py:brevity' returned NaN for 1 of 4 completions: taken as None"
+    expected = "warning: reward 'rewards.py:brevity' returned NaN for 1 of 4 completions: treated as None"
     assert ended.warned.count(expected) == 1
     first = json.loads((place.path / "run/policy/samples/update-000000.jsonl").read_text().splitlines()[0])
     assert first["rewards"] == {"rewards.py:brevity": None}

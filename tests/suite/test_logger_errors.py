@@ -14,7 +14,7 @@ from rlhf_core import TrainerConfig, cli, hookimpl, plugins
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.pipeline import plan, read
 from rlhf_core.stage import execute
-from rlhf_core.stage.execute import named
+from rlhf_core.stage.execute import hook_errors_named
 
 FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 HOOKS = ("rlhf_stage_start", "rlhf_step_end", "rlhf_artifact_saved", "rlhf_stage_end")
@@ -106,7 +106,7 @@ def test_two_loggers_of_one_class() -> None:
             host.pm.register(Second(fails=index == failing), name=f"logger '{index}'")
         stage: Any = type("Stage", (), {"name": "base"})
         with (
-            named(host.pm),
+            hook_errors_named(host.pm),
             pytest.raises(RunError, match=f"^stage 'base': logger '{failing}' raised KeyError: 7"),
         ):
             host.hook.rlhf_step_end(stage=stage, step=7, metrics={})

@@ -16,7 +16,7 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.models import fresh_model
 from rlhf_core.pipeline import plan, read
-from rlhf_core.pipeline.forecast import previews
+from rlhf_core.pipeline.forecast import stage_forecasts
 
 NAMES = ("Tom", "Lily", "Ben", "Sue", "Max", "Amy", "Tim", "Mia", "Sam", "Ann")
 
@@ -140,4 +140,4 @@ def test_the_reward_in_the_document_works(repository: Path) -> None:
 
 def planned(path: Path, sets: list[str], directory: Path) -> dict[str, Any]:
     host = plugins.load()
-    return previews(plan(read(path, sets=sets, dir=directory / "run"), host), host)
+    return stage_forecasts(plan(read(path, sets=sets, dir=directory / "run"), host), host)

@@ -63,7 +63,7 @@ def test_its_functions_run_and_its_lists_are_made(
 ) -> None:
     from rlhf_grpo import GRPOConfig
 
-    from rlhf_core.rewards.function import make_rewards
+    from rlhf_core.rewards.reward import make_rewards
     from rlhf_core.rollouts import score, set_up
 
     monkeypatch.chdir(tmp_path)

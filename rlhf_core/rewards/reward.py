@@ -1,4 +1,4 @@
-"""Reward functions: made from a config, asked for what they take, checked for what they return."""
+"""Build reward functions from a config, inspect their parameters, and check the values they return."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, near
-from rlhf_core.rewards.called import Called
+from rlhf_core.rewards.worker_call import WorkerCall
 from rlhf_core.workers import Pool, UnsendableError
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
 
 OWN = ("prompts", "completions", "completion_ids")
-"""What every function may take, beside the columns of the prompts."""
+"""Arguments that every function may take besides the columns of the prompts."""
 ELSEWHERE = {
-    "trainer_state": "TRL passes its trainer's state by this name, and nothing like it is passed here; remove the "
-    "parameter, or give it a default. What changes over a run is a reward with state: a dataclass with `__call__`, "
-    "`snapshot()` and `restore(kept)`",
-    "log_extra": "TRL passes a function by this name; here every reward's values are in samples/*.jsonl beside the "
+    "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
+    "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
+    "`__call__`, `snapshot()` and `restore(kept)`",
+    "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl beside the "
     "completions, and its mean and deviation in the metrics. Remove the parameter",
-    "log_metric": "TRL passes a function by this name; here a metric of its own is a second reward with weight = 0. "
+    "log_metric": "TRL passes a function under this name; here, log a metric as a second reward with weight = 0. "
     "Remove the parameter",
-    "environments": "TRL passes its environments by this name, and there are none here. Remove the parameter",
+    "environments": "TRL passes its environments under this name, and there are none here. Remove the parameter",
     "kwargs": "write it with two stars, **kwargs, to take every column",
 }
-"""Parameters that are no columns: {name: what to do}."""
+"""Parameters of TRL's reward functions that are not columns: {name: what to do}."""
 
 
 class WeightedReward(Component):
-    """A reward function in a config: `rewards: list[Annotated[WeightedReward, REWARD]]`."""
+    """Name a reward function in a config: `rewards: list[Annotated[WeightedReward, REWARD]]`."""
 
-    weight: float = Field(default=1.0, description="of its values in the sum")
+    weight: float = Field(default=1.0, description="weight of its values in the sum")
     label: str | None = Field(
-        default=None, description="its name in the metrics; none: `name`, without directories"
+        default=None, description="its name in the metrics; none: `name` without directories"
     )
-    timeout: float | None = Field(default=None, gt=0, description="seconds a call may take; none: no limit")
+    timeout: float | None = Field(default=None, gt=0, description="seconds per call; none: no limit")
     processes: int | None = Field(
         default=None, ge=1, description="worker processes that share a call's completions; none: no worker"
     )
     on_error: Literal["stop", "skip"] = Field(
         default="stop",
-        description="after a call that failed or took too long: end the run, or leave its completions unscored",
+        description="when a call fails or takes too long: end the run, or leave its completions unscored",
     )
     check: bool = Field(
         default=True,
-        description="whether `rlhf check` calls it once, unless it is async, on made-up completions",
+        description="whether `rlhf check` calls it once on made-up completions, unless it is async",
     )
 
 
@@ -64,10 +64,10 @@ class WeightedReward(Component):
 class Reward:
     """A reward function with its label in the metrics and its weight in the sum.
 
-    timeout: seconds a call may take; None: no limit. on_error: what a call that failed or took longer means.
-    processes: worker processes that share a call; None: none, but one for a plain function with a timeout.
-    tried: whether `rlhf check` may call it. failures: calls that were skipped so far.
-    warned: whether NaN was warned of. ready: whether it has loaded what it needs.
+    timeout: seconds per call; None: no limit. on_error: whether a call that fails or exceeds it ends the run.
+    processes: worker processes that share a call; None: one for a plain function with a timeout, else none.
+    tried: whether `rlhf check` may call it. failures: calls skipped so far.
+    warned: whether a warning about NaN was shown. ready: whether it has loaded what it needs.
     """
 
     label: str
@@ -84,21 +84,21 @@ class Reward:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether it is called on the event loop, and cancelled there."""
+        """Return whether it is called, and cancelled, on the event loop."""
         call = getattr(self.function, "func", self.function)
         return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
     @property
     def in_workers(self) -> bool:
-        """Whether it is called in processes of its own, which can be ended."""
+        """Return whether it is called in worker processes, which can be killed."""
         limited = self.timeout is not None or self.processes is not None
         return limited and not self.asynchronous and not self.collective
 
     def pool(self) -> Pool:
-        """Its worker processes. Raises InputError for a function that another process cannot find."""
+        """Return its worker pool. Raises InputError for a function that another process cannot import."""
         if self._pool is None or self._pool.closed:
             try:
-                self._pool = Pool(Called(self.function), self.processes or 1)
+                self._pool = Pool(WorkerCall(self.function), self.processes or 1)
             except UnsendableError as error:
                 why = "timeout" if self.processes is None else "processes"
                 raise InputError(
@@ -109,11 +109,11 @@ class Reward:
         return self._pool
 
     def parts(self, inputs: RewardInputs) -> list[RewardInputs]:
-        """The call, in as many parts as there are processes; completions of one prompt stay together."""
-        total, wanted = len(inputs.completions), self.processes or 1
+        """Split a call into one part per process; completions of one prompt stay together."""
+        total, processes = len(inputs.completions), self.processes or 1
         cuts = [0]
-        for k in range(1, wanted):
-            cut = max(total * k // wanted, cuts[-1])
+        for k in range(1, processes):
+            cut = max(total * k // processes, cuts[-1])
             while cuts[-1] < cut < total and inputs.prompts[cut] == inputs.prompts[cut - 1]:
                 cut += 1
             if cut > cuts[-1]:
@@ -127,16 +127,16 @@ class Reward:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The options that were given to a function; a column of such a name does not reach it."""
+        """Return the options set for a function; columns with these names do not reach it."""
         return dict(self.function.keywords) if isinstance(self.function, functools.partial) else {}
 
     @property
     def collective(self) -> bool:
-        """Whether it is an object with `setup`, whose weights are on the mesh of all processes."""
+        """Return whether it is an object with `setup`, whose weights are on the mesh of all processes."""
         return hasattr(self.function, "setup")
 
     def wants(self) -> tuple[set[str], set[str], bool]:
-        """(parameters it needs, parameters it takes, whether it takes any column)."""
+        """Return (parameters it needs, parameters it takes, whether it takes every column)."""
         parameters = inspect.signature(self.function).parameters.values()
         named = [
             p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "self"
@@ -145,54 +145,58 @@ class Reward:
         return needs, {p.name for p in named}, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def check_columns(self, columns: Sequence[str], where: str) -> list[str]:
-        """Problems: columns that the function needs and the data lacks."""
+        """List columns that the function needs and the data lacks, as problems."""
         missing = sorted(self.wants()[0] - set(OWN) - set(columns))
-        own, have = ", ".join(OWN), ", ".join(sorted(columns)) or "no columns beside the prompt"
+        own, have = ", ".join(OWN), ", ".join(sorted(columns)) or "no columns besides the prompt"
         return [
             f"{where}: reward '{self.label}' needs '{name}': {ELSEWHERE[name]}"
             if name in ELSEWHERE
             else f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have "
             f"{have}"
-            f"{f'.{meant} Beside columns there are {own}' if (meant := near(name, [*OWN, *columns])) else ''}"
+            f"{f'.{meant} Besides columns there are {own}' if (meant := near(name, [*OWN, *columns])) else ''}"
             for name in missing
         ]
 
     def arguments(self, inputs: RewardInputs) -> dict[str, Any]:
-        """What the function is called with: what it names, and every column where it takes any. Copies: what it does to
-        them, no other function sees.
+        """Return the keyword arguments of a call: those the function names, or all where it takes **kwargs.
+
+        Values are copies, so that no function sees another one's changes.
         """
         _, takes, any_column = self.wants()
-        offered = {**inputs.columns, **{name: getattr(inputs, name) for name in OWN}}
-        asked = {
+        available = {**inputs.columns, **{name: getattr(inputs, name) for name in OWN}}
+        arguments = {
             name: value
-            for name, value in offered.items()
+            for name, value in available.items()
             if (any_column or name in takes) and name not in self.chosen
         }
-        if self.in_workers:  # what is sent is a copy
-            return asked
+        if self.in_workers:  # sending copies
+            return arguments
         return {
             name: list(map(list, value)) if name == "completion_ids" else copy.deepcopy(value)
-            for name, value in asked.items()
+            for name, value in arguments.items()
         }
 
     def checked(self, values: Any, expected: int) -> np.ndarray:
-        """float64 [expected]; NaN where the function does not apply. Raises RunError for anything but such a list."""
+        """Convert returned values to float64 [expected], NaN where the function does not apply.
+
+        Raises RunError for anything but a list of `expected` finite numbers and Nones.
+        """
         try:
             if isinstance(values, Mapping):
                 raise TypeError
-            given = list(values)
+            returned = list(values)
         except TypeError:
             raise RunError(
                 f"reward '{self.label}' returned {type(values).__name__}; it must return a list of {expected} numbers, "
                 "one per completion"
             ) from None
-        if len(given) != expected:
+        if len(returned) != expected:
             raise RunError(
-                f"reward '{self.label}' returned {len(given)} values for {expected} completions; it must return one "
+                f"reward '{self.label}' returned {len(returned)} values for {expected} completions; it must return one "
                 "each, None where it does not apply"
             )
         out = np.empty(expected, np.float64)
-        for i, value in enumerate(given):
+        for i, value in enumerate(returned):
             try:
                 if isinstance(value, str):
                     raise TypeError
@@ -206,11 +210,11 @@ class Reward:
                 f"reward '{self.label}' returned {out[np.isinf(out)][0]} for completion {int(np.isinf(out).argmax())}; "
                 "rewards must be finite, None where the function does not apply"
             )
-        undefined = sum(value is not None and np.isnan(x) for value, x in zip(given, out, strict=True))
+        undefined = sum(value is not None and np.isnan(x) for value, x in zip(returned, out, strict=True))
         if undefined and not self.warned:
             self.warned = True
             warnings.warn(
-                f"reward '{self.label}' returned NaN for {undefined} of {expected} completions: taken as None, "
+                f"reward '{self.label}' returned NaN for {undefined} of {expected} completions: treated as None, "
                 "'does not apply'",
                 stacklevel=2,
             )
@@ -224,9 +228,10 @@ def make_rewards(
     registry: Registry,
     where: str,
 ) -> list[Reward]:
-    """The rewards a config names and a caller hands over (callables, registered names, reward model directories).
+    """Build the rewards that a config names and those a caller passes.
 
-    Raises InputError where there is none, two share a label, weights do not match, or a timeout has nothing to act on.
+    given: callables, registered names, or reward model directories. Raises InputError where there is no reward, two
+    share a label, weights do not match in number, or a reward cannot have its `timeout` or `processes`.
     """
     rewards: list[Reward] = []
     for component in components:
@@ -258,7 +263,7 @@ def make_rewards(
     for label in labels:
         if labels.count(label) > 1:
             raise InputError(f"{where}.rewards: two rewards are called '{label}'; give one of them a `label`")
-    problems = [f"{where}.rewards: {problem}" for reward in rewards for problem in _unsuited(reward)]
+    problems = [f"{where}.rewards: {problem}" for reward in rewards for problem in _limit_problems(reward)]
     if problems:
         raise InputError(*problems)
     if weights is not None:
@@ -269,8 +274,20 @@ def make_rewards(
     return rewards
 
 
+def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:
+    """Return {label: its state for a checkpoint} of functions that are objects with `snapshot`."""
+    return {r.label: r.function.snapshot() for r in rewards if hasattr(r.function, "snapshot")}
+
+
+def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
+    """Restore each reward's state from what `snapshots` returned."""
+    for reward in rewards:
+        if reward.label in kept:
+            reward.function.restore(kept[reward.label])
+
+
 def part_of(inputs: RewardInputs, start: int, end: int) -> RewardInputs:
-    """The completions start to end, without the last."""
+    """Return the inputs of completions start to end, end excluded."""
     return RewardInputs(
         inputs.prompts[start:end],
         inputs.completions[start:end],
@@ -280,17 +297,17 @@ def part_of(inputs: RewardInputs, start: int, end: int) -> RewardInputs:
     )
 
 
-def _unsuited(reward: Reward) -> list[str]:
-    """Why it cannot have the `timeout` or `processes` that it has."""
+def _limit_problems(reward: Reward) -> list[str]:
+    """List why a reward cannot have its `timeout` or `processes`."""
     limits = [name for name in ("timeout", "processes") if getattr(reward, name) is not None]
     if reward.collective and limits:
         return [
-            f"'{reward.label}' is an object with `setup`: it computes on the mesh and cannot be ended there; leave out "
+            f"'{reward.label}' is an object with `setup`: it runs on the mesh and cannot be killed there; leave out "
             f"its `{limits[0]}`"
         ]
     if reward.asynchronous and reward.processes is not None:
         return [
-            f"'{reward.label}' is asynchronous: its calls wait together as it is; leave out its `processes`"
+            f"'{reward.label}' is asynchronous: its calls already wait together; leave out its `processes`"
         ]
     if not reward.in_workers:
         return []
@@ -307,6 +324,6 @@ def _unsuited(reward: Reward) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """`file.py:function` without the file's directory: the same metric wherever a run happens."""
+    """Drop the directory from `file.py:function`, so that metrics have the same name on every machine."""
     file, _, function = name.rpartition(":")
     return f"{Path(file).name}:{function}" if file.endswith(".py") else name

@@ -1,4 +1,4 @@
-"""Run a stage under its record: skip, continue, begin or refuse it, alike on every process and for every door."""
+"""Skip, continue, begin or refuse a stage by its record, in agreement with every process of the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.runtime.agreement import entered_by_first, require_shared, stop_t
 from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.peak_memory import forget_peak, human, peak_line
 from rlhf_core.stage import differences, events
-from rlhf_core.stage.execute import execute, named, read_outputs
+from rlhf_core.stage.execute import execute, hook_errors_named, read_outputs
 from rlhf_core.stage.record import StageRecord, State
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 
-class Ended(NamedTuple):
+class StageOutcome(NamedTuple):
     """artifacts: {output: Artifact}. skipped: the stage was done before. metrics: the newest value of every metric."""
 
     artifacts: Mapping[str, Artifact]
@@ -33,10 +33,10 @@ class Ended(NamedTuple):
     metrics: Mapping[str, float]
 
 
-class Asked(NamedTuple):
-    """What one stage is asked to compute. now: see `rlhf_core.stage.differences`.
+class StageRequest(NamedTuple):
+    """A request to run one stage. now: what it would compute, see `rlhf_core.stage.differences`.
 
-    reads: stages whose outputs it reads.
+    reads: stages whose outputs it reads. fix: how a user can run it with other settings, for messages.
     """
 
     name: str
@@ -47,83 +47,85 @@ class Asked(NamedTuple):
 
 
 @contextmanager
-def held(
-    directory: Path, ask: Callable[[], Sequence[Asked]], *, field: str = "dir", **facts: Any
+def open_records(
+    directory: Path, ask: Callable[[], Sequence[StageRequest]], *, field: str = "dir", **facts: Any
 ) -> Iterator[dict[str, tuple[StageRecord, differences.Record]]]:
-    """Lock a run directory on the main process, and open and compare the records of its stages, on every process.
+    """Lock a run directory and compare the records of its stages: {stage: (its record, what it computes now)}.
 
-    Gives {stage: (its record, what it is asked to compute now)}.
-
-    ask: gives the stages, in order. facts: what else processes must agree on. Raises InputError, on every process,
-    where the directory is in use, a stage was begun as another experiment, or processes differ.
+    The main process takes the lock; every process compares. ask: returns the stages, in order. facts: what else all
+    processes must agree on. Raises InputError, on every process, if the directory is in use, a stage was begun as
+    another experiment, or processes differ.
     """
     with entered_by_first(lambda: lock(directory, field)):
         require_shared(directory, field)
         records: dict[str, StageRecord] = {}
         problems: list[str] = []
-        stages: Sequence[Asked] = ()
+        stages: Sequence[StageRequest] = ()
         try:
             stages = ask()
-            for each in stages:
-                records[each.name] = StageRecord(each.dir, each.name, fix=each.fix)
+            for stage in stages:
+                records[stage.name] = StageRecord(stage.dir, stage.name, fix=stage.fix)
             problems += refusals(stages, records)
             facts["stages"] = {
-                each.name: {"record": dict(each.now), "state": records[each.name].state} for each in stages
+                stage.name: {"record": dict(stage.now), "state": records[stage.name].state}
+                for stage in stages
             }
         except InputError as error:
             problems += error.problems
-        agree(facts, problems)
-        yield {each.name: (records[each.name], each.now) for each in stages}
+        require_agreement(facts, problems)
+        yield {stage.name: (records[stage.name], stage.now) for stage in stages}
 
 
-def refusals(stages: Sequence[Asked], records: Mapping[str, StageRecord]) -> list[str]:
-    """Everything for which a stage is refused: a change in the last one is told before the first one is trained."""
+def refusals(stages: Sequence[StageRequest], records: Mapping[str, StageRecord]) -> list[str]:
+    """List every reason to refuse a stage, so that a change in the last stage is known before the first one trains."""
     problems: list[str] = []
     extended: set[str] = set()
-    for each in stages:
-        record = records[each.name]
+    for stage in stages:
+        record = records[stage.name]
         try:
-            state = record.settle(each.now)
+            state = record.settle(stage.now)
         except InputError as error:
             problems += error.problems
             continue
-        if stale := sorted(each.reads & extended):
+        if stale := sorted(stage.reads & extended):
             if record.state == "new":
                 continue
             problems.append(
-                f"stage '{each.name}' was begun with '{stale[0]}' as it was, which would be trained further: delete "
+                f"stage '{stage.name}' was begun with '{stale[0]}' as it was, which would be trained further: delete "
                 f"{record.dir} to run it anew afterwards, or use another --dir"
             )
         if record.state == "done" and state == "running":
-            extended.add(each.name)
+            extended.add(stage.name)
     return problems
 
 
-def agree(facts: Mapping[str, Any], problems: Sequence[str]) -> None:
-    """Raise InputError, on every process alike, where one has problems or they are asked for different things."""
-    told = [json.loads(text) for text in texts_of_all(json.dumps([facts, list(problems)]))]
-    found: dict[str, list[int]] = {}
-    for process, (_, wrong) in enumerate(told):
-        for problem in wrong:
-            found.setdefault(problem, []).append(process)
-    if found:
-        raise InputError(*(p if len(on) == len(told) else f"process {on[0]}: {p}" for p, on in found.items()))
-    first = told[0][0]
-    unlike = [
-        f"process {process}: {line}"
-        for process, (facts_there, _) in enumerate(told)
-        for line in _differences(first, facts_there)
-    ]
-    if unlike:
+def require_agreement(facts: Mapping[str, Any], problems: Sequence[str]) -> None:
+    """Raise the same InputError on every process if any has problems, or if their facts differ."""
+    reports = [json.loads(text) for text in texts_of_all(json.dumps([facts, list(problems)]))]
+    processes: dict[str, list[int]] = {}
+    for process, (_, process_problems) in enumerate(reports):
+        for problem in process_problems:
+            processes.setdefault(problem, []).append(process)
+    if processes:
         raise InputError(
-            *unlike,
+            *(p if len(on) == len(reports) else f"process {on[0]}: {p}" for p, on in processes.items())
+        )
+    first = reports[0][0]
+    differing = [
+        f"process {process}: {line}"
+        for process, (process_facts, _) in enumerate(reports)
+        for line in _differences(first, process_facts)
+    ]
+    if differing:
+        raise InputError(
+            *differing,
             "the processes of a job must be given the same pipeline, data, code and versions, and see the same run "
             "directory; start all of them with the same",
         )
 
 
 def _differences(first: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between the first process and another one, a line each."""
+    """Yield a line for each difference between the first process and another one."""
     for name in first:
         if name != "stages" and first[name] != here.get(name):
             yield f"{name} is {json.dumps(here.get(name))}, and {json.dumps(first[name])} on process 0"
@@ -132,9 +134,9 @@ def _differences(first: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
         yield f"the stages are {', '.join(ours)}, and {', '.join(theirs)} on process 0"
         return
     for name, stage in ours.items():
-        found = differences.compare(theirs[name]["record"], stage["record"])
-        for each in (*found.refused, *found.warned, *found.data):
-            yield f"stage '{name}'.{each.field} is {each.now}, and {each.before} on process 0"
+        changes = differences.compare(theirs[name]["record"], stage["record"])
+        for change in (*changes.refused, *changes.warned, *changes.data):
+            yield f"stage '{name}'.{change.field} is {change.now}, and {change.before} on process 0"
         if stage["state"] != theirs[name]["state"]:
             yield (
                 f"stage '{name}' is {stage['state']}, and {theirs[name]['state']} on process 0: the run directory must "
@@ -155,21 +157,21 @@ def run_recorded(
     told: Sequence[str] = (),
     forecast: int | None = None,
     done: str = "skipped",
-) -> Ended:
-    """Run a stage, or go on with it, or give what it has left where it is done.
+) -> StageOutcome:
+    """Begin or continue a stage, or return the outputs of one that is done.
 
-    now: what it computes. notes: the directory of events.jsonl. told: warnings that were shown already. forecast: bytes
-    of memory, to be shown beside what was taken. done: what is said of a stage that is done.
-    Raises InputError, on every process, where it was begun as another experiment.
+    now: what it computes. notes: the directory of events.jsonl. told: warnings that were already shown. forecast: bytes
+    of memory, printed next to the peak. done: words for a stage that is done.
+    Raises InputError, on every process, if it was begun as another experiment.
     """
     stage = replace(stage, experiment=now)
     state: State = "new"
     problems: list[str] = []
     try:
-        state = record.settle(now)  # again: what earlier stages made is there only now
+        state = record.settle(now)  # again: the outputs of earlier stages exist only now
     except InputError as error:
         problems += error.problems
-    agree({"stages": {}}, problems)
+    require_agreement({"stages": {}}, problems)
     for line in record.warnings(now) if stage.is_main else ():
         warnings.warn(line, stacklevel=3)
     if state == "done":
@@ -179,20 +181,20 @@ def run_recorded(
             raise InputError(f"{error}; it was done before: delete {stage.dir} to run it anew") from error
         record.require_outputs(outputs)
         say(f"stage '{stage.name}': done on {record.then['finished']}, {done}")
-        return Ended(outputs, True, record.metrics)
+        return StageOutcome(outputs, True, record.metrics)
     stop_together(f"before stage '{stage.name}' was {'begun' if state == 'new' else 'continued'}")
     if state == "running":
         how = "is trained further" if record.state == "done" else "continues"
         say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
     before = dict(record.then)
-    noted: AbstractContextManager[None] = nullcontext()
+    event_log: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
         continues = state == "running" or record.has_checkpoints
-        noted = events.noted(notes, stage.name, stage.devices(), continues=continues, told=told)
+        event_log = events.log_stage(notes, stage.name, stage.devices(), continues=continues, told=told)
         record.write_running(now)
     forget_peak()
     try:
-        with noted, named(host.pm):
+        with event_log, hook_errors_named(host.pm):
             outputs = execute(
                 trainer,
                 config,
@@ -208,5 +210,5 @@ def run_recorded(
                 record.put_back(before)
         raise
     if forecast is not None:
-        stage.say(f"memory: {peak_line()}; at most {human(forecast)} was forecast")
-    return Ended(outputs, False, dict(stage.metrics))
+        stage.say(f"memory: {peak_line()}; the forecast was at most {human(forecast)}")
+    return StageOutcome(outputs, False, dict(stage.metrics))

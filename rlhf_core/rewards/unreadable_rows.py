@@ -1,4 +1,4 @@
-"""Rows whose answers a reward cannot read: named before training, and one by one during it."""
+"""Report rows whose answers a reward cannot read: before training, and row by row during it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnreadableError(InputError):
-    """Some rows of a call cannot be scored, and the others have their values.
+    """Raised when some rows of a call cannot be scored; carries the values of the other rows.
 
-    rows: {index in the call: what is wrong with its answer}. values: one per completion, None at these rows.
+    rows: {index in the call: what is wrong with its answer}. values: one per completion, None for these rows.
     """
 
     def __init__(self, reward: str, rows: Mapping[int, str], values: Sequence[float | None]) -> None:
@@ -25,7 +25,7 @@ class UnreadableError(InputError):
 
 
 def checked_by(check: Callable[[Mapping[str, Sequence[Any]]], Mapping[int, str]]) -> Callable[[F], F]:
-    """Give a reward function its `check`, which is called with the dataset's columns before anything is trained."""
+    """Attach `check` to a reward function; it is called with the dataset's columns before training starts."""
 
     def decorate(function: F) -> F:
         function.check = check  # type: ignore[attr-defined]
@@ -35,5 +35,5 @@ def checked_by(check: Callable[[Mapping[str, Sequence[Any]]], Mapping[int, str]]
 
 
 def missing(answer: Any) -> bool:
-    """Whether a row has no answer; a table's missing number is NaN."""
+    """Return whether a row has no answer; tables store a missing number as NaN."""
     return answer is None or (isinstance(answer, float) and answer != answer)

@@ -1,4 +1,4 @@
-"""Call reward functions: together, within their time, and with one outcome on every process."""
+"""Call reward functions concurrently, within their timeouts, with the same outcome on every process."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from jax.experimental import multihost_utils
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, RunError, raised
-from rlhf_core.rewards.function import part_of
-from rlhf_core.rewards.unreadable import UnreadableError
+from rlhf_core.rewards.reward import part_of
+from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
-    from rlhf_core.rewards.function import Reward
+    from rlhf_core.rewards.reward import Reward
 
 Outcome = np.ndarray | BaseException | None
-"""What came of a call: float64 [N], what was raised, or None where another process makes the call."""
+"""Outcome of a call: float64 [N], the exception it raised, or None where another process makes the call."""
 DONE, SKIPPED, STOPPED = 0, 1, 2
 HERE = str(Path(__file__).parent.parent)
 SECONDS_TO_FIND_ROW = 5.0
 
 
 def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True) -> np.ndarray:
-    """Every function on every completion: float64 [N, functions], NaN where one does not apply or its call is skipped.
+    """Score every completion with every function: float64 [N, functions], NaN where one does not apply or is skipped.
 
-    Asynchronous functions and those in worker processes run at the same time, after the others. Of several processes
-    the first calls the functions, and the others get its values bit for bit; objects with `setup` are called last, on
-    all processes, one after another. Every process makes this call and returns, or raises, the same.
+    Asynchronous functions and those in worker processes run concurrently, after the others. In a job of several
+    processes the first one calls the functions and sends its values to the others bit for bit; objects with `setup` are
+    called last, on all processes, one after another. Every process must call `score`; all return or raise the same.
 
-    Raises RunError, with the label and where it can be told the row, for whatever a function raises (with on_error
-    "skip" only for values that are no rewards), and, if `needed`, where no function applies to any completion. Counts
-    skipped calls in `Reward.failures`. Of rows that a reward cannot read, "skip" leaves out only those.
+    Raises RunError with the label, and the row where it can be found, for whatever a function raises (with on_error
+    "skip" only for invalid return values), and, if `needed`, where no function applies to any completion. Counts
+    skipped calls in `Reward.failures`. "skip" leaves out single rows where only these cannot be read.
     """
     outcomes = _call(rewards, inputs)
     states = _agreed([_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)])
@@ -51,7 +51,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
                 raise InputError(*_by_row(reward, outcome, inputs)) from outcome
             if isinstance(outcome, RunError | InputError):
                 raise outcome
-            row = _culprit(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
+            row = _find_failing_row(reward, inputs, outcome) if isinstance(outcome, Exception) else ""
             raise RunError(failure(reward, outcome) + row) from (
                 outcome if isinstance(outcome, BaseException) else None
             )
@@ -87,7 +87,7 @@ def _state(reward: Reward, outcome: Outcome) -> int:
 
 
 def failure(reward: Reward, outcome: Outcome) -> str:
-    """Name the reward and say how its call failed."""
+    """Describe a failed call, starting with the reward's name."""
     if isinstance(outcome, TooSlowError):
         how = f"took longer than its timeout of {reward.timeout:g} s"
     elif isinstance(outcome, DiedError):
@@ -102,7 +102,7 @@ def failure(reward: Reward, outcome: Outcome) -> str:
 
 
 def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> list[str]:
-    """What is wrong, row by row; a row has several completions."""
+    """List the problems row by row, each once: a row has several completions."""
     lines = [
         f"{inputs.places[i] if inputs.places else f'completion {i}'}: reward '{reward.label}': {text}"
         for i, text in outcome.rows.items()
@@ -111,44 +111,44 @@ def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> l
 
 
 def _agreed(states: Sequence[int]) -> np.ndarray:
-    """The worst state of each reward on any process, so that all go on or none does."""
+    """Return each reward's worst state over all processes, so that all continue or none does."""
     if jax.process_count() == 1:
         return np.array(states)
     return np.asarray(multihost_utils.process_allgather(np.array(states, np.int32))).max(axis=0)
 
 
 def _of_first_process(table: np.ndarray) -> np.ndarray:
-    """The first process's float64 table, as it is: sent as float64, jax would round it to float32."""
+    """Return the first process's float64 table, sent as uint32: jax would round float64 to float32."""
     if jax.process_count() == 1:
         return table
     return np.array(multihost_utils.broadcast_one_to_all(table.view(np.uint32))).view(np.float64)
 
 
 def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
-    """One outcome per reward. Objects with `setup` compute on the mesh: in the same order on every process."""
+    """Return one outcome per reward; objects with `setup` run on the mesh, in the same order on every process."""
     functions = [f for f, reward in enumerate(rewards) if not reward.collective]
     groups = [functions if jax.process_index() == 0 else []]
     groups += [[f] for f, reward in enumerate(rewards) if reward.collective]
     outcomes: list[Outcome] = [None] * len(rewards)
     for group in groups:
         if group:
-            called = run_async(call_together([rewards[f] for f in group], inputs))
-            for f, outcome in zip(group, called, strict=True):
+            group_outcomes = run_async(call_together([rewards[f] for f in group], inputs))
+            for f, outcome in zip(group, group_outcomes, strict=True):
                 outcomes[f] = outcome
     return outcomes
 
 
 async def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
-    """Call functions at the same time, on the event loop; one outcome each."""
-    # Functions that hold the loop come first: no other's time runs meanwhile.
+    """Call functions concurrently on the event loop; return one outcome each."""
+    # Functions that block the loop come first, before any timeout starts.
     order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
-    called = await asyncio.gather(*(_one(rewards[f], inputs) for f in order), return_exceptions=True)
-    outcomes = dict(zip(order, called, strict=True))
-    return [outcomes[f] for f in range(len(rewards))]
+    outcomes = await asyncio.gather(*(_call_one(rewards[f], inputs) for f in order), return_exceptions=True)
+    by_function = dict(zip(order, outcomes, strict=True))
+    return [by_function[f] for f in range(len(rewards))]
 
 
-async def _one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
-    """float64 [N]; NaN where the function does not apply. Raises RunError where it returns something else."""
+async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
+    """Call one function: float64 [N], NaN where it does not apply. Raises RunError for invalid return values."""
     if reward.in_workers:
         parts = reward.parts(inputs)
         pool = reward.pool()
@@ -175,11 +175,10 @@ async def _one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
     return reward.checked(values, len(inputs.completions))
 
 
-def _culprit(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:
-    """` for prompts.jsonl row 17`: the row of the first completion for which, alone, a plain function raises the same.
+def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:
+    """Return ` for prompts.jsonl row 17`: the first row on which, alone, a plain function raises the same error.
 
-    Empty where there is none or it does so for all, where calls cost time or money, and where values depend on what was
-    seen before.
+    Empty where no row or every row does, where calls cost time or money, and where values depend on earlier calls.
     """
     if isinstance(error, TooSlowError | DiedError) or reward.asynchronous or reward.collective:
         return ""
@@ -190,7 +189,7 @@ def _culprit(reward: Reward, inputs: RewardInputs, error: BaseException) -> str:
         (again,) = run_async(call_together([reward], part_of(inputs, i, i + 1)))
         same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
         failing, passes = i if same and failing < 0 else failing, passes or not same
-        if failing >= 0 and passes:  # what fails for all of them is no fault of a row
+        if failing >= 0 and passes:  # an error on every row is not the row's fault
             return f" for {inputs.places[failing] if inputs.places else f'completion {failing}'}"
         if time.monotonic() - began > SECONDS_TO_FIND_ROW:
             break

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rlhf_core.artifacts import MANIFEST
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline.file import STAGE_NAME
-from rlhf_core.report.values import number, table, text
+from rlhf_core.report.json_values import number, table, text
 from rlhf_core.stage import events
 
 Floats = NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Writing a pipeline back as TOML, every field resolved."""
+"""Write a resolved pipeline as TOML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(pipeline: Mapping[str, Any]) -> str:
-    """TOML of a pipeline table; nested tables are inline, and None, which TOML does not have, is left out."""
+    """Return a pipeline table as TOML; nested tables are inline, and None, which TOML lacks, is left out."""
     lines = [_line(key, value) for key, value in pipeline.items() if key != "stage"]
     for stage in pipeline["stage"]:
         lines += ["", "[[stage]]", *(_line(key, value) for key, value in stage.items() if value is not None)]
@@ -27,7 +27,7 @@ def _key(key: str) -> str:
 
 
 def to_value(value: Any) -> str:
-    """TOML of a value; a component without options is its name."""
+    """Return a value as TOML; a component without options is written as its name."""
     if isinstance(value, Mapping) and set(value) == {"name"}:
         return _text(str(value["name"]))
     return _value(value)
@@ -42,7 +42,7 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_value(item) for item in value)}]"
     if isinstance(value, int | float):
-        return repr(value)  # 1e-05, inf and nan are TOML as they are
+        return repr(value)  # 1e-05, inf and nan are valid TOML
     return _text(str(value))
 
 

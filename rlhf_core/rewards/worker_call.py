@@ -1,4 +1,4 @@
-"""A reward function as a worker process calls it."""
+"""Call a reward function in a worker process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Called:
-    """Call a function and return what it returned as plain numbers, which need no library to be read again."""
+class WorkerCall:
+    """Call a function and return its values as plain numbers, which unpickle without any library."""
 
     function: Any
 

@@ -1,4 +1,4 @@
-"""Files of a stage that have something per step: cut when a run goes on, on the disk before a checkpoint is."""
+"""Truncate a stage's per-step files when a run resumes, and flush them to disk before each checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhf_core.runtime.files import flush, flush_lines, remove
 
 BEST = "best.json"
 FOLDERS = ("samples", "evaluations")
-"""Of files named by the updates done before them: `update-000012.jsonl`, `evaluation-000012.jsonl`, `000012.json`."""
+"""Folders of files named by the updates done: `update-000012.jsonl`, `evaluation-000012.jsonl`, `000012.json`."""
 _NAME = re.compile(r"(?:.*-)?(\d{6,})\.jsonl?")
 
 
 def cut(directory: Path, step: int) -> None:
-    """Delete what a stage's files say of the steps after `step`, which a run that goes on from there does again.
+    """Delete the rows and files of steps after `step`, which a run that resumes there will write again.
 
-    step: −1 where a run begins, with nothing kept of one before that saved no state.
+    step: −1 when a run begins: everything that an earlier run without a checkpoint left is deleted.
     """
     JsonLines.cut(directory / METRICS, step)
     for folder in FOLDERS:
@@ -28,7 +28,7 @@ def cut(directory: Path, step: int) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Bring to the disk what was written of a stage so far; whole files are there already."""
+    """Flush a stage's metrics to disk; its other files were flushed when they were written."""
     flush_lines(directory / METRICS)
 
 
@@ -36,7 +36,7 @@ def _cut_folder(folder: Path, step: int) -> None:
     later = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if (found := _NAME.fullmatch(path.name)) and int(found[1]) > step
+        if (match := _NAME.fullmatch(path.name)) and int(match[1]) > step
     ]
     for path in later:
         path.unlink()

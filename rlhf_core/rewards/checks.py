@@ -1,0 +1,221 @@
+"""Check reward functions before the first call: their columns, the rows that they can read, and one call of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_core.contracts import RewardInputs
+from rlhf_core.data.conversations import is_chat
+from rlhf_core.data.source import Cells
+from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.rewards.calls import call_together, failure
+from rlhf_core.rewards.reward import OWN, Reward
+from rlhf_core.rewards.unreadable_rows import UnreadableError
+from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.workers import RaisedError, TooSlowError, run_async
+
+if TYPE_CHECKING:
+    from rlhf_core.data import Prompts, Records
+    from rlhf_core.stage import Stage
+
+HERE = str(Path(__file__).parent.parent)
+SHOWN = 5
+"""Rows that are named; the others are counted."""
+SECONDS = 60.0
+MADE_UP = (" The answer is 4.", "4", "")
+"""Made-up completions; one is empty, as a policy writes them sooner or later."""
+IDS = ([5, 6, 7, 5, 6, 1], [5, 1], [1])
+FORMS = {
+    True: "completions are lists of messages here: c[-1]['content'] is the text",
+    False: "completions are texts here",
+}
+MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNotFoundError")
+"""Exceptions that show a mistake in the function; others may be due to the made-up completions."""
+
+
+def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
+    """Raise InputError, with all problems at once, if a reward needs a column that the prompts lack.
+
+    columns: their names; or the prompts, whose rows the first process then passes to the rewards' `check`. A row that
+    a reward cannot read is a problem, or a warning if the reward's `on_error` is "skip".
+    """
+    lines = column_warnings(rewards, columns, stage)  # on every process
+    for line in lines if lines and stage.is_main else ():
+        warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
+
+
+def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
+    """Check columns as `check_columns` does, but return the warnings."""
+    names = list(columns) if isinstance(columns, Sequence) else list(columns.columns)
+    problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
+    if problems:
+        raise InputError(*problems)
+    if isinstance(columns, Sequence):
+        return []
+    if stage.mesh is None:
+        problems, skipped = check_rows(rewards, columns)
+    else:
+        results = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
+        problems, skipped = json.loads(text_of_first(results))
+    if problems:
+        raise InputError(*problems)
+    return skipped
+
+
+def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str]]:
+    """Run the rewards' `check` on the prompts' columns: (problems, warnings about rows left out)."""
+    problems: list[str] = []
+    skipped: list[str] = []
+    for reward in rewards:
+        check = getattr(getattr(reward.function, "func", reward.function), "check", None)
+        if check is None:
+            continue
+        try:
+            unreadable = check(prompts.columns)
+            if not isinstance(unreadable, Mapping):
+                raise TypeError(f"it returned {type(unreadable).__name__}, not {{row: what is wrong}}")
+        except InputError as error:
+            problems += [f"reward '{reward.label}': {problem}" for problem in error.problems]
+            continue
+        except Exception as error:  # a problem, so that the other processes learn of it
+            problems.append(f"reward '{reward.label}': its check(columns) {raised(error, HERE)}")
+            continue
+        rows = sorted(unreadable.items())
+        lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in rows]
+        lines = list(dict.fromkeys(lines))
+        more = [f"and {len(lines) - SHOWN} more rows that it cannot read"] if len(lines) > SHOWN else []
+        if reward.on_error == "skip" and lines:
+            skipped.append(f"{lines[0]}; {len(lines)} such rows are left out (on_error)")
+        else:
+            problems += lines[:SHOWN] + [f"reward '{reward.label}': {line}" for line in more]
+    return problems, skipped
+
+
+def set_up(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
+    """Check columns, and rows where prompts are given; then let rewards load what they need, once."""
+    check_columns(rewards, columns, stage)
+    for reward in rewards:
+        if hasattr(reward.function, "setup") and not reward.ready:
+            reward.function.setup(stage)
+        reward.ready = True
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Prompts before tokenization, with the fields that rewards use."""
+
+    raw: Sequence[Any]
+    chat: bool
+    columns: dict[str, Sequence[Any]]
+    records: Records
+
+    def where(self, i: int) -> str:
+        return self.records.where(i)
+
+
+def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> list[str]:
+    """Return lines for `rlhf check` about rewards on these prompts; warnings start with "warning: ".
+
+    Calls each plain function once, in a process of its own, with made-up completions of the first prompt, as texts or
+    messages like the run's. Does not call asynchronous functions, which may cost money, objects with `setup`, or
+    rewards with `check = false`. Raises InputError, with all problems at once, for what would end the run.
+    """
+    table: Any = prompts if hasattr(prompts, "raw") else _untokenized(prompts)
+    lines: list[str] = []
+    problems: list[str] = []
+    try:
+        lines += [f"warning: {line}" for line in column_warnings(rewards, table, stage)]
+    except InputError as error:
+        problems += error.problems
+    for reward in rewards:
+        lines += _collisions(reward, table.columns)
+        callable_now = reward.tried and not reward.asynchronous and not reward.collective
+        if not callable_now or not len(table.raw) or reward.check_columns(list(table.columns), ""):
+            continue
+        finding, fatal = _try_call(reward, table)
+        if finding:
+            problem = f"stage '{stage.name}'.rewards: {finding}"
+            (problems if fatal else lines).append(problem if fatal else f"warning: {finding}")
+    if problems:
+        raise InputError(*problems)
+    return lines
+
+
+def _untokenized(records: Records) -> _Table:
+    rows = np.arange(len(records))
+    return _Table(
+        Cells(records, rows, "prompt"),
+        any(is_chat(source, "prompt") for source in records.sources if "prompt" in source.columns),
+        {name: Cells(records, rows, name) for name in records.columns if name != "prompt"},
+        records,
+    )
+
+
+def _collisions(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Say whether the option or the column reaches the function where both have one name."""
+    needs, takes, _ = reward.wants()
+    lines = [
+        f"reward '{reward.label}': its option {name} = {value!r} is used, and the column '{name}' is not"
+        for name, value in reward.chosen.items()
+        if name in columns
+    ]
+    return lines + [
+        f"reward '{reward.label}': {name} is the column of that name; an option {name} in the pipeline would be used "
+        "in its place"
+        for name in sorted(takes - needs - set(OWN) - set(reward.chosen))
+        if name in columns
+    ]
+
+
+def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
+    """Call a function with made-up completions: (finding, whether it is a mistake); an empty text if all is well."""
+    n = len(MADE_UP)
+    inputs = RewardInputs(
+        [prompts.raw[0]] * n,
+        [[{"role": "assistant", "content": text}] if prompts.chat else text for text in MADE_UP],
+        [list(ids) for ids in IDS],
+        {name: [values[0]] * n for name, values in prompts.columns.items()},
+        [prompts.where(0)] * n,
+    )
+    probe = dataclasses.replace(reward, timeout=reward.timeout or SECONDS)
+    function = getattr(reward.function, "func", reward.function)
+    home = str(getattr(function, "__module__", ""))
+    try:
+        if home.startswith("rlhf_core."):
+            raise InputError("core's own rewards need no separate process")
+        probe.pool()
+    except InputError:
+        probe = dataclasses.replace(reward)
+    with contextlib.redirect_stdout(sys.stderr):
+        (outcome,) = run_async(call_together([probe], inputs))
+    if probe.in_workers:
+        probe.pool().close()
+    return _describe_outcome(probe, outcome, FORMS[prompts.chat])
+
+
+def _describe_outcome(reward: Reward, outcome: Any, form: str) -> tuple[str, bool]:
+    if outcome is None or isinstance(outcome, np.ndarray | UnreadableError):
+        return "", False
+    if isinstance(outcome, RunError | InputError):
+        return f"{outcome} (called with made-up completions)", True
+    text = failure(reward, outcome)
+    if isinstance(outcome, TooSlowError):
+        return f"{text} for {len(MADE_UP)} made-up completions", False
+    name = outcome.type_name if isinstance(outcome, RaisedError) else type(outcome).__name__
+    if name in MISTAKES and "'NoneType'" not in text:
+        return f"{text}, called with made-up completions; {form}", True
+    return (
+        f"{text}, called with made-up completions, one of them empty; in a run that would end it, or with "
+        'on_error = "skip" leave the whole call unscored',
+        False,
+    )
