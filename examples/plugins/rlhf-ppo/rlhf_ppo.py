@@ -1,0 +1,242 @@
+"""Proximal policy optimization (Schulman et al. 2017) with a critic, as in Ouyang et al. 2022: `trainer = "ppo"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pydantic import Field
+
+from rlhf_core import (
+    POLICY_LOSS,
+    REWARD,
+    TRAINER,
+    Component,
+    PolicyInputs,
+    Registry,
+    Stage,
+    Trainer,
+    TrainerConfig,
+    TrainState,
+    create_state,
+    hookimpl,
+)
+from rlhf_core.artifacts import save_model
+from rlhf_core.fit import choose_row_layout, empty_batches, fit, per_token
+from rlhf_core.metrics import Mean
+from rlhf_core.models import Model
+from rlhf_core.objective import loss_output, trained_logps, trained_scores, trained_sequence, trained_weight
+from rlhf_core.optimizers import make_optimizer
+from rlhf_core.packing import Layout, Packed, Tree, pack
+from rlhf_core.rollouts import FixedPrompts, Rollout, RolloutCollector, RolloutUpdates, WeightedReward
+from rlhf_core.sampling import SamplingOptions
+from rlhf_core.step import Objective
+from rlhf_core.training import open_model, open_prompts, open_rewards, open_sampler, require_vocabulary
+
+KEPT = ("advantages", "old_logps", "old_values", "returns")
+"""What every trained token carries."""
+
+
+class PPOConfig(TrainerConfig):
+    """The fields that every trainer has, and those of sampling, scoring, the critic and the clipped updates."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="the policy's, at its peak")
+    critic_learning_rate: float = Field(1e-5, gt=0, description="the critic's, at its peak")
+    num_generations: int = Field(4, ge=1, description="completions per prompt")
+    num_iterations: int = Field(2, ge=1, description="updates per rollout")
+    max_prompt_length: int = Field(512, ge=1, description="tokens; longer prompts are dropped or cut")
+    sampling: SamplingOptions = Field(SamplingOptions(), description="how completions are drawn")
+    rewards: list[Annotated[WeightedReward, REWARD]] = Field([], description="reward functions")
+    loss: Annotated[Component, POLICY_LOSS] = Field(Component(name="dapo"), description="the policy loss")
+    kl_coefficient: float = Field(0.05, ge=0, description="weight of the KL penalty in each token's reward")
+    value_coefficient: float = Field(0.5, ge=0, description="weight of the value loss")
+    value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="of generalized advantage estimation")
+
+
+def objective(models: Mapping[str, Any], loss: Any, config: PPOConfig) -> Objective:
+    """Make the objective: the policy loss plus the clipped value loss, both averaged over trained tokens."""
+    name, temperature = config.loss.name, config.sampling.temperature
+
+    def compute(params: Any, batch: Packed) -> tuple[Mean, dict[str, Any]]:
+        kept, mask = batch.token_values, trained_weight(batch)
+        logps, entropies = trained_logps(
+            models["policy"], params["policy"], batch, temperature=temperature, entropy=True
+        )
+        inputs = PolicyInputs(
+            logps=logps,
+            old_logps=kept["old_logps"],
+            advantages=kept["advantages"],
+            mask=mask,
+            entropies=entropies,
+            sequence=trained_sequence(batch),
+            sequences=batch.last.shape[1],
+        )
+        policy = loss_output(
+            loss, inputs, mask.shape, what=f"policy loss '{name}'", element="token", caller=__file__
+        )
+        values, old = trained_scores(models["critic"], params["critic"], batch), kept["old_values"]
+        near = old + jnp.clip(values - old, -config.value_clip, config.value_clip)
+        errors = jnp.maximum((values - kept["returns"]) ** 2, (near - kept["returns"]) ** 2)
+        metrics = {f"{name}/{key}": Mean.of(x, mask) for key, x in policy.metrics.items()}
+        metrics |= {"value_loss": Mean.of(errors, mask), "entropy": Mean.of(entropies, mask)}
+        return Mean.of(policy.loss + config.value_coefficient * errors, mask), metrics
+
+    return compute
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Estimate advantages and returns, float64 [N, C] each; 0 outside the mask (Schulman et al. 2016).
+
+    δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γ λ A_{t+1}, with V = A = 0 after a completion's last token.
+    """
+    advantages = np.zeros(rewards.shape)
+    following, value = np.zeros(len(rewards)), np.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        advantage = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * following
+        following = np.where(mask[:, t], advantage, following)
+        value = np.where(mask[:, t], values[:, t], value)
+        advantages[:, t] = np.where(mask[:, t], advantage, 0.0)
+    return advantages, np.where(mask, advantages + values, 0.0)
+
+
+class PPOUpdates(RolloutUpdates):
+    """Rollouts with advantages of the critic's, each trained on `num_iterations` times."""
+
+    def __init__(
+        self, stage: Stage, config: PPOConfig, collector: RolloutCollector, policy: Model, critic: Model
+    ) -> None:
+        super().__init__(
+            stage,
+            config,
+            collector,
+            prompts_per_rollout=config.total_batch_size // config.num_generations,
+            updates_per_rollout=config.num_iterations,
+        )
+        self.config, self.mesh = config, stage.devices()
+        self.reference = jax.tree.map(jnp.copy, policy.params)  # the loop overwrites the policy's
+        self.layout = largest_layout(config, stage, collector, policy)
+        temperature = config.sampling.temperature
+        self.logps = lambda params, batch: trained_logps(
+            policy.definition, params, batch, temperature=temperature
+        )[0]
+        self.values = lambda params, batch: trained_scores(critic.definition, params, batch)
+
+    def shapes(self) -> list[Packed]:
+        return empty_batches(self.layout, token_names=KEPT)
+
+    def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
+        mask, lengths = rollout.samples.mask, np.asarray(rollout.samples.lengths)
+        old = self._read(rollout, self.logps, state.params["policy"])
+        values = self._read(rollout, self.values, state.params["critic"])
+        rewards = -self.config.kl_coefficient * (old - self._read(rollout, self.logps, self.reference))
+        rewards[np.arange(len(lengths)), lengths - 1] += np.nan_to_num(rollout.total)
+        advantages, returns = gae(
+            rewards, values, mask, gamma=self.config.gamma, lam=self.config.gae_lambda
+        )
+        whitened = (advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)
+        kept = {"old_logps": old, "old_values": values, "returns": returns}
+        return replace(
+            rollout,
+            advantages=np.where(mask, whitened, 0.0).astype(np.float32),
+            token_values={name: x.astype(np.float32) for name, x in kept.items()},
+        )
+
+    def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
+        return [pack(rollout.trees(self.prompts), self.layout, token_names=KEPT)]
+
+    def _read(self, rollout: Rollout, function: Callable[..., Any], params: Any) -> np.ndarray:
+        """Compute a value per token of the rollout with these parameters, float64 [N, C]."""
+        values = np.zeros(rollout.samples.mask.shape)
+        trees = rollout.trees(self.prompts)
+        values[rollout.samples.mask] = np.concatenate(
+            per_token(function, params, trees, self.layout, self.mesh)
+        )
+        return values
+
+
+def largest_layout(config: PPOConfig, stage: Stage, collector: RolloutCollector, model: Model) -> Layout:
+    """Choose rows with room for completions of the full length: shapes are static."""
+    full = (np.ones(config.sampling.max_completion_length, np.int32),) * config.num_generations
+    largest = [Tree(prefix=ids, branches=full) for ids in collector.prompts.ids]
+    groups = config.replace(total_batch_size=config.total_batch_size // config.num_generations)
+    return choose_row_layout(
+        largest, groups, stage.devices(), model.definition.hidden_size, reads_tokens=True
+    )
+
+
+def collector_of(
+    config: PPOConfig, stage: Stage, model: Model, rewards: Any, field: str
+) -> RolloutCollector | None:
+    """Open the prompts of `train_data` or `eval_data` and a sampler for them; None where there is no eval_data."""
+    prompts = open_prompts(
+        config,
+        stage,
+        model.tokenizer,
+        field,
+        max_prompt_length=config.max_prompt_length,
+        needed=field == "train_data",
+    )
+    if prompts is None:
+        return None
+    require_vocabulary(prompts, model.definition.vocab_size)
+    per_rollout = config.total_batch_size // config.num_generations
+    sampler = open_sampler(
+        stage,
+        model,
+        prompts,
+        config.sampling,
+        num_generations=config.num_generations,
+        prompts_per_call=min(per_rollout, len(prompts)),
+    )
+    return RolloutCollector(
+        stage,
+        prompts,
+        model.tokenizer,
+        lambda params, *rest: sampler(params["policy"], *rest),
+        rewards,
+        config.num_generations,
+        stop_ids=config.sampling.stop_token_ids,
+    )
+
+
+def run(config: PPOConfig, stage: Stage) -> None:
+    """Improve `config.model` on the prompts of `config.train_data` and save the artifact `model`."""
+    policy = open_model(config, stage, head="lm")
+    critic = policy.with_head("score", seed=stage.seed)
+    rewards = open_rewards(config.rewards, stage)
+    collector = collector_of(config, stage, policy, rewards, "train_data")
+    assert collector is not None
+    updates = PPOUpdates(stage, config, collector, policy, critic)
+    tx, schedule = make_optimizer(config, stage.registry, updates.total)
+    critic_config = config.replace(learning_rate=config.critic_learning_rate)
+    critic_tx, _ = make_optimizer(critic_config, stage.registry, updates.total)
+    models = {"policy": policy, "critic": critic}
+    loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
+    held_out = collector_of(config, stage, policy, rewards, "eval_data")
+    fixed = None if held_out is None else FixedPrompts(held_out, len(held_out.prompts), previewed=4)
+    fitted = fit(
+        stage,
+        config,
+        create_state(models, {"policy": tx, "critic": critic_tx}, seed=stage.seed),
+        objective({name: model.definition for name, model in models.items()}, loss, config),
+        updates,
+        schedule=schedule,
+        evaluate=None if fixed is None else fixed.evaluate,
+    )
+    save_model(stage, "model", "language_model", policy.with_params(fitted.state.params["policy"]))
+
+
+PPO = Trainer(PPOConfig, {"model": "language_model"}, run)
+
+
+@hookimpl
+def rlhf_register(registry: Registry) -> None:
+    registry.add(TRAINER, "ppo", PPO)
