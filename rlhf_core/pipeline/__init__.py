@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.secrets import public_table
-from rlhf_core.contracts import Artifact
+from rlhf_core.contracts import Artifact, Forecast
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import previews
 from rlhf_core.pipeline.output import to_toml
@@ -99,18 +99,18 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
     with held(plan.dir, lambda: asked(plan, host), mesh=dict(plan.mesh)) as records:
         # What is wrong with the last stage's data is told now, not after the first ones are trained.
         done = {name for name, (record, now) in records.items() if record.settle(now) == "done"}
-        said = previews(plan, host, without=done)
+        forecasts = previews(plan, host, without=done)
         stop_if_asked(BEFORE)
         if is_main:
             _write_resolved(plan, host)
-        for name, lines in said.items():
-            say(listed(f"stage '{name}' will train on", lines))
+        for name, forecast in forecasts.items():
+            say(listed(f"stage '{name}' will train on", forecast.printed()))
         results: dict[str, StageResult] = {}
         for number, stage in enumerate(plan.stages):
             if number and not results[plan.stages[number - 1].name].skipped:
                 free_memory()  # of the stage before, whose programs and arrays nothing needs
             results[stage.name] = _run_stage(
-                stage, records[stage.name][0], mesh, host, is_main, say, said.get(stage.name, [])
+                stage, records[stage.name][0], mesh, host, is_main, say, forecasts.get(stage.name, Forecast())
             )
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
@@ -143,7 +143,7 @@ def _run_stage(
     host: Host,
     is_main: bool,
     say: Callable[[str], None],
-    said: Sequence[str],
+    forecast: Forecast,
 ) -> StageResult:
     from rlhf_core.stage import Stage
     from rlhf_core.training.memory import MemoryLine
@@ -168,8 +168,8 @@ def _run_stage(
         _record(stage_plan, host),
         notes=directory.parent,
         say=say,
-        told=[line.removeprefix("warning: ") for line in said],
-        forecast=next((line.bytes for line in said if isinstance(line, MemoryLine)), None),
+        shown=forecast.warnings,
+        forecast=next((line.bytes for line in forecast.lines if isinstance(line, MemoryLine)), None),
     )
     return StageResult(*ended)
 

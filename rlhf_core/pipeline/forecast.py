@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Component
-from rlhf_core.contracts import TRAINER
+from rlhf_core.contracts import TRAINER, Forecast
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 def previews(
     plan: Plan, host: Host, without: Collection[str] = (), mesh: AbstractMesh | None = None
-) -> dict[str, list[str]]:
-    """{stage: what its trainer says it would do}, without a device, but for the stages `without`.
+) -> dict[str, Forecast]:
+    """{stage: its trainer's forecast}, without a device, but for the stages `without`.
 
     mesh: of the devices that memory is told for, each; None: memory in all.
 
     Raises InputError with every problem that the trainers find, such as malformed rows, and for every `forecast` that
     fails of itself.
     """
-    lines: dict[str, list[str]] = {}
+    forecasts: dict[str, Forecast] = {}
     problems: list[str] = []
     sources: dict[str, str | None] = {}
     templates: dict[str, str | None] = {}  # what a model is trained with is its own from then on
@@ -53,22 +53,25 @@ def previews(
             )
             if each.name in without:
                 continue
-            lines[each.name] = _asked(each, stage, host)
+            forecasts[each.name] = _forecast(each, stage, host)
         except InputError as error:
             prefix = f"stage '{each.name}'"
             problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
     if problems:
         raise InputError(*dict.fromkeys(problems))
-    return lines
+    return forecasts
 
 
-def _asked(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
-    """What the trainer's `forecast` says. Raises InputError where it fails of itself, with the plugin and the place."""
+def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
+    """Call the trainer's `forecast`. Raises InputError where it fails of itself, with the plugin and the place."""
     forecast = planned.trainer.forecast
     if forecast is None:
-        return []
+        return Forecast()
     try:
-        return [line if isinstance(line, str) else str(line) for line in forecast(planned.preview, stage)]
+        made = forecast(planned.preview, stage)
+        if isinstance(made, Forecast):
+            return made
+        return Forecast(tuple(line if isinstance(line, str) else str(line) for line in made))
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:

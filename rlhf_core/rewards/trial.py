@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.contracts import RewardInputs
+from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
 from rlhf_core.data.ragged import Cells
 from rlhf_core.errors import InputError, RunError
@@ -50,8 +50,8 @@ class _Table:
         return self.records.where(i)
 
 
-def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> list[str]:
-    """Lines for `rlhf check` on what rewards will do with these prompts; warnings begin with "warning: ".
+def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> Forecast:
+    """Forecast what rewards will do with these prompts.
 
     Plain functions are called once, in a process of their own, with made-up completions of the first prompt, in the
     form that the run will have. Asynchronous ones may cost money and are not called, nor are objects with `setup` and
@@ -59,9 +59,10 @@ def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stag
     """
     table: Any = prompts if hasattr(prompts, "raw") else _table(prompts)
     lines: list[str] = []
+    warned: list[str] = []
     problems: list[str] = []
     try:
-        lines += [f"warning: {line}" for line in checked(rewards, table, stage)]
+        warned += checked(rewards, table, stage)
     except InputError as error:
         problems += error.problems
     for reward in rewards:
@@ -71,11 +72,10 @@ def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stag
             continue
         said, fatal = _tried(reward, table)
         if said:
-            where = f"stage '{stage.name}'.rewards: {said}"
-            (problems if fatal else lines).append(where if fatal else f"warning: {said}")
+            (problems if fatal else warned).append(f"stage '{stage.name}'.rewards: {said}" if fatal else said)
     if problems:
         raise InputError(*problems)
-    return lines
+    return Forecast(tuple(lines), tuple(warned))
 
 
 def _table(records: Records) -> _Table:

@@ -36,19 +36,19 @@ def note(directory: Path, stage: str, event: str, **about: Any) -> None:
 
 @contextmanager
 def noted(
-    directory: Path, stage: str, mesh: Mesh, *, continues: bool, told: Sequence[str] = ()
+    directory: Path, stage: str, mesh: Mesh, *, continues: bool, shown: Sequence[str] = ()
 ) -> Iterator[None]:
     """Note a stage's beginning, with the machine; the warnings inside; and how it ended.
 
-    told: warnings that the stage's plan has shown, which are only noted when they come again.
+    shown: warnings of the stage's forecast, without its name; where the stage raises them again, they are only noted.
     Events: "begun" or "continued" (with `machine`), "warning", "done", "stopped", "failed" (with `message`).
     """
     note(directory, stage, "continued" if continues else "begun", machine=machine(mesh))
-    show = warnings.showwarning
+    show, known = warnings.showwarning, {*shown, *(f"stage '{stage}'.{line}" for line in shown)}
 
     def show_and_note(message: Warning | str, *rest: Any, **named: Any) -> None:
         note(directory, stage, "warning", message=str(message))
-        if str(message).removeprefix(f"stage '{stage}'.") not in told:
+        if str(message) not in known:
             show(message, *rest, **named)
 
     warnings.showwarning = show_and_note

@@ -152,14 +152,14 @@ def run_recorded(
     *,
     notes: Path,
     say: Callable[[str], None],
-    told: Sequence[str] = (),
+    shown: Sequence[str] = (),
     forecast: int | None = None,
     done: str = "skipped",
 ) -> Ended:
     """Run a stage, or go on with it, or give what it has left where it is done.
 
-    now: what it computes. notes: the directory of events.jsonl. told: warnings that were shown already. forecast: bytes
-    of memory, to be shown beside what was taken. done: what is said of a stage that is done.
+    now: what it computes. notes: the directory of events.jsonl. shown: warnings of its forecast. forecast: bytes of
+    memory, to be shown beside what was taken. done: what is said of a stage that is done.
     Raises InputError, on every process, where it was begun as another experiment.
     """
     stage = replace(stage, experiment=now)
@@ -188,7 +188,7 @@ def run_recorded(
     noted: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
         continues = state == "running" or record.has_checkpoints
-        noted = events.noted(notes, stage.name, stage.devices(), continues=continues, told=told)
+        noted = events.noted(notes, stage.name, stage.devices(), continues=continues, shown=shown)
         record.write_running(now)
     forget_peak()
     try:
