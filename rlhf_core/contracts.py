@@ -260,19 +260,35 @@ class SamplerInputs:
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a stage would do, as `rlhf check` prints it.
+
+    lines: examples, updates, tokens, memory, each a line.
+    warnings: without "warning: "; a pipeline shows them at its start, and not again where the stage raises them.
+    """
+
+    lines: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def printed(self) -> list[str]:
+        """Return every line for a reader, warnings last."""
+        return [*self.lines, *(f"warning: {line}" for line in self.warnings)]
+
+
+@dataclass(frozen=True)
 class Trainer:
     """A trainer as the pipeline sees it.
 
     config: the options it takes, a subclass of `TrainerConfig`.
     outputs: {output name: artifact kind}, all of which `run` must save.
     run: does the work; reads its inputs from the config and the stage.
-    forecast: optional; a few lines that say what `run` would do, without touching a device.
+    forecast: optional; a `Forecast` of what `run` would do, or its lines alone, made without touching a device.
     """
 
     config: type[TrainerConfig]
     outputs: Mapping[str, str]
     run: Callable[[Any, Stage], None]
-    forecast: Callable[[Any, Stage], Sequence[str]] | None = None
+    forecast: Callable[[Any, Stage], Forecast | Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ def trained_logps(
     """
     rows = batch.rows
     hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
-    at = jnp.maximum(batch.trained, 0)
-    predicts = jnp.maximum(jnp.take_along_axis(rows.parent, at, axis=1), 0)
-    states = jnp.take_along_axis(hidden, predicts[:, :, None], axis=1)
-    targets = jnp.where(batch.trained >= 0, jnp.take_along_axis(rows.tokens, at, axis=1), -1)
+    states = jnp.take_along_axis(hidden, _parents(batch)[:, :, None], axis=1)
+    tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
+    targets = jnp.where(batch.trained >= 0, tokens, -1)
     kernel, softcap = model.unembedding(params)
     return token_logps(states, kernel, targets, temperature=temperature, softcap=softcap, entropy=entropy)
 
@@ -46,6 +45,23 @@ def trained_weight(batch: Packed) -> jax.Array:
 def trained_sequence(batch: Packed) -> jax.Array:
     """Which sequence of its row every trained token belongs to, int32 [rows, trained]; 0 where unused."""
     return jnp.maximum(jnp.take_along_axis(batch.rows.sequence, jnp.maximum(batch.trained, 0), axis=1), 0)
+
+
+def trained_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
+    """Apply the score head at the parent of every trained token, float32 [rows, trained]; 0 where unused.
+
+    This is a value function's estimate before each token is written.
+    """
+    rows = batch.rows
+    parents = _parents(batch)
+    hidden = model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, parents)
+    return jnp.where(batch.trained >= 0, model.score(params, hidden), 0.0)
+
+
+def _parents(batch: Packed) -> jax.Array:
+    """Index the token that predicts each trained token, int32 [rows, trained]; 0 where unused."""
+    at = jnp.maximum(batch.trained, 0)
+    return jnp.maximum(jnp.take_along_axis(batch.rows.parent, at, axis=1), 0)
 
 
 def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:

@@ -72,7 +72,7 @@ def check(
     table.add_column(overflow="fold")
     for stage in planned.stages:
         lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
-        table.add_row(stage.name, "\n".join([*lines, *said[stage.name]]))
+        table.add_row(stage.name, "\n".join([*lines, *said[stage.name].printed()]))
     echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
     show(table)
 

@@ -1,4 +1,4 @@
-"""The one supervised loop: next update, step, log, evaluate, save."""
+"""The training loop of every trainer: update, log, evaluate, save."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rlhf_core.artifacts import write_atomic
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.fit.batches import KNOWN_UPDATES, Update, UpdateSource, expected_calls, uses_several_batches
+from rlhf_core.fit.compute import per_token as per_token
 from rlhf_core.fit.compute import say_if_slow
 from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.evaluation import evaluator as evaluator
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a loop ended: the state, the last metrics logged, and whether the time limit ended it."""
+    """The end of a loop: the state, the last metrics logged, and whether the time limit ended it."""
 
     state: TrainState
     metrics: dict[str, float]
@@ -61,24 +62,22 @@ def fit(
     after_update_steps: int = 1,
     stop_when: Callable[[Mapping[str, float]], str | None] | None = None,
 ) -> Fitted:
-    """Run `updates.total` updates, continuing from the newest whole checkpoint of the stage.
+    """Run `updates.total` updates, continuing from the stage's newest whole checkpoint.
 
-    objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, reported with `eval_` in front, every
-    `evaluation_steps` updates and at the end; where it raises after the first update, that is a warning, and training
-    goes on. preview: called with the number of updates done and the state, before the first update and, without
-    `evaluate`, after the last; where it raises RunError after training, that is a warning. after_update: called
-    with the number of updates done and the state every `after_update_steps` updates, once their loss and gradient are
-    known to be finite, for which the loop waits. stop_when: given the metrics of a logged step, a reason to give up, or
-    None.
+    objective: see `rlhf_core.step.Objective`. evaluate: returns metrics, logged with the prefix `eval_`, every
+    `evaluation_steps` updates and at the end; an error after the first update becomes a warning, and training goes on.
+    preview: called with the number of updates done and the state before the first update and, without `evaluate`, after
+    the last; a RunError after training becomes a warning. after_update: called with the number of updates done and the
+    state every `after_update_steps` updates; the loop first waits until their loss and gradient are known to be finite.
+    stop_when: returns a reason to give up, or None, for the metrics of a logged step.
 
-    After the last update the state is saved first, then evaluated: whatever fails from there on, the same command goes
-    on after the training.
+    After the last update the state is saved before it is evaluated: if anything fails from there on, the same command
+    continues after the training.
 
-    `state` is donated: its arrays, and those of the model it was made from, are gone afterwards.
+    `state` is donated: its arrays, and those of the model it was made from, are deleted.
 
-    Raises RunError where a loss or gradient is not finite, naming the examples, with the last good state on disk; and
-    where `stop_when` gives a reason, with the state saved.
-    Raises Stopped after SIGTERM, SIGINT or SIGHUP, with the state saved.
+    Raises RunError, with the last good state saved, where a loss or gradient is not finite, naming the examples, and
+    where `stop_when` returns a reason. Raises Stopped, with the state saved, after SIGTERM, SIGINT or SIGHUP.
     """
     for line in config_warnings(config, updates.total) if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
@@ -130,9 +129,42 @@ class _Run:
     def loop(
         self, state: TrainState, after_update: Callable[[int, TrainState], None] | None, every: int
     ) -> Fitted:
+        updates, progress = self.updates, self.progress
+        start, state = progress.restore(state)
+        steps = self.prepare(start, state)
+        progress.saved_at = progress.window.started = time.perf_counter()
+        began = progress.window.started - progress.elapsed
+        count, ends = start, self.best.exhausted
+        if not progress.reported:
+            ends = self.settle(start, steps, state)
+        for step in range(start, start if ends else updates.total):
+            if updates.needs_state(step):
+                self.check(steps, state)
+            state = self.run_update(step, steps, state)
+            if step == start + 1:
+                # The first update is done by now; this one is being computed.
+                steps.compile(state, expected_calls(updates, step, KNOWN_UPDATES, state))
+            elif step == start + 2:
+                steps.wait()
+            count = step + 1
+            if after_update is not None and count % every == 0:
+                self.check(steps, state)  # an update that is not finite must not move anything else
+                after_update(count, state)
+            progress.elapsed = time.perf_counter() - began
+            if self.settle(count, steps, state):
+                break
+        progress.checkpoints.wait()
+        if self.out_of_time and count < updates.total:
+            warnings.warn(
+                f"stage '{self.stage.name}': training_time_limit reached after update {count} of {updates.total}; "
+                "the stage ends here",
+                stacklevel=2,
+            )
+        return Fitted(self.best.final(state, count, progress.checkpoints), progress.metrics, self.out_of_time)
+
+    def prepare(self, start: int, state: TrainState) -> Programs:
+        """Write plan.json, start to compile the first update, and evaluate before it where the config asks for that."""
         config, updates = self.config, self.updates
-        start, state = self.progress.restore(state)
-        fresh = self.progress.newest < 0
         if self.stage.is_main:
             plan = {"updates": updates.total, "start": start, "updates_per_epoch": updates.updates_per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
@@ -142,58 +174,34 @@ class _Run:
             self.stage.say(f"compiling, for update {start + 1} of {updates.total}")
             steps.compile(state, expected_calls(updates, start, 1, state))
         # A metric asked for by name is looked up now rather than at the first evaluation, hours later.
+        fresh = self.progress.newest < 0
         if fresh and self.evaluate and (config.eval_on_start or config.metric_for_best_model):
             metrics, _ = self.report(0, state, logs=False, evaluates=True)
             if self.best.watches:
-                self.best.name(metrics)
+                self.best.choose_metric(metrics)
         stop_together(here)
-        self.progress.saved_at = self.progress.window.started = time.perf_counter()
-        began = self.progress.window.started - self.progress.elapsed
-        count, ends = start, self.best.exhausted
-        if not self.progress.reported:
-            ends = self.settle(start, steps, state)
-        for step in range(start, start if ends else updates.total):
-            if updates.needs_state(step):
-                self.check(steps, state)
-            update = self.next_update(step, state)
-            if step == 0 and self.preview is not None:
-                self.preview(0, state)
-            done = None
-            for number, batch in enumerate(update.batches):
-                done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)
-            if done is None:
-                raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
-            state, measured = steps.apply(state, done)
-            if step == start + 1:
-                # The first update is done by now; this one is being computed.
-                steps.compile(state, expected_calls(updates, step, KNOWN_UPDATES, state))
-            elif step == start + 2:
-                steps.wait()
-            self.check(steps, state)  # the one before: this one is still being computed
-            self.pending.append((step, jnp.copy(state.guard), update, measured))
-            count = step + 1
-            if after_update is not None and count % every == 0:
-                self.check(steps, state)  # nothing else moves for an update that was none
-                after_update(count, state)
-            self.progress.elapsed = time.perf_counter() - began
-            if self.settle(count, steps, state):
-                break
-        self.progress.checkpoints.wait()
-        if self.out_of_time and count < updates.total:
-            warnings.warn(
-                f"stage '{self.stage.name}': training_time_limit reached after update {count} of {updates.total}; "
-                "the stage ends here",
-                stacklevel=2,
-            )
-        return Fitted(
-            self.best.final(state, count, self.progress.checkpoints), self.progress.metrics, self.out_of_time
-        )
+        return steps
+
+    def run_update(self, step: int, steps: Programs, state: TrainState) -> TrainState:
+        """Dispatch update `step`, then check the one before it while this one is computed."""
+        update = self.next_update(step, state)
+        if step == 0 and self.preview is not None:
+            self.preview(0, state)
+        done = None
+        for number, batch in enumerate(update.batches):
+            done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)
+        if done is None:
+            raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
+        state, metrics = steps.apply(state, done)
+        self.check(steps, state)
+        self.pending.append((step, jnp.copy(state.guard), update, metrics))
+        return state
 
     def settle(self, count: int, steps: Programs, state: TrainState) -> bool:
-        """Save, log, evaluate and compare after update `count`, as far as each is due; True where training ends here.
+        """Save, log, evaluate and compare after update `count`, as far as each is due; return whether training ends.
 
-        Where it ends the state comes first, without anything of this step's report in it: whatever fails from there on,
-        a run that goes on from it does the report again.
+        At the end the state is saved first, before this step's report: if anything fails from there on, a run that
+        continues from it makes the report again.
         """
         config = self.config
         limit = config.training_time_limit
@@ -219,7 +227,7 @@ class _Run:
                     f"stage '{self.stage.name}': stopped after update {count} of {self.updates.total}: {reason}. "
                     f"The state is kept in {self.stage.dir / 'checkpoints'}."
                 )
-        # Asked last, so that a signal that comes during an evaluation stops after this update.
+        # Last, so that a signal received during an evaluation stops the run after this update.
         saves, stops = any_of(improved or self.progress.due(count), self.stop.is_set())
         exhausted = self.best.exhausted and not ends
         if exhausted or ((saves or stops) and not ends):
@@ -237,15 +245,15 @@ class _Run:
         )
 
     def compare(self, count: int, state: TrainState, metrics: Mapping[str, float]) -> bool:
-        """Whether this evaluation is the best so far."""
+        """Return whether this evaluation is the best so far."""
         try:
-            return self.best.see(count, metrics)
+            return self.best.compare(count, metrics)
         except InputError:
             self.progress.save(count, state, wait=True)
             raise
 
     def next_update(self, step: int, state: TrainState) -> Update:
-        """Ask for an update; where that fails, as by a reward, save what was reached before."""
+        """Fetch an update; if that fails, in a reward for example, save the state reached before it."""
         try:
             return self.updates.update(step, state)
         except (InputError, RunError):
@@ -255,7 +263,7 @@ class _Run:
             raise
 
     def check(self, steps: Programs, state: TrainState) -> None:
-        """Read the guards of updates that have not been looked at; a step late, the device is never waited for."""
+        """Read the guards of pending updates; one step late, so that the device is never waited for."""
         while self.pending:
             step, guard, update, metrics = self.pending.pop(0)
             if int(guard) < 0:
@@ -270,9 +278,9 @@ class _Run:
     def report(
         self, count: int, state: TrainState, *, logs: bool, evaluates: bool
     ) -> tuple[dict[str, float], bool]:
-        """Emit one event per step, whether it logs, evaluates or both; its metrics, and whether it was evaluated."""
+        """Emit one event for a step that logs, evaluates or both; return its metrics and whether it was evaluated."""
         metrics: dict[str, float] = {}
-        found = None
+        evaluated = None
         if logs:
             metrics = self.progress.window.read(self.progress.tokens)
             metrics["learning_rate"] = float(self.rate(jnp.int32(count - 1)))
@@ -282,10 +290,10 @@ class _Run:
         if evaluates and self.evaluate is not None:
             began = time.perf_counter()
             with say_if_slow(self.stage.say, f"evaluating after update {count}"):
-                found = evaluate_or_warn(self.evaluate, state, count, self.stage.name)
-            metrics |= found or {}
+                evaluated = evaluate_or_warn(self.evaluate, state, count, self.stage.name)
+            metrics |= evaluated or {}
             self.progress.window.started += time.perf_counter() - began
         self.progress.metrics.update(metrics)
         if metrics:
             self.stage.hook.rlhf_step_end(stage=self.stage, step=count, metrics=metrics)
-        return metrics, found is not None
+        return metrics, evaluated is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -204,11 +204,24 @@ def evaluation_batches(
     if config.max_evaluation_steps is not None:
         trees = trees[: at_once * config.max_evaluation_steps]
     layout = choose_row_layout(trees, config, mesh, hidden_size, reads_tokens=reads_tokens)
-    return [
-        batch
-        for start in range(0, len(trees), at_once)
-        for batch in pack(trees[start : start + at_once], layout, sequence_names=sequence_names, group=group)
-    ]
+    chunks = (trees[start : start + at_once] for start in range(0, len(trees), at_once))
+    return list(pack_chunks(chunks, layout, sequence_names=sequence_names, group=group))
+
+
+def pack_chunks(
+    chunks: Iterable[Sequence[Tree]],
+    layout: Layout,
+    *,
+    token_names: Sequence[str] = (),
+    sequence_names: Sequence[str] = (),
+    group: int = 1,
+) -> Iterator[Packed]:
+    """Pack chunks of trees one after another; `Packed.example` numbers the trees of all chunks."""
+    start = 0
+    for trees in chunks:
+        for batch in pack(trees, layout, token_names=token_names, sequence_names=sequence_names, group=group):
+            yield batch._replace(example=np.where(batch.example < 0, -1, batch.example + start))
+        start += len(trees)
 
 
 class DatasetUpdates:

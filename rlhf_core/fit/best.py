@@ -1,4 +1,4 @@
-"""The best evaluation so far: which it was, when there is no hope of a better one, and the state it was made of."""
+"""Track the best evaluation, stop when none has been better for long, and restore the state it was made of."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 DEFAULTS = ("eval_accuracy", "eval_reward", "eval_loss")
-"""What is compared where the config does not say it: the first of these that an evaluation reports."""
+"""Metrics compared where the config names none: the first of these that an evaluation reports."""
 LOWER = ("loss", "error", "perplexity", "kl")
-"""Metrics that end so are better the lower they are; all others the higher."""
+"""Endings of metrics that are better when lower; all others are better when higher."""
 
 
 class Best:
-    """Compares a stage's evaluations.
+    """Compare a stage's evaluations.
 
-    metric, value, step: of the best so far, None before the first. bad: evaluations since then. They are part of every
-    checkpoint, so that a run which goes on judges as one that was never stopped. A value that is not a number is not
-    better than any; an equal one is not better either.
+    metric, value, step: of the best evaluation, None before the first. bad: evaluations since then. All are saved in
+    every checkpoint, so that a continued run judges like one that was never stopped. NaN and equal values are not
+    better.
     """
 
     def __init__(self, config: TrainerConfig, stage: Stage) -> None:
@@ -43,34 +43,34 @@ class Best:
 
     @property
     def watches(self) -> bool:
-        """Whether the config asks for a comparison."""
+        """Return whether the config asks for a comparison."""
         return self.config.compares is not None
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many evaluations were no better that training ends."""
+        """Return whether `early_stopping_patience` evaluations in a row were no better."""
         patience = self.config.early_stopping_patience
         return patience is not None and self.bad >= patience
 
-    def name(self, metrics: Mapping[str, float]) -> str:
-        """Of the metric that is compared. Raises InputError where the evaluation does not report it."""
-        found = [name for name in metrics if name.startswith("eval_")]
+    def choose_metric(self, metrics: Mapping[str, float]) -> str:
+        """Return the name of the metric to compare. Raises InputError where the evaluation does not report it."""
+        reported = [name for name in metrics if name.startswith("eval_")]
         asked = self.config.metric_for_best_model
         wanted = DEFAULTS if asked is None else (asked, f"eval_{asked}")
-        name = next((name for name in wanted if name in found), None)
+        name = next((name for name in wanted if name in reported), None)
         if name is None:
             raise InputError(
                 f"stage '{self.stage.name}'.metric_for_best_model: the evaluation does not report "
-                f"{asked or ' or '.join(DEFAULTS)}.{near(asked or '', found)} It reports: {', '.join(found)}"
+                f"{asked or ' or '.join(DEFAULTS)}.{near(asked or '', reported)} It reports: {', '.join(reported)}"
             )
         return name
 
-    def see(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation after `step` updates; True where it is the best so far, and its state to be kept."""
+    def compare(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether the evaluation after `step` updates is the best so far, so that its state must be saved."""
         if not self.watches:
             return False
-        self.metric = self.name(metrics)
-        value = _of_the_first_process(metrics[self.metric])
+        self.metric = self.choose_metric(metrics)
+        value = _value_on_first_process(metrics[self.metric])
         greater = self.config.greater_is_better
         if greater is None:
             greater = not self.metric.endswith(LOWER)
@@ -84,10 +84,10 @@ class Best:
         return better
 
     def final(self, state: TrainState, step: int, checkpoints: Checkpoints) -> TrainState:
-        """What the trained model is made of, after `step` updates: `state`, or that of the best evaluation.
+        """Return the state of the trained model after `step` updates: `state`, or that of the best evaluation.
 
-        Says what was chosen, and writes it to best.json. `state` is gone where another takes its place. Raises RunError
-        where that other one is damaged.
+        Prints the choice and writes it to best.json. `state` is deleted where another replaces it. Raises RunError
+        where that one is damaged.
         """
         if not self.watches:
             return state
@@ -95,14 +95,14 @@ class Best:
             self.stage.say(
                 f"stopped early after update {step}: no better {self.metric} in {self.bad} evaluations"
             )
-        taken = step if self.step is None or not self.config.load_best_model_at_end else self.step
+        chosen = step if self.step is None or not self.config.load_best_model_at_end else self.step
         best = "none" if self.step is None else f"{self.value:.6g} after update {self.step}"
         name = self.metric or "evaluation"
-        self.stage.say(f"best {name}: {best}; the trained model is that of update {taken}")
-        if taken != step:
-            state = self._restore(taken, state, checkpoints)
+        self.stage.say(f"best {name}: {best}; the trained model is that of update {chosen}")
+        if chosen != step:
+            state = self._restore(chosen, state, checkpoints)
         if self.stage.is_main:
-            record = {**self.to_json(), "updates": step, "model": taken}
+            record = {**self.to_json(), "updates": step, "model": chosen}
             write_atomic(self.stage.dir / BEST, json.dumps(record) + "\n")
         return state
 
@@ -111,26 +111,26 @@ class Best:
         wanted = abstract_state(trained)
         jax.tree.map(lambda x: x.delete(), trained)  # there may not be room for two
         try:
-            found = checkpoints.restore(wanted, step=step)
+            restored = checkpoints.restore(wanted, step=step)
         except RunError as error:
             raise RunError(
                 f"stage '{self.stage.name}': the best evaluation was that after update {step}, but {error}. "
                 f"Delete {self.stage.dir} to train it anew."
             ) from error
-        assert found is not None
-        return last.with_trained(found.state)
+        assert restored is not None
+        return last.with_trained(restored.state)
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Describe the best evaluation for a checkpoint."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "bad": self.bad}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """The inverse of `to_json`."""
-        self.metric, self.value, self.step, self.bad = (kept[k] for k in ("metric", "value", "step", "bad"))
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore the result of `to_json`."""
+        self.metric, self.value, self.step, self.bad = (saved[k] for k in ("metric", "value", "step", "bad"))
 
 
-def _of_the_first_process(value: float) -> float:
-    """The same number on every process: one that judged otherwise would leave the others waiting."""
+def _value_on_first_process(value: float) -> float:
+    """Broadcast the value, since a process that judged otherwise would leave the others waiting."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.secrets import public_table
-from rlhf_core.contracts import Artifact
+from rlhf_core.contracts import Artifact, Forecast
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
@@ -101,13 +101,13 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
         stop_if_asked(BEFORE)
         if is_main:
             _write_resolved(plan, host)
-        for name, lines in forecasts.items():
-            say(listed(f"stage '{name}' will train on", lines))
+        for name, forecast in forecasts.items():
+            say(listed(f"stage '{name}' will train on", forecast.printed()))
         results: dict[str, StageResult] = {}
         for number, stage in enumerate(plan.stages):
             if number and not results[plan.stages[number - 1].name].skipped:
                 free_memory()  # of the previous stage's programs and arrays
-            record, forecast = records[stage.name][0], forecasts.get(stage.name, [])
+            record, forecast = records[stage.name][0], forecasts.get(stage.name, Forecast())
             results[stage.name] = _run_stage(stage, record, mesh, host, is_main, say, forecast)
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
@@ -142,7 +142,7 @@ def _run_stage(
     host: Host,
     is_main: bool,
     say: Callable[[str], None],
-    forecast: Sequence[str],
+    forecast: Forecast,
 ) -> StageResult:
     from rlhf_core.stage import Stage
     from rlhf_core.training.memory import MemoryLine
@@ -167,8 +167,8 @@ def _run_stage(
         _record(stage_plan, host),
         notes=directory.parent,
         say=say,
-        told=[line.removeprefix("warning: ") for line in forecast],
-        forecast=next((line.bytes for line in forecast if isinstance(line, MemoryLine)), None),
+        shown=forecast.warnings,
+        forecast=next((line.bytes for line in forecast.lines if isinstance(line, MemoryLine)), None),
     )
     return StageResult(*outcome)
 

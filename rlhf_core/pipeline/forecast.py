@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import Component
-from rlhf_core.contracts import TRAINER
+from rlhf_core.contracts import TRAINER, Forecast
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def stage_forecasts(
     plan: Plan, host: Host, without: Collection[str] = (), mesh: AbstractMesh | None = None
-) -> dict[str, list[str]]:
+) -> dict[str, Forecast]:
     """Return {stage: its trainer's forecast}, except for the stages in `without`.
 
     mesh: the devices to forecast memory for, per device; None: memory in total.
@@ -32,7 +32,7 @@ def stage_forecasts(
     Raises InputError with every problem that the trainers find, such as malformed rows, and for every trainer whose
     `forecast` itself fails.
     """
-    lines: dict[str, list[str]] = {}
+    forecasts: dict[str, Forecast] = {}
     problems: list[str] = []
     sources: dict[str, str | None] = {}
     templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
@@ -54,22 +54,25 @@ def stage_forecasts(
             )
             if name in without:
                 continue
-            lines[name] = _forecast(planned, stage, host)
+            forecasts[name] = _forecast(planned, stage, host)
         except InputError as error:
             prefix = f"stage '{name}'"
             problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
     if problems:
         raise InputError(*dict.fromkeys(problems))
-    return lines
+    return forecasts
 
 
-def _forecast(planned: StagePlan, stage: Stage, host: Host) -> list[str]:
+def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
     """Call the trainer's `forecast`. Raises InputError that names the plugin and the line where it fails itself."""
     forecast = planned.trainer.forecast
     if forecast is None:
-        return []
+        return Forecast()
     try:
-        return [line if isinstance(line, str) else str(line) for line in forecast(planned.preview, stage)]
+        made = forecast(planned.preview, stage)
+        if isinstance(made, Forecast):
+            return made
+        return Forecast(tuple(line if isinstance(line, str) else str(line) for line in made))
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:

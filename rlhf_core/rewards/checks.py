@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core.contracts import RewardInputs
+from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
 from rlhf_core.data.source import Cells
 from rlhf_core.errors import InputError, RunError, raised
@@ -123,8 +123,8 @@ class _Table:
         return self.records.where(i)
 
 
-def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> list[str]:
-    """Return lines for `rlhf check` about rewards on these prompts; warnings start with "warning: ".
+def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> Forecast:
+    """Forecast what rewards will do with these prompts.
 
     Calls each plain function once, in a process of its own, with made-up completions of the first prompt, as texts or
     messages like the run's. Does not call asynchronous functions, which may cost money, objects with `setup`, or
@@ -132,9 +132,10 @@ def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stag
     """
     table: Any = prompts if hasattr(prompts, "raw") else _untokenized(prompts)
     lines: list[str] = []
+    cautions: list[str] = []
     problems: list[str] = []
     try:
-        lines += [f"warning: {line}" for line in column_warnings(rewards, table, stage)]
+        cautions += column_warnings(rewards, table, stage)
     except InputError as error:
         problems += error.problems
     for reward in rewards:
@@ -144,11 +145,12 @@ def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stag
             continue
         finding, fatal = _try_call(reward, table)
         if finding:
-            problem = f"stage '{stage.name}'.rewards: {finding}"
-            (problems if fatal else lines).append(problem if fatal else f"warning: {finding}")
+            (problems if fatal else cautions).append(
+                f"stage '{stage.name}'.rewards: {finding}" if fatal else finding
+            )
     if problems:
         raise InputError(*problems)
-    return lines
+    return Forecast(tuple(lines), tuple(cautions))
 
 
 def _untokenized(records: Records) -> _Table:

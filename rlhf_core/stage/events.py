@@ -36,19 +36,19 @@ def log_event(directory: Path, stage: str, event: str, **about: Any) -> None:
 
 @contextmanager
 def log_stage(
-    directory: Path, stage: str, mesh: Mesh, *, continues: bool, told: Sequence[str] = ()
+    directory: Path, stage: str, mesh: Mesh, *, continues: bool, shown: Sequence[str] = ()
 ) -> Iterator[None]:
     """Log that a stage begins, the warnings inside the block, and how the stage ends.
 
-    told: warnings that the stage's forecast has shown; these are logged but not shown again.
+    shown: warnings of the stage's forecast, without its name; where the stage raises them again, they are only logged.
     Events: "begun" or "continued" (with `machine`), "warning", "done", "stopped", "failed" (with `message`).
     """
     log_event(directory, stage, "continued" if continues else "begun", machine=machine(mesh))
-    show = warnings.showwarning
+    show, known = warnings.showwarning, {*shown, *(f"stage '{stage}'.{line}" for line in shown)}
 
     def show_and_log(message: Warning | str, *rest: Any, **named: Any) -> None:
         log_event(directory, stage, "warning", message=str(message))
-        if str(message).removeprefix(f"stage '{stage}'.") not in told:
+        if str(message) not in known:
             show(message, *rest, **named)
 
     warnings.showwarning = show_and_log

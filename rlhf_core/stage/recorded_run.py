@@ -154,14 +154,14 @@ def run_recorded(
     *,
     notes: Path,
     say: Callable[[str], None],
-    told: Sequence[str] = (),
+    shown: Sequence[str] = (),
     forecast: int | None = None,
     done: str = "skipped",
 ) -> StageOutcome:
     """Begin or continue a stage, or return the outputs of one that is done.
 
-    now: what it computes. notes: the directory of events.jsonl. told: warnings that were already shown. forecast: bytes
-    of memory, printed next to the peak. done: words for a stage that is done.
+    now: what it computes. notes: the directory of events.jsonl. shown: warnings of its forecast. forecast: bytes of
+    memory, printed next to the peak. done: words for a stage that is done.
     Raises InputError, on every process, if it was begun as another experiment.
     """
     stage = replace(stage, experiment=now)
@@ -190,7 +190,7 @@ def run_recorded(
     event_log: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
         continues = state == "running" or record.has_checkpoints
-        event_log = events.log_stage(notes, stage.name, stage.devices(), continues=continues, told=told)
+        event_log = events.log_stage(notes, stage.name, stage.devices(), continues=continues, shown=shown)
         record.write_running(now)
     forget_peak()
     try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_core import load_model, plugins
 from rlhf_core.config import TrainerConfig
-from rlhf_core.contracts import TRAINER, Trainer
+from rlhf_core.contracts import TRAINER, Forecast, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
@@ -100,7 +100,8 @@ def _settings(found: Findings, case: Case) -> None:
         return
     with found.property("forecast"):
         stage = case.stage("forecast", mesh=None)
-        lines = case.trainer.forecast(case.config, stage)
+        result = case.trainer.forecast(case.config, stage)
+        lines = result.printed() if isinstance(result, Forecast) else result
         if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
             raise Broken(f"forecast returned {lines!r:.80}; return a list of lines")
         if stage.dir.exists() and any(stage.dir.iterdir()):

@@ -1,16 +1,17 @@
-"""What a stage would do, told from its data and the shapes of its model: nothing is computed."""
+"""Forecast a stage from its data and the shapes of its model, without computing anything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_core import data, optimizers
 from rlhf_core.config.warnings import config_warnings
+from rlhf_core.contracts import Forecast
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.trees import lengths_of, sizes_of
-from rlhf_core.training.memory import definition_of, memory_lines, training_bytes
+from rlhf_core.training.memory import definition_of, memory_forecast, training_bytes
 from rlhf_core.training.open import asked_lora, error_context, open_records, require_model
 
 if TYPE_CHECKING:
@@ -20,53 +21,64 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 
-def forecast_lines(
-    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, encode: Callable[[str], Any] | None
-) -> Sequence[str]:
-    """The lines of a plan that every trainer over a fixed dataset shares: examples, updates, epochs, tokens, memory.
+class OpenData(Protocol):
+    """Tokenise `train_data` or `eval_data`: `open_texts`, `open_pairs`, or a function of one's own.
 
-    encode: tokenises `train_data` or `eval_data` and returns `data.Texts`, `data.Pairs`, or an object of one's own with
-    their `__len__`, `report`, `trees()` and `where(i)`, None for a field that is not given; raises InputError for
-    every row that does not fit. encode=None where the model's tokenizer is not at hand: rows are only counted.
+    Returns None for a field that is not given and not needed, else an object with `__len__`, `report`, `trees()` and
+    `where(i)`. Raises InputError for rows that do not fit.
+    """
+
+    def __call__(
+        self, config: Any, stage: Stage, tokenizer: Any, field: str, /, *, needed: bool = ...
+    ) -> Any: ...
+
+
+def forecast_lines(
+    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, open_data: OpenData
+) -> Forecast:
+    """Forecast training on a fixed dataset: examples, updates, epochs, tokens, memory, and the config's warnings.
+
+    unit: what an example is called, such as "pairs". Without the model's tokenizer rows are counted, not tokenised.
     """
     require_model(config, stage, head=head)
-    if encode is None:
+    tokenizer = stage.inputs.get("tokenizer")
+    if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None
-        count, said = len(records), f"{len(records):,} {unit} before length limits"
+        count, examples = len(records), f"{len(records):,} {unit} before length limits"
     else:
         with error_context(stage, "train_data"):
-            encoded = encode("train_data")
+            encoded = open_data(config, stage, tokenizer, "train_data")
         with error_context(stage, "eval_data"):
-            encode("eval_data")
-        count, said = len(encoded), str(encoded.report)
+            open_data(config, stage, tokenizer, "eval_data", needed=False)
+        count, examples = len(encoded), str(encoded.report)
     total = data.count_updates(
         count, config.total_batch_size, config.num_train_epochs, config.max_training_steps
     )
     epochs = total * config.total_batch_size / count
     tokens = f"at most {total * config.total_batch_size * config.max_sequence_length:,} tokens"
     update_tokens, longest = config.total_batch_size * config.max_sequence_length, config.max_sequence_length
-    if encode is not None:
+    if tokenizer is not None:
         trees = encoded.trees()
         sizes = sizes_of(trees)
         tokens = f"about {round(epochs * int(sizes.sum())):,} tokens, shared prompts once"
         update_tokens, longest = round(int(sizes.sum()) / count * config.total_batch_size), int(sizes.max())
-    memory = training_memory(config, stage, head, total, update_tokens, longest)
-    if memory is not None and encode is not None:
-        with error_context(stage, "model"):
-            data.require_vocabulary(trees, encoded.where, memory[0].vocab_size)
-        said += _beyond(memory[1].get("max_position_embeddings"), trees)
-    return [
-        said,
-        f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs",
-        tokens,
-        *([] if memory is None else memory_lines(memory[2], config.dtype, stage.planned_mesh)),
-        *(f"warning: {line}" for line in config_warnings(config, total)),
-    ]
+    memory = Forecast()
+    if (found := training_memory(config, stage, head, total, update_tokens, longest)) is not None:
+        definition, hf_config, parts = found
+        memory = memory_forecast(parts, config.dtype, stage.planned_mesh)
+        if tokenizer is not None:
+            with error_context(stage, "model"):
+                data.require_vocabulary(trees, encoded.where, definition.vocab_size)
+            examples += _beyond_positions(hf_config.get("max_position_embeddings"), trees)
+    updates = f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs"
+    return Forecast(
+        (examples, updates, tokens, *memory.lines), (*memory.warnings, *config_warnings(config, total))
+    )
 
 
-def _beyond(positions: Any, trees: Sequence[Tree]) -> str:
-    """What is to be said of examples longer than those that the model was made for."""
+def _beyond_positions(positions: Any, trees: Sequence[Tree]) -> str:
+    """Describe the examples longer than the model's positions; "" without any."""
     lengths = lengths_of(trees)
     if not isinstance(positions, int) or (longest := int(lengths.max())) <= positions:
         return ""
@@ -80,13 +92,13 @@ def _beyond(positions: Any, trees: Sequence[Tree]) -> str:
 def training_memory(
     config: TrainerConfig, stage: Stage, head: Head, total: int, update_tokens: int, longest: int
 ) -> tuple[Definition, Mapping[str, Any], dict[str, int]] | None:
-    """The stage's model by definition and config.json, and the bytes that training it takes, in all or on each device
-    of `stage.planned_mesh`; None where nothing local describes it.
+    """Return the stage's model definition, its config.json, and the bytes that training takes, by part.
 
-    total: updates. update_tokens: of one update. longest: tokens of the longest row. Raises InputError for a model
-    that could not be built.
+    total: updates. update_tokens: per update. longest: tokens of the longest row. Bytes are the sum over devices, or
+    per device of `stage.planned_mesh`. Returns None where nothing local describes the model. Raises InputError for a
+    model that could not be built.
     """
-    found = definition_of(
+    described = definition_of(
         config.model,
         head,
         stage.inputs.get("tokenizer"),
@@ -94,18 +106,17 @@ def training_memory(
         dtype=config.dtype,
         remat=config.remat,
     )
-    if found is None:
+    if described is None:
         return None
-    definition, hf_config = found
+    definition, hf_config = described
     if config.lora is not None:
         modules = linear_modules(definition.abstract_params())
         definition = definition.with_lora(asked_lora(config.lora, modules))
     slots = min(MICRO_BATCH_TOKENS, -(-update_tokens // config.gradient_accumulation_steps))
     tx = optimizers.make(config, stage.registry, total)[0]
+    shape = (-(-slots // longest), longest)
     return (
         definition,
         hf_config,
-        training_bytes(
-            definition, tx, (-(-slots // longest), longest), config.frozen_parameters, stage.planned_mesh
-        ),
+        training_bytes(definition, tx, shape, config.frozen_parameters, stage.planned_mesh),
     )

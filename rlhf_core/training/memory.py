@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.models import Definition, Head, find_family, peft
@@ -152,10 +153,10 @@ def scoring_bytes(model: str, tokenizer: Any | None, registry: Registry | None) 
     return _bytes(definition.abstract_params()) + forward
 
 
-def memory_lines(
+def memory_forecast(
     parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None
-) -> list[str]:
-    """`memory_line`, and a warning where this machine computes on its CPU and has less.
+) -> Forecast:
+    """Make `memory_line`, and a warning where this machine computes on its CPU and has less.
 
     On a CPU the parts of the process are added to those of the arrays, which then are a bound for the process.
     """
@@ -163,13 +164,12 @@ def memory_lines(
     line = memory_line(process_parts(parts) if on_host else parts, dtype, mesh)
     there = machine_memory() if on_host else None
     if there is None or line.bytes <= there:
-        return [line]
-    return [
-        line,
-        f"warning: memory: up to {human(line.bytes)}, and this machine has {human(there)}: raise "
-        "gradient_accumulation_steps, lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an "
-        "accelerator",
-    ]
+        return Forecast((line,))
+    warning = (
+        f"memory: up to {human(line.bytes)}, and this machine has {human(there)}: raise gradient_accumulation_steps, "
+        "lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an accelerator"
+    )
+    return Forecast((line,), (warning,))
 
 
 def process_parts(parts: Mapping[str, int]) -> dict[str, int]:

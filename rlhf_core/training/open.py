@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf_core import data
 from rlhf_core.config import Component
@@ -27,12 +28,10 @@ from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.config.trainer import LoraOptions
-    from rlhf_core.data import Prompts, Records
+    from rlhf_core.data import Pairs, Prompts, Records, Texts
     from rlhf_core.data.report import Report
-    from rlhf_core.models import Model
     from rlhf_core.sampling import SamplingOptions
-    from rlhf_core.stage import Stage
-
+    from rlhf_core.tokenizer.text_options import ReadAt
 
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
 """How the dropout rates of a config.json end: attention_dropout, hidden_dropout_prob, resid_pdrop."""
@@ -217,6 +216,60 @@ def _warn(stage: Stage, field: str, line: str) -> None:
         warnings.warn(f"stage '{stage.name}'.{field}: {line}", stacklevel=3)
 
 
+def open_texts(
+    config: TrainerConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True
+) -> Texts | None:
+    """Tokenise the demonstrations of `train_data` or `eval_data`; None where the field is not given and not needed.
+
+    Raises InputError for rows that are not demonstrations.
+    """
+    records = open_records(config, stage, field, needed=needed)
+    if records is None:
+        return None
+    encoded = data.encode_texts(
+        records, tokenizer, max_length=config.max_sequence_length, **_encoding(config, stage)
+    )
+    warn_dropped_rows(encoded.report, stage, field)
+    return encoded
+
+
+def open_pairs(
+    config: TrainerConfig,
+    stage: Stage,
+    tokenizer: Any,
+    field: str,
+    *,
+    needed: bool = True,
+    records: Records | None = None,
+    read_at: ReadAt = "eos",
+    completions: bool = False,
+    margins: bool = True,
+) -> Pairs | None:
+    """Tokenise the preference pairs of `train_data` or `eval_data`; None where they are not given and not needed.
+
+    records: the field's rows where they are open already. read_at: see `read_at_of`. completions: find where they
+    start, for losses over tokens. margins: whether the loss reads them; the report counts those it does not.
+    Raises InputError for rows that are not pairs, and for training data without a pair that differs.
+    """
+    records = open_records(config, stage, field, needed=needed) if records is None else records
+    if records is None:
+        return None
+    with error_context(stage, field):
+        encoded = data.encode_pairs(
+            records,
+            tokenizer,
+            max_length=config.max_sequence_length,
+            completions=completions,
+            **_encoding(config, stage, read_at),
+        )
+        if field == "train_data":
+            encoded.report.require_differences(records.name)
+    if not margins:
+        encoded.report.unread += [encoded.where(i) for i in np.flatnonzero(encoded.margins).tolist()]
+    warn_dropped_rows(encoded.report, stage, field)
+    return encoded
+
+
 @overload
 def open_prompts(
     config: TrainerConfig,
@@ -240,23 +293,26 @@ def open_prompts(
     max_prompt_length: int,
     needed: bool = True,
 ) -> Prompts | None:
-    """The prompts of `train_data` or `eval_data`, tokenised; None where the field is not given and not needed.
+    """Tokenise the prompts of `train_data` or `eval_data`; None where the field is not given and not needed.
 
-    Raises InputError for rows that are no prompts.
+    Raises InputError for rows that are not prompts.
     """
     records = open_records(config, stage, field, needed=needed)
     if records is None:
         return None
     encoded = data.encode_prompts(
-        records,
-        tokenizer,
-        max_prompt_length=max_prompt_length,
-        overlong=config.overlong,
-        truncation_mode=config.truncation_mode,
-        chat_template=text_options(config, stage),
+        records, tokenizer, max_prompt_length=max_prompt_length, **_encoding(config, stage)
     )
     warn_dropped_rows(encoded.report, stage, field)
     return encoded
+
+
+def _encoding(config: TrainerConfig, stage: Stage, read_at: ReadAt = "eos") -> dict[str, Any]:
+    return {
+        "overlong": config.overlong,
+        "truncation_mode": config.truncation_mode,
+        "chat_template": text_options(config, stage, read_at=read_at),
+    }
 
 
 def require_vocabulary(prompts: Prompts, vocab_size: int) -> None:

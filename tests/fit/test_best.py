@@ -30,7 +30,7 @@ def best(directory: Path = Path(), **given: Any) -> Best:
 
 def seen(judge: Best, *values: float, name: str = "eval_accuracy") -> list[bool]:
     """Which of the evaluations after updates 1, 2, … were the best so far."""
-    return [judge.see(step, {name: value, "loss": -value}) for step, value in enumerate(values, 1)]
+    return [judge.compare(step, {name: value, "loss": -value}) for step, value in enumerate(values, 1)]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_patience_counts_evaluations_since_the_best() -> None:
     judge = best(early_stopping_patience=2)
     ended = []
     for step, value in enumerate((0.5, 0.4, 0.6, 0.6, 0.5), 1):
-        judge.see(step, {"eval_accuracy": value})
+        judge.compare(step, {"eval_accuracy": value})
         ended.append(judge.exhausted)
     assert ended == [False, False, False, False, True]
 
@@ -84,19 +84,19 @@ def test_nobody_asked_nothing_is_compared() -> None:
 )
 def test_the_metric_that_is_compared(asked: str | None, reported: list[str], found: str) -> None:
     judge = best(load_best_model_at_end=True, metric_for_best_model=asked)
-    assert judge.name(dict.fromkeys(["loss", *reported], 1.0)) == found
+    assert judge.choose_metric(dict.fromkeys(["loss", *reported], 1.0)) == found
 
 
 def test_a_metric_that_is_not_reported() -> None:
     metrics = {"loss": 1.0, "eval_loss": 1.0, "eval_accuracy": 1.0}
     with pytest.raises(InputError) as caught:
-        best(metric_for_best_model="eval_acuracy").see(1, metrics)
+        best(metric_for_best_model="eval_acuracy").compare(1, metrics)
     assert caught.value.problems == (
         "stage 'rm'.metric_for_best_model: the evaluation does not report eval_acuracy. "
         "Did you mean 'eval_accuracy'? It reports: eval_loss, eval_accuracy",
     )
     with pytest.raises(InputError, match="does not report eval_accuracy or eval_reward or eval_loss"):
-        best(load_best_model_at_end=True).see(1, {"eval_kl": 1.0})
+        best(load_best_model_at_end=True).compare(1, {"eval_kl": 1.0})
 
 
 def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
@@ -105,7 +105,7 @@ def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
     other = best(early_stopping_patience=3)
     other.restore(json.loads(json.dumps(judge.to_json())))
     assert other.to_json() == judge.to_json()
-    other.see(4, {"eval_accuracy": 0.4})
+    other.compare(4, {"eval_accuracy": 0.4})
     assert other.exhausted
 
 

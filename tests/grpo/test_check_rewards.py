@@ -51,7 +51,7 @@ def check(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def check(rewards: str) -> list[str]:
         Path("p.toml").write_text(PIPELINE.format(rewards=rewards))
         host = plugins.load()
-        return stage_forecasts(plan(read(Path("p.toml")), host), host)["policy"]
+        return stage_forecasts(plan(read(Path("p.toml")), host), host)["policy"].printed()
 
     return check
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_core import plugins
+from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import Plan, plan, read
 from rlhf_core.pipeline.forecast import stage_forecasts
@@ -266,7 +267,7 @@ def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: M
     host = plugins.load(objects=[fake])
     planned = plan(read(pipeline, dir="runs/a"), host)
     lines = stage_forecasts(planned, host)
-    assert lines["policy"] == ["3 bytes from {'model_type': 'llama'}"]
+    assert lines["policy"] == Forecast(("3 bytes from {'model_type': 'llama'}",))
     assert planned.stages[2].config.model == str(Path("runs/a/base/artifacts/model").absolute())
     assert planned.stages[2].written.model == "base.model"
     assert planned.stages[2].config.rewards[0].options["model"].endswith("runs/a/rm/artifacts/model")

@@ -13,6 +13,7 @@ import pytest
 
 from rlhf_core import Registry, RewardInputs, data, workers
 from rlhf_core._builtin import rlhf_register
+from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, score, set_up
@@ -130,8 +131,8 @@ def test_what_may_be_due_to_what_was_made_up_is_a_warning(
     registry: Registry, mine: Path, name: str, said: str
 ) -> None:
     component = {"name": f"{mine}:{name}"} | ({"timeout": 0.5} if name == "hangs" else {})
-    (line,) = forecast_rewards(rewards(registry, component), prompts(), STAGE)
-    assert line.startswith(f"warning: reward 'mine.py:{name}' ")
+    (line,) = forecast_rewards(rewards(registry, component), prompts(), STAGE).warnings
+    assert line.startswith(f"reward 'mine.py:{name}' ")
     assert re.search(said, line)
 
 
@@ -139,7 +140,7 @@ def test_good_functions_get_a_real_row_in_the_runs_form_and_nothing_is_said(
     registry: Registry, mine: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good = [{"name": f"{mine}:{name}"} for name in ("counted", "prints")]
-    assert forecast_rewards(rewards(registry, *good), prompts(True, answer=["7", "8"]), STAGE) == []
+    assert forecast_rewards(rewards(registry, *good), prompts(True, answer=["7", "8"]), STAGE) == Forecast()
     completions, answers = eval((mine.parent / "called").read_text())
     assert answers == ["7"] * 3
     assert [set(each[0]) for each in completions] == [{"role", "content"}] * 3
@@ -156,7 +157,7 @@ def test_what_may_cost_money_is_not_called(registry: Registry, mine: Path) -> No
             raise AssertionError
 
     named = rewards(registry, {"name": f"{mine}:judge"}, {"name": f"{mine}:scalar", "check": False})
-    assert forecast_rewards([*named, Reward("weights", 1.0, Weights())], prompts(), STAGE) == []
+    assert forecast_rewards([*named, Reward("weights", 1.0, Weights())], prompts(), STAGE) == Forecast()
     assert not (mine.parent / "called").exists()
 
 
@@ -170,10 +171,8 @@ def test_rows_of_data_that_has_no_tokens_yet(registry: Registry, mine: Path) -> 
         "dataset row 4",
     ]
     skips = rewards(registry, {"name": "numeric_answer", "on_error": "skip"})
-    (line,) = forecast_rewards(skips, table, STAGE)
-    assert line.startswith(
-        "warning: dataset row 2: reward 'numeric_answer': the answer 'two' is not a number"
-    )
+    (line,) = forecast_rewards(skips, table, STAGE).warnings
+    assert line.startswith("dataset row 2: reward 'numeric_answer': the answer 'two' is not a number")
     assert line.endswith("2 such rows are left out (on_error)")
     with pytest.raises(InputError, match=r"has no attribute 'split'.*lists of messages"):
         forecast_rewards(rewards(registry, {"name": f"{mine}:words"}), data.load(rows), STAGE)
@@ -238,18 +237,18 @@ def test_an_option_of_the_pipeline_wins_over_a_column_of_its_name(registry: Regi
     table = prompts(target=[[1, 2]])
     chosen = rewards(registry, {"name": "length", "target": 40})
     assert score(chosen, inputs).tolist() == [[-0.5]]
-    assert forecast_rewards(chosen, table, STAGE) == [
-        "reward 'length': its option target = 40 is used, and the column 'target' is not"
-    ]
+    assert forecast_rewards(chosen, table, STAGE).lines == (
+        "reward 'length': its option target = 40 is used, and the column 'target' is not",
+    )
 
     def near(completion_ids: Any, *, target: Any = 10) -> list[float]:
         return [float(len(ids) - t[0]) for ids, t in zip(completion_ids, target, strict=True)]
 
     offered = Reward("near", 1.0, near)
     assert score([offered], inputs).tolist() == [[19.0]]
-    assert forecast_rewards([offered], table, STAGE) == [
-        "reward 'near': target is the column of that name; an option target in the pipeline would be used in its place"
-    ]
+    assert forecast_rewards([offered], table, STAGE).lines == (
+        "reward 'near': target is the column of that name; an option target in the pipeline would be used in its place",
+    )
 
 
 def test_an_option_wins_where_every_column_is_taken() -> None:

@@ -140,4 +140,5 @@ def test_the_reward_in_the_document_works(repository: Path) -> None:
 
 def planned(path: Path, sets: list[str], directory: Path) -> dict[str, Any]:
     host = plugins.load()
-    return stage_forecasts(plan(read(path, sets=sets, dir=directory / "run"), host), host)
+    forecasts = stage_forecasts(plan(read(path, sets=sets, dir=directory / "run"), host), host)
+    return {name: forecast.printed() for name, forecast in forecasts.items()}

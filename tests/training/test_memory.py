@@ -72,16 +72,16 @@ def test_the_line():
 def test_a_process_is_compared_with_its_machine(monkeypatch):
     parts = {"parameters": 10**9, "gradients": 10**9, "optimizer": 2 * 10**9, "activations": 10**9}
     monkeypatch.setattr(memory, "machine_memory", lambda: 64 * 10**9)
-    (line,) = memory.memory_lines(parts)
+    (line,) = memory.memory_forecast(parts).lines
     # The arrays, a copy of what is saved, the libraries, and what the allocator cannot use again.
     assert line.bytes >= sum(parts.values()) + 3 * 10**9 + memory.PROCESS
     assert "copies while saving 4.0 GB" in line
     monkeypatch.setattr(memory, "machine_memory", lambda: 8 * 10**9)
-    line, warning = memory.memory_lines(parts)
-    assert warning.startswith("warning: memory: up to ")
+    (warning,) = memory.memory_forecast(parts).warnings
+    assert warning.startswith("memory: up to ")
     assert "this machine has 8.0 GB" in warning
     # Devices that need not be there are not compared, and hold the arrays alone.
-    (line,) = memory.memory_lines(parts, None, planned_mesh(8))
+    (line,) = memory.memory_forecast(parts, None, planned_mesh(8)).lines
     assert line.bytes == sum(parts.values())
 
 

@@ -138,9 +138,7 @@ class PPOUpdates(RolloutUpdates):
         values = self._read(rollout, self.values, state.params["critic"])
         rewards = -self.config.kl_coefficient * (old - self._read(rollout, self.logps, self.reference))
         rewards[np.arange(len(lengths)), lengths - 1] += np.nan_to_num(rollout.total)
-        advantages, returns = gae(
-            rewards, values, mask, gamma=self.config.gamma, lam=self.config.gae_lambda
-        )
+        advantages, returns = gae(rewards, values, mask, gamma=self.config.gamma, lam=self.config.gae_lambda)
         whitened = (advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)
         kept = {"old_logps": old, "old_values": values, "returns": returns}
         return replace(

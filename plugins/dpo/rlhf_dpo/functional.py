@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import plugins
-from rlhf_core.config import Component
 from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import Model, padded_rows
-from rlhf_core.step import split_step
+from rlhf_core.training.padded import batch_arrays, evaluate_once, named_loss, update_once
 from rlhf_dpo.losses import DPO_LOSS, LOSSES, DPOInputs
 from rlhf_dpo.objective import pair_loss
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.models import Definition
-    from rlhf_core.step import Objective
     from rlhf_dpo.losses import DPOLoss
 
     Loss: TypeAlias = str | Mapping[str, Any] | DPOLoss
 
 SIDES = ("chosen", "rejected")
+_named = partial(named_loss, DPO_LOSS, LOSSES)
 
 
 def dpo_loss(
@@ -61,7 +59,7 @@ def dpo_loss(
         ),
         beta,
     )
-    name, component = _component(loss_type, label_smoothing)
+    name, component = _named(loss_type, label_smoothing=label_smoothing)
     value, metrics = pair_loss(component, inputs, jnp.ones(one.shape, bool), name=name)
     return value.result(), results(metrics)
 
@@ -95,13 +93,8 @@ def training_step(
     Returns the next state and the metrics of `dpo_loss`, with `loss` and `grad_norm` (before the optimizer).
     Raises ValueError where the parts do not divide the batch, or an array is missing.
     """
-    return _training_step(
-        state,
-        _arrays(batch),
-        beta=float(beta),
-        splits=gradient_accumulation_steps,
-        loss=_component(loss_type, label_smoothing),
-    )
+    objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    return update_once(objective, state, _arrays(batch), splits=gradient_accumulation_steps)
 
 
 def evaluation_step(
@@ -113,33 +106,14 @@ def evaluation_step(
     label_smoothing: float = 0.0,
 ) -> dict[str, jax.Array]:
     """The loss and metrics of `training_step` without an update."""
-    return _evaluation_step(
-        state, _arrays(batch), beta=float(beta), loss=_component(loss_type, label_smoothing)
-    )
-
-
-def _component(loss: Loss, label_smoothing: float) -> tuple[str, DPOLoss]:
-    """The name that a loss's own metrics are logged under, and the loss."""
-    if isinstance(loss, str) and loss in LOSSES:
-        made: Any = LOSSES[loss]
-        takes = any(field.name == "label_smoothing" for field in fields(made))
-        return loss, made(label_smoothing=label_smoothing) if takes else made()
-    if isinstance(loss, str | Mapping):
-        table = Component(**({"name": loss} if isinstance(loss, str) else loss))
-        return table.name, plugins.load().registry.get(DPO_LOSS, table.name, **table.options)
-    return type(loss).__name__, loss
+    objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
+    return evaluate_once(objective, state, _arrays(batch))
 
 
 def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    masks = [
-        f"{part}_{side}" for side in SIDES for part in ("input_ids", "attention_mask", "completion_mask")
-    ]
-    references = [f"ref_logps_{side}" for side in SIDES]
-    missing = [name for name in (*masks, *references) if batch.get(name) is None]
-    if missing:
-        raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
-    arrays = {name: jnp.asarray(batch[name], jnp.int32) for name in masks}
-    return arrays | {name: jnp.asarray(batch[name], jnp.float32).reshape(-1) for name in references}
+    parts = ("input_ids", "attention_mask", "completion_mask")
+    ids = [f"{part}_{side}" for side in SIDES for part in parts]
+    return batch_arrays(batch, ids, [f"ref_logps_{side}" for side in SIDES])
 
 
 def _logps(
@@ -158,20 +132,25 @@ def _completion_logps(model: Definition, params: Any, *arrays: jax.Array) -> jax
     return _logps(model, params, *arrays)
 
 
-def _objective(state: TrainState, beta: float, loss: tuple[str, DPOLoss]) -> Objective:
-    name, component = loss
+@dataclass(frozen=True)
+class _Objective:
+    """`pair_loss` of the completions of a padded batch."""
 
-    def compute(params: Any, batch: Mapping[str, jax.Array]) -> tuple[Mean, Mapping[str, Metric]]:
+    loss: tuple[str, DPOLoss]
+    beta: float
+
+    def __call__(
+        self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[Mean, Mapping[str, Metric]]:
         masks = [batch[f"completion_mask_{side}"] for side in SIDES]
         logps = [
-            _logps(state.model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"], mask)
+            _logps(model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"], mask)
             for side, mask in zip(SIDES, masks, strict=True)
         ]
         reference = [batch[f"ref_logps_{side}"] for side in SIDES]
-        inputs = _inputs(logps, reference, [(mask != 0).sum(1) for mask in masks], beta)
+        inputs = _inputs(logps, reference, [(mask != 0).sum(1) for mask in masks], self.beta)
+        name, component = self.loss
         return pair_loss(component, inputs, jnp.ones(logps[0].shape, bool), name=name)
-
-    return compute
 
 
 def _inputs(
@@ -182,19 +161,3 @@ def _inputs(
         [jnp.asarray(x, jnp.float32) for x in sides] for sides in (logps, reference, tokens)
     )
     return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), float(beta))
-
-
-@partial(jax.jit, static_argnames=("beta", "splits", "loss"))
-def _training_step(
-    state: TrainState, batch: Any, *, beta: float, splits: int, loss: tuple[str, DPOLoss]
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    state, metrics = split_step(_objective(state, beta, loss), state, batch, splits)
-    return state, results(metrics)
-
-
-@partial(jax.jit, static_argnames=("beta", "loss"))
-def _evaluation_step(
-    state: TrainState, batch: Any, *, beta: float, loss: tuple[str, DPOLoss]
-) -> dict[str, jax.Array]:
-    value, metrics = _objective(state, beta, loss)(state.params, batch)
-    return {**results(metrics), "loss": value.result()}

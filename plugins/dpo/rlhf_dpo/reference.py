@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import data
-from rlhf_core.mesh import put_rows, replicated
-from rlhf_core.packing import Layout, pack
+from rlhf_core.fit.batches import pack_chunks
+from rlhf_core.fit.compute import compute_batches
+from rlhf_core.mesh import replicated
+from rlhf_core.packing import Layout
 from rlhf_dpo.objective import SAME, sequence_logps
 
 if TYPE_CHECKING:
@@ -81,32 +83,22 @@ class Reader:
         """which: int [n], the pairs to read; at_once: how many are packed together."""
         self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
         self._mesh = mesh
-        self._read = jax.jit(partial(sequence_logps, model), out_shardings=replicated(mesh))
+        self._logps = jax.jit(partial(sequence_logps, model), out_shardings=replicated(mesh))
 
     def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
-        """float32 [n, 2], nats: of the chosen and of the rejected completion. which: other pairs than the reader's."""
+        """Return float32 [n, 2], nats: of the chosen and of the rejected completion. which: instead of the reader's."""
         which = self.which if which is None else which
-        found = np.empty((len(which), 2), np.float32)
-        reading: list[tuple[NDArray[np.intp], Packed, jax.Array]] = []
-        for start in range(0, len(which), self.at_once):
-            at = np.arange(start, min(start + self.at_once, len(which)))
-            trees = [self.pairs.trees[i] for i in which[at]]
-            for batch in pack(trees, self.layout, group=2):
-                reading.append((at, batch, self._read(params, put_rows(self._mesh, batch))))
-                if len(reading) > 1:  # the device is never waited for, and two batches are all that is held
-                    _place(found, *reading.pop(0))
-        for each in reading:
-            _place(found, *each)
-        # Where in its row a sequence lies changes the last bits: completions that are the same must tie.
+        logps = np.empty((len(which), 2), np.float32)
+        starts = range(0, len(which), self.at_once)
+        chunks = ([self.pairs.trees[i] for i in which[start : start + self.at_once]] for start in starts)
+        batches = pack_chunks(chunks, self.layout, group=2)
+        for batch, of_rows in compute_batches(partial(self._logps, params), self._mesh, batches):
+            pair = batch.example[:, 0::2]
+            logps[pair[pair >= 0]] = np.stack([of_rows[:, side::2][pair >= 0] for side in (0, 1)], 1)
+        # Where in its row a sequence lies changes the last bits: equal completions must tie.
         same = self.pairs.same[which]
-        found[same, 1] = found[same, 0]
-        return found
-
-
-def _place(found: NDArray[np.float32], at: NDArray[np.intp], batch: Packed, logps: jax.Array) -> None:
-    there = batch.example[:, 0::2] >= 0
-    read = np.asarray(jax.device_get(logps))
-    found[at[batch.example[:, 0::2][there]]] = np.stack([read[:, side::2][there] for side in (0, 1)], 1)
+        logps[same, 1] = logps[same, 0]
+        return logps
 
 
 @dataclass
@@ -152,7 +144,7 @@ class Reference:
         self.known = True
 
 
-def reached(updates: DatasetUpdates) -> NDArray[np.integer]:
+def pairs_reached(updates: DatasetUpdates) -> NDArray[np.integer]:
     """The pairs that the updates will take, ascending; not all of them where updates end before the epoch."""
     config, count = updates.config, len(updates.trees)
     if updates.total * config.total_batch_size >= count:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,47 +12,42 @@ import numpy as np
 
 from rlhf_core import artifacts, data, optimizers
 from rlhf_core.fit import fit
-from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
-from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
-from rlhf_core.stage.text_settings import text_options
+from rlhf_core.fit.batches import choose_row_layout
 from rlhf_core.state import create_state
-from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.forecast import forecast_lines
-from rlhf_core.training.open import error_context, open_model, open_records, try_loss, warn_dropped_rows
+from rlhf_core.training.open import open_model, open_pairs, try_loss
+from rlhf_core.training.python import python_trainer
+from rlhf_core.training.updates import dataset_updates
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
 from rlhf_dpo.objective import SAME, objective, pair_loss
-from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference, reached
+from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference, pairs_reached
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
-    from rlhf_core.data import Pairs
+    from rlhf_core.contracts import Forecast
     from rlhf_core.models import Model
     from rlhf_dpo.objective import Measure
+
+OPEN_PAIRS = partial(open_pairs, completions=True, margins=False)
 
 
 def run(config: DPOConfig, stage: Stage) -> None:
     """Train on the pairs of `config.train_data` and save the artifact `model`."""
     model = open_model(config, stage, head="lm")
-    mesh = stage.devices()
-    train = _pairs(config, stage, model.tokenizer, "train_data")
+    train = OPEN_PAIRS(config, stage, model.tokenizer, "train_data")
     assert train is not None
     pairs = PairSet.of(train)
-    data.require_vocabulary(pairs.trees, train.where, model.definition.vocab_size)
-    layout = choose_row_layout(pairs.trees, config, mesh, model.definition.hidden_size, reads_tokens=True)
-    model = choose_attention(model, config, stage, pairs.trees, layout, group=2)
-    definition = model.definition
-    trees = DatasetUpdates(
-        pairs.trees,
-        config,
-        layout,
-        seed=stage.seed,
-        data=train,
-        sequence_names=("reference", "tokens", SAME),
-        group=2,
+    names = ("reference", "tokens", SAME)
+    model, updates = dataset_updates(
+        model, config, stage, train, pairs.trees, reads_tokens=True, sequence_names=names, group=2
     )
-    readers = {"train_data": Reader(definition, mesh, pairs, layout, reached(trees), config.total_batch_size)}
+    definition, layout = model.definition, updates.layout
+    which = pairs_reached(updates)
+    readers = {
+        "train_data": Reader(definition, stage.devices(), pairs, layout, which, config.total_batch_size)
+    }
     if (held_out := _held_out(config, stage, model)) is not None:
         readers["eval_data"] = held_out
     reference = Reference(stage, readers, model.params)
@@ -60,13 +55,13 @@ def run(config: DPOConfig, stage: Stage) -> None:
     evaluate = None
     if held_out is not None:
         evaluate = Evaluation(held_out, reference, measure, beta=config.beta, stored=model.as_stored)
-    tx, schedule = optimizers.make(config, stage.registry, trees.total)
+    tx, schedule = optimizers.make(config, stage.registry, updates.total)
     fitted = fit(
         stage,
         config,
         create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters),
         objective(definition, measure, beta=config.beta),
-        PairUpdates(trees, reference),
+        PairUpdates(updates, reference),
         schedule=schedule,
         evaluate=evaluate,
     )
@@ -79,8 +74,8 @@ def _measure(config: DPOConfig, stage: Stage) -> Measure:
 
 
 def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
-    """Reads the first `max_evaluation_steps` batches of `eval_data`; None without it."""
-    encoded = _pairs(config, stage, model.tokenizer, "eval_data", needed=False)
+    """Prepare to read the first `max_evaluation_steps` batches of `eval_data`; None without it."""
+    encoded = OPEN_PAIRS(config, stage, model.tokenizer, "eval_data", needed=False)
     if encoded is None:
         return None
     definition, mesh = model.definition, stage.devices()
@@ -95,52 +90,15 @@ def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
     return Reader(definition, mesh, pairs, layout, which, at_once)
 
 
-def forecast(config: DPOConfig, stage: Stage) -> Sequence[str]:
-    """What `run` would do, from the data alone."""
+def forecast(config: DPOConfig, stage: Stage) -> Forecast:
+    """Forecast `run` from the data alone."""
     measure, pairs = _measure(config, stage), jax.ShapeDtypeStruct((2,), jnp.float32)
     try_loss(stage, lambda x: measure(DPOInputs(x, x, x, x, x, x, config.beta), x > 0), pairs)
-    tokenizer = stage.inputs.get("tokenizer")
-    encode = tokenizer and (
-        lambda field: _pairs(config, stage, tokenizer, field, needed=field == "train_data")
-    )
-    lines = list(forecast_lines(config, stage, unit="pairs", head="lm", encode=encode))
+    made = forecast_lines(config, stage, unit="pairs", head="lm", open_data=OPEN_PAIRS)
     if config.loss.name == "robust" and not config.loss.options.get("label_smoothing"):
-        lines.append(
-            "warning: loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
-        )
-    return lines
+        line = "loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
+        return replace(made, warnings=(*made.warnings, line))
+    return made
 
 
-def _pairs(
-    config: DPOConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True
-) -> Pairs | None:
-    records = open_records(config, stage, field, needed=needed)
-    if records is None:
-        return None
-    with error_context(stage, field):
-        encoded = data.encode_pairs(
-            records,
-            tokenizer,
-            max_length=config.max_sequence_length,
-            overlong=config.overlong,
-            truncation_mode=config.truncation_mode,
-            chat_template=text_options(config, stage),
-            completions=True,
-        )
-        if field == "train_data":
-            encoded.report.require_differences(records.name)
-    encoded.report.unread += [encoded.where(i) for i in np.flatnonzero(encoded.margins).tolist()]
-    warn_dropped_rows(encoded.report, stage, field)
-    return encoded
-
-
-class DPOTrainer:
-    """The Python door: `DPOTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
-
-    def __init__(self, config: DPOConfig | None = None, **inputs: Any) -> None:
-        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`; `args`, `processing_class`."""
-        self.config, self.inputs = trainer_arguments(DPOConfig, config, inputs)
-
-    def train(self) -> Result:
-        """Train; returns the artifact and the last metrics."""
-        return run_alone("dpo", self.config, **self.inputs)
+DPOTrainer = python_trainer("dpo", DPOConfig, __name__)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs, data
 from rlhf_core.config.warnings import config_warnings as shared_warnings
+from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_a_device
 from rlhf_core.rollouts import forecast_rewards
 from rlhf_core.sampling import slots_a_device
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
-from rlhf_core.training.memory import cache_bytes, memory_lines, scoring_bytes
+from rlhf_core.training.memory import cache_bytes, memory_forecast, scoring_bytes
 from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model, try_loss
 from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.objective import Terms, combine
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
 
-def forecast(config: GRPOConfig, stage: Stage) -> Sequence[str]:
+def forecast(config: GRPOConfig, stage: Stage) -> Forecast:
     """What `run` would do, from the data and the model's config alone."""
     require_model(config, stage, head="lm")
     _try_loss(config, stage)
-    count, longest, said = _prompts(
+    count, longest, report, of_rewards = _prompts(
         config, stage, open_rewards(config.rewards, stage, weights=config.reward_weights)
     )
     rollouts = data.count_updates(count, config.prompts_per_rollout, config.num_train_epochs, None)
@@ -39,7 +40,7 @@ def forecast(config: GRPOConfig, stage: Stage) -> Sequence[str]:
     drawn = -(-total // config.updates_per_rollout) * completions
     more = config.dynamic_sampling
     lines = [
-        said[0],
+        report,
         f"a rollout is {config.prompts_per_rollout:,} prompts × {config.num_generations} "
         f"completions = {completions:,}"
         + (f", drawn up to {more.max_rounds} times (dynamic_sampling)" if more else ""),
@@ -48,6 +49,7 @@ def forecast(config: GRPOConfig, stage: Stage) -> Sequence[str]:
         f"{drawn // config.num_generations / count:.2f} epochs",
         f"{drawn:,} completions, at most {drawn * config.sampling.max_completion_length:,} sampled tokens",
     ]
+    warnings: list[str] = []
     context = None
     length = config.sampling.max_completion_length
     group = longest + config.num_generations * length
@@ -66,15 +68,18 @@ def forecast(config: GRPOConfig, stage: Stage) -> Sequence[str]:
             # Decoding joins projections, so that each token reads the weights in fewer pieces.
             parts["sampler"] = parts["parameters"]
             parts["reward models"] = _reward_models(config, stage, parts["parameters"])
-        lines += memory_lines(parts, config.dtype, stage.planned_mesh)
-    told = config_warnings(
+        of_memory = memory_forecast(parts, config.dtype, stage.planned_mesh)
+        lines += of_memory.lines
+        warnings += of_memory.warnings
+    warnings += of_rewards.warnings
+    warnings += config_warnings(
         config,
         updates=total,
         context=context,
         longest_prompt=longest,
     )
-    told += shared_warnings(config, total)
-    return [*lines, *said[1:], *(f"warning: {line}" for line in told)]
+    warnings += shared_warnings(config, total)
+    return Forecast((*lines, *of_rewards.lines), tuple(warnings))
 
 
 def _reward_models(config: GRPOConfig, stage: Stage, policy: int) -> int:
@@ -108,8 +113,8 @@ def _try_loss(config: GRPOConfig, stage: Stage) -> None:
     try_loss(stage, measure, tokens, tokens)
 
 
-def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, list[str]]:
-    """(how many, tokens of the longest, lines): as they will be used where the tokenizer is at hand, else all rows."""
+def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tuple[int, int, str, Forecast]:
+    """(how many, tokens of the longest, a line, of rewards): as used where the tokenizer is at hand, else all rows."""
     tokenizer = stage.inputs.get("tokenizer")
     for options in (config.sampling, config.evaluation_sampling):
         if tokenizer is not None and options.stop_strings:
@@ -117,16 +122,12 @@ def _prompts(config: GRPOConfig, stage: Stage, rewards: Sequence[Reward]) -> tup
     if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None
-        lines = forecast_rewards(rewards, records, stage)
-        return (
-            len(records),
-            config.max_prompt_length,
-            [f"{len(records):,} prompts before length limits", *lines],
-        )
+        report = f"{len(records):,} prompts before length limits"
+        return len(records), config.max_prompt_length, report, forecast_rewards(rewards, records, stage)
     longest = config.max_prompt_length
     held_out = open_prompts(config, stage, tokenizer, "eval_data", max_prompt_length=longest, needed=False)
     prompts = open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=longest)
     for each in (held_out, prompts):
         if each is not None:
-            lines = forecast_rewards(rewards, each, stage)
-    return len(prompts), max(map(len, prompts.ids)), [str(prompts.report), *lines]
+            of_rewards = forecast_rewards(rewards, each, stage)
+    return len(prompts), max(map(len, prompts.ids)), str(prompts.report), of_rewards

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, artifacts, optimizers
 from rlhf_core.fit import fit
 from rlhf_core.rollouts import FixedPrompts, RolloutCollector
-from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
 from rlhf_core.state import create_state, fixed_parameters
 from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.open import (
@@ -21,6 +20,7 @@ from rlhf_core.training.open import (
     require_vocabulary,
     warm_up,
 )
+from rlhf_core.training.python import python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.minibatches import group_layout, longest_groups
@@ -157,15 +157,4 @@ def _reference_sync(config: GRPOConfig, reference: Reference) -> Callable[[int, 
     return lambda _, state: reference.move(state.params, share)
 
 
-class GRPOTrainer:
-    """The Python door: `GRPOTrainer(config, model=…, rewards=[…], train_dataset=rows).train()`."""
-
-    def __init__(self, config: GRPOConfig | None = None, **inputs: Any) -> None:
-        """inputs: `model`, `rewards` (callables, registered names, reward model directories), `train_dataset`,
-        `eval_dataset`, `tokenizer`, `callbacks`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
-        """
-        self.config, self.inputs = trainer_arguments(GRPOConfig, config, inputs)
-
-    def train(self) -> Result:
-        """Train; returns the artifact and the last metrics."""
-        return run_alone("grpo", self.config, **self.inputs)
+GRPOTrainer = python_trainer("grpo", GRPOConfig, __name__)

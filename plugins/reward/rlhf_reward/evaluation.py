@@ -54,12 +54,8 @@ class Evaluation:
         """stored: makes of the state's parameters what is read, such as `Model.as_stored`. say: see `compute_batches`.
 
         subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
-        trees = pairs.trees().changed(
-            lambda i, tree: tree._replace(sequence_values={"pair": np.full(2, i, np.float32)})
-        )
-        self.batches = evaluation_batches(
-            trees, config, mesh, model.hidden_size, reads_tokens=False, sequence_names=("pair",), group=2
-        )
+        trees = pairs.trees()
+        self.batches = evaluation_batches(trees, config, mesh, model.hidden_size, reads_tokens=False, group=2)
         count = sum(int((batch.example >= 0).sum()) for batch in self.batches) // 2
         self.pairs = pairs
         self.margins = pairs.margins[:count].astype(np.float32)
@@ -90,10 +86,9 @@ class Evaluation:
     def _gather(self, params: Any) -> NDArray[np.float32]:
         scores = np.full((len(self.margins), 2), np.nan, np.float32)
         compute = partial(self._score, params)
-        for batch, found in compute_batches(compute, self.mesh, self.batches, self.say):
-            there = batch.example[:, 0::2] >= 0
-            at = batch.sequence_values["pair"][:, 0::2][there].astype(np.intp)
-            scores[at] = np.stack([found[:, side::2][there] for side in (0, 1)], 1)
+        for batch, of_rows in compute_batches(compute, self.mesh, self.batches, self.say):
+            pair = batch.example[:, 0::2]
+            scores[pair[pair >= 0]] = np.stack([of_rows[:, side::2][pair >= 0] for side in (0, 1)], 1)
         # Where in its row a sequence lies changes the last bits: replies that are the same must tie.
         scores[self.same, 1] = scores[self.same, 0]
         return scores

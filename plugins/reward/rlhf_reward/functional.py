@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import PAIRWISE_LOSS, PairInputs, plugins
-from rlhf_core.config import Component
+from rlhf_core import PAIRWISE_LOSS, PairInputs
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import padded_scores
-from rlhf_core.step import split_step
+from rlhf_core.training.padded import batch_arrays, evaluate_once, named_loss, update_once
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import pair_loss
 
 if TYPE_CHECKING:
     from rlhf_core import TrainState
     from rlhf_core.contracts import PairwiseLoss
-    from rlhf_core.step import Objective
+    from rlhf_core.models import Definition
 
     Loss: TypeAlias = str | Mapping[str, Any] | PairwiseLoss
+
+_named = partial(named_loss, PAIRWISE_LOSS, LOSSES)
 
 
 def pairwise_loss(
@@ -45,7 +47,7 @@ def pairwise_loss(
         jnp.zeros_like(chosen) if margin is None else jnp.asarray(margin, jnp.float32).reshape(chosen.shape)
     )
     pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
-    name, component = _component(loss)
+    name, component = _named(loss)
     value, metrics = pair_loss(component, pairs, present, center_rewards_coefficient, name=name)
     return value.result(), results(metrics)
 
@@ -66,13 +68,8 @@ def training_step(
     Returns the next state and the metrics of `pairwise_loss`, with `loss` and `grad_norm` (before the optimizer).
     Raises ValueError where the parts do not divide the batch.
     """
-    return _training_step(
-        state,
-        _arrays(batch),
-        coefficient=center_rewards_coefficient,
-        splits=gradient_accumulation_steps,
-        loss=_component(loss),
-    )
+    objective = _Objective(_named(loss), center_rewards_coefficient)
+    return update_once(objective, state, _arrays(batch), splits=gradient_accumulation_steps)
 
 
 def evaluation_step(
@@ -83,50 +80,39 @@ def evaluation_step(
     loss: Loss = "bradley_terry",
 ) -> dict[str, jax.Array]:
     """The loss and metrics of `training_step` without an update."""
-    return _evaluation_step(
-        state, _arrays(batch), coefficient=center_rewards_coefficient, loss=_component(loss)
-    )
-
-
-def _component(loss: Loss) -> tuple[str, PairwiseLoss]:
-    """The name that a loss's own metrics are logged under, and the loss."""
-    if isinstance(loss, str) and loss in LOSSES:
-        return loss, LOSSES[loss]()
-    if isinstance(loss, str | Mapping):
-        table = Component(**({"name": loss} if isinstance(loss, str) else loss))
-        return table.name, plugins.load().registry.get(PAIRWISE_LOSS, table.name, **table.options)
-    return type(loss).__name__, loss
+    return evaluate_once(_Objective(_named(loss), center_rewards_coefficient), state, _arrays(batch))
 
 
 def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
     names = [f"{part}_{side}" for side in ("chosen", "rejected") for part in ("input_ids", "attention_mask")]
-    missing = [name for name in names if name not in batch]
-    if missing:
-        raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
-    arrays = {name: jnp.asarray(batch[name], jnp.int32) for name in names}
-    if batch.get("margin") is not None:
-        arrays["margin"] = jnp.asarray(batch["margin"], jnp.float32).reshape(-1)
-    return arrays
+    return batch_arrays(batch, names, ["margin"] if batch.get("margin") is not None else [])
 
 
-def _objective(state: TrainState, coefficient: float | None, loss: tuple[str, PairwiseLoss]) -> Objective:
-    name, component = loss
+@dataclass(frozen=True)
+class _Objective:
+    """`pair_loss` of the scores of a padded batch."""
 
-    def compute(params: Any, batch: Mapping[str, jax.Array]) -> tuple[Mean, Mapping[str, Metric]]:
+    loss: tuple[str, PairwiseLoss]
+    coefficient: float | None
+
+    def __call__(
+        self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[Mean, Mapping[str, Metric]]:
         chosen, rejected = (
-            padded_scores(state.model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
+            padded_scores(model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
             for side in ("chosen", "rejected")
         )
-        rejected = jnp.where(_same(batch), chosen, rejected)  # to the last bit, however they are padded
+        rejected = jnp.where(
+            _same_tokens(batch), chosen, rejected
+        )  # to the last bit, however they are padded
         margin = batch["margin"] if "margin" in batch else jnp.zeros_like(chosen)
-        present = jnp.ones(chosen.shape, bool)
-        return pair_loss(component, PairInputs(chosen, rejected, margin), present, coefficient, name=name)
+        pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
+        name, component = self.loss
+        return pair_loss(component, pairs, present, self.coefficient, name=name)
 
-    return compute
 
-
-def _same(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Find the pairs whose replies are the same tokens, padded on the same side, bool [pairs]."""
+def _same_tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Find the pairs whose sequences are the same tokens, padded on the same side, bool [pairs]."""
     masks = [batch[f"attention_mask_{side}"] for side in ("chosen", "rejected")]
     ids = [
         batch[f"input_ids_{side}"] * mask for side, mask in zip(("chosen", "rejected"), masks, strict=True)
@@ -144,19 +130,3 @@ def _same(batch: Mapping[str, jax.Array]) -> jax.Array:
             equal &= (a == b).all(1)
         found |= equal
     return found
-
-
-@partial(jax.jit, static_argnames=("coefficient", "splits", "loss"))
-def _training_step(
-    state: TrainState, batch: Any, *, coefficient: float | None, splits: int, loss: tuple[str, PairwiseLoss]
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    state, metrics = split_step(_objective(state, coefficient, loss), state, batch, splits)
-    return state, results(metrics)
-
-
-@partial(jax.jit, static_argnames=("coefficient", "loss"))
-def _evaluation_step(
-    state: TrainState, batch: Any, *, coefficient: float | None, loss: tuple[str, PairwiseLoss]
-) -> dict[str, jax.Array]:
-    value, metrics = _objective(state, coefficient, loss)(state.params, batch)
-    return {**results(metrics), "loss": value.result()}

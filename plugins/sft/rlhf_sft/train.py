@@ -2,83 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_core import artifacts, data, optimizers
 from rlhf_core.fit import evaluator, fit
-from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout, evaluation_batches
-from rlhf_core.stage.alone import Result, run_alone, trainer_arguments
-from rlhf_core.stage.text_settings import text_options
+from rlhf_core.fit.batches import evaluation_batches
 from rlhf_core.state import create_state
-from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.forecast import forecast_lines
-from rlhf_core.training.open import open_model, open_records, warn_dropped_rows
+from rlhf_core.training.open import open_model, open_texts
+from rlhf_core.training.python import python_trainer
+from rlhf_core.training.updates import dataset_updates
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
+    from rlhf_core.contracts import Forecast
 
 
 def run(config: SFTConfig, stage: Stage) -> None:
     """Train on the demonstrations of `config.train_data` and save the artifact `model`."""
     model = open_model(config, stage, head="lm")
-    train = _texts(config, stage, model.tokenizer, "train_data")
-    trees = train.trees()
-    data.require_vocabulary(trees, train.where, model.definition.vocab_size)
-    layout = choose_row_layout(
-        trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True
-    )
-    model = choose_attention(model, config, stage, trees, layout)
-    updates = DatasetUpdates(trees, config, layout, seed=stage.seed, data=train)
+    train = open_texts(config, stage, model.tokenizer, "train_data")
+    assert train is not None
+    model, updates = dataset_updates(model, config, stage, train, train.trees(), reads_tokens=True)
     tx, schedule = optimizers.make(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
-    if (held_out := _texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:
-        trees = held_out.trees()
+    held_out = open_texts(config, stage, model.tokenizer, "eval_data", needed=False)
+    if held_out is not None:
+        trees, mesh, width = held_out.trees(), stage.devices(), model.definition.hidden_size
         data.require_vocabulary(trees, held_out.where, model.definition.vocab_size)
-        batches = evaluation_batches(
-            trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True
-        )
-        evaluate = evaluator(loss, stage.devices(), batches, stored=model.as_stored, say=stage.say)
+        batches = evaluation_batches(trees, config, mesh, width, reads_tokens=True)
+        evaluate = evaluator(loss, mesh, batches, stored=model.as_stored, say=stage.say)
     fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=evaluate)
     artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
 
-def forecast(config: SFTConfig, stage: Stage) -> Sequence[str]:
-    """What `run` would do, from the data alone."""
-    tokenizer = stage.inputs.get("tokenizer")
-    encode = tokenizer and (
-        lambda field: _texts(config, stage, tokenizer, field, needed=field == "train_data")
-    )
-    return forecast_lines(config, stage, unit="demonstrations", head="lm", encode=encode)
+def forecast(config: SFTConfig, stage: Stage) -> Forecast:
+    """Forecast `run` from the data alone."""
+    return forecast_lines(config, stage, unit="demonstrations", head="lm", open_data=open_texts)
 
 
-def _texts(config: SFTConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True) -> Any:
-    records = open_records(config, stage, field, needed=needed)
-    if records is None:
-        return None
-    encoded = data.encode_texts(
-        records,
-        tokenizer,
-        max_length=config.max_sequence_length,
-        overlong=config.overlong,
-        truncation_mode=config.truncation_mode,
-        chat_template=text_options(config, stage),
-    )
-    warn_dropped_rows(encoded.report, stage, field)
-    return encoded
-
-
-class SFTTrainer:
-    """The Python door: `SFTTrainer(config, model=path_or_model, train_dataset=rows).train()`."""
-
-    def __init__(self, config: SFTConfig | None = None, **inputs: Any) -> None:
-        """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `callbacks`."""
-        self.config, self.inputs = trainer_arguments(SFTConfig, config, inputs)
-
-    def train(self) -> Result:
-        """Train; returns the artifact and the last metrics."""
-        return run_alone("sft", self.config, **self.inputs)
+SFTTrainer = python_trainer("sft", SFTConfig, __name__)

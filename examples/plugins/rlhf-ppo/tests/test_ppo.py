@@ -23,9 +23,7 @@ def test_gae_is_its_sum(gamma: float, lam: float) -> None:
     for i, length in enumerate(lengths):
         after = np.append(values[i, 1:length], 0.0)
         deltas = rewards[i, :length] + gamma * after - values[i, :length]
-        expected = [
-            sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)
-        ]
+        expected = [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
         np.testing.assert_allclose(advantages[i, :length], expected)
     np.testing.assert_allclose(returns, np.where(mask, advantages + values, 0.0))
     assert not advantages[~mask].any()

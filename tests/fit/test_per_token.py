@@ -1,0 +1,79 @@
+"""Values per trained token: for every branch of every tree in order, however trees are packed, split or sharded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.fit import compute, per_token
+from rlhf_core.mesh import make_mesh
+from rlhf_core.objective import trained_scores
+from rlhf_core.packing.layout import Layout
+from rlhf_core.packing.rows import Tree
+
+
+def trees(draw: np.random.Generator) -> list[Tree]:
+    """Trees of several branches, some too large for a row, with holes in what is trained."""
+
+    def ids(n: int) -> np.ndarray:
+        return draw.integers(3, 30, n).astype(np.int32)
+
+    made = []
+    for branches, prefix in ((3, 4), (1, 0), (2, 7), (9, 3), (1, 5)):
+        own = tuple(ids(n) for n in draw.integers(1, 7, branches))
+        weights = tuple((draw.random(len(b)) < 0.7).astype(np.float32) for b in own)
+        made.append(Tree(ids(prefix), own, weights))
+    return made
+
+
+LAYOUT = Layout((16, 32), (8, 8), (4, 6), (16, 32))
+
+
+def trained(tree: Tree, branch: int) -> np.ndarray:
+    assert tree.weights is not None
+    weight = tree.weights[branch].copy()
+    if not len(tree.prefix):
+        weight[0] = 0  # nothing predicts a first token
+    return np.flatnonzero(weight)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_scores_of_every_branch_as_computed_one_by_one(
+    devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "CHUNK", 2)
+    model = tiny.make_model("score")
+    mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
+    definition = model.definition
+    params = jax.device_put(model.params, definition.shardings(mesh))
+    given = trees(np.random.default_rng(0))
+    values = per_token(partial(trained_scores, definition), params, given, LAYOUT, mesh)
+    branches = [(tree, i) for tree in given for i in range(len(tree.branches))]
+    assert len(values) == len(branches)
+    for (tree, i), found in zip(branches, values, strict=True):
+        tokens = np.concatenate([tree.prefix, tree.branches[i]])[None]
+        positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+        seen = np.full(tokens.shape, tokens.shape[1], np.int32)
+        hidden = definition.hidden(model.params, tokens, positions, seen)
+        scores = np.asarray(definition.score(model.params, hidden))[0]
+        expected = scores[len(tree.prefix) + trained(tree, i) - 1]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_program_is_compiled_once_per_shape() -> None:
+    mesh, traced = make_mesh(), []
+
+    def weights(params: Any, batch: Any) -> Any:
+        traced.append(batch.trained.shape)
+        return params * (batch.trained >= 0)
+
+    given = trees(np.random.default_rng(1))
+    for _ in range(2):
+        values = per_token(weights, np.float32(2), given, LAYOUT, mesh)
+    assert sorted(traced) == sorted(set(traced))
+    assert [len(v) for v in values] == [len(trained(t, i)) for t in given for i in range(len(t.branches))]
+    assert all((v == 2).all() for v in values)
