@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from rlhf_core.contracts.models import Lora as Lora
+from rlhf_core.contracts.models import ModelDefinition as ModelDefinition
+from rlhf_core.contracts.models import ModelFamily as ModelFamily
 from rlhf_core.errors import InputError, near
 
 if TYPE_CHECKING:
@@ -19,11 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     import optax
     from jax.sharding import Mesh
-
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.models import Definition
-    from rlhf_core.sampling import SamplingOptions
-    from rlhf_core.stage import Stage
 
 
 T = TypeVar("T")
@@ -235,6 +233,27 @@ class RewardInputs(NamedTuple):
     places: Sequence[str] = ()
 
 
+class SamplingSettings(Protocol):
+    """The options of `rlhf_core.sampling.SamplingOptions`, whose descriptions say what they mean; hashable."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def max_completion_length(self) -> int: ...
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True)
 class SamplerInputs:
     """What a sampler is made for; equal on every process.
@@ -245,9 +264,9 @@ class SamplerInputs:
     prompts_per_call: that will usually come at once; a call may bring any number. max_prompt_length: tokens at most.
     """
 
-    definition: Definition
+    definition: ModelDefinition
     tokenizer: Any | None
-    options: SamplingOptions
+    options: SamplingSettings
     mesh: Mesh
     stop_ids: tuple[int, ...]
     num_generations: int
@@ -259,61 +278,16 @@ class SamplerInputs:
 class Trainer:
     """A trainer as the pipeline sees it.
 
-    config: the options it takes, a subclass of `TrainerConfig`.
+    config: the options it takes, a subclass of `rlhf_core.TrainerConfig`.
     outputs: {output name: artifact kind}, all of which `run` must save.
-    run: does the work; reads its inputs from the config and the stage.
+    run: does the work, given the config and the `rlhf_core.Stage`, which hold its inputs.
     plan: optional; a few lines that say what `run` would do, without touching a device.
     """
 
-    config: type[TrainerConfig]
+    config: type[Any]
     outputs: Mapping[str, str]
-    run: Callable[[Any, Stage], None]
-    plan: Callable[[Any, Stage], Sequence[str]] | None = None
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """A family of language models, as pure functions over a nested dict of parameters.
-
-    `config` below is whatever hashable value `parse` returned; `params` the dict `init` or `load` made.
-
-    name: the `model_type` values of config.json that it reads, such as ("llama", "qwen2").
-    parse(hf_config: Mapping, head: "lm" | "score") -> config: raises InputError naming a field it cannot honour.
-    abstract(config) -> params of jax.ShapeDtypeStruct, float32.
-    axes(config) -> params of tuples of logical axis names, one name (or None) a dimension.
-    init(config, key) -> params, float32.
-    hidden(config, params, tokens, positions, visible_until) -> [rows, time, hidden] after the last norm, compute dtype;
-        tokens, positions, visible_until int32 [rows, time] as in `Rows`.
-    unembedding(config, params) -> (kernel [hidden, vocab], softcap float | None).
-    score(config, params, hidden [..., hidden]) -> float32 [...]: the reward head.
-    prefill(config, params, tokens, positions, visible_until) -> (hidden, key/value cache, rows first, of these tokens).
-    ring(config, cache, length, slot) -> cache of `length` slots: the last token in slot - 1, the rest before it, round.
-    prepare(config, params) -> params as `decode` reads them fastest; called once a rollout, inside jit.
-    decode(config, params, cache, tokens [B], positions [B], visible [B, length] bool, slot) -> (hidden [B, hidden],
-        cache): one token a row, written in `slot`, which `visible` includes. Slots are used round, as in `ring`.
-    load(config, directory, shardings) -> params: from a Hugging Face directory; a missing score head is left out.
-    save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
-    adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
-        kernel [layers, in, out] of each of `lora.targets`, which `prepare` merges; or without. None: it takes none.
-    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> `hidden` there. None: none.
-    """
-
-    name: tuple[str, ...]
-    parse: Callable[..., Any]
-    abstract: Callable[..., Any]
-    axes: Callable[..., Any]
-    init: Callable[..., Any]
-    hidden: Callable[..., Any]
-    unembedding: Callable[..., Any]
-    score: Callable[..., Any]
-    prefill: Callable[..., Any]
-    ring: Callable[..., Any]
-    prepare: Callable[..., Any]
-    decode: Callable[..., Any]
-    load: Callable[..., Any]
-    save: Callable[..., Any]
-    adapt: Callable[..., Any] | None = None
-    hidden_at: Callable[..., Any] | None = None
+    run: Callable[[Any, Any], None]
+    plan: Callable[[Any, Any], Sequence[str]] | None = None
 
 
 class PairwiseLoss(Protocol):

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.contracts import AttentionOver
+from rlhf_core.contracts.models import Head as Head
 from rlhf_core.models.lora import Lora
 
-Head = Literal["lm", "score"]
 Remat = Literal["auto", "none", "dots", "full"]
 Norms = Literal["before", "after", "both"]
 QKNorm = Literal["head", "projection"]

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
+from rlhf_core.contracts import ModelDefinition, SamplerInputs, SamplingSettings
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
@@ -25,8 +26,6 @@ from rlhf_core.sampling.stop_strings import stop_table
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.contracts import SamplerInputs
-    from rlhf_core.models import Definition
 
 SLOTS = {"cpu": 32}
 """Sequences a device decodes at once. On a CPU more of them take longer in proportion."""
@@ -88,8 +87,8 @@ class Sampler:
 
     def __init__(
         self,
-        definition: Definition,
-        options: SamplingOptions,
+        definition: ModelDefinition,
+        options: SamplingSettings,
         *,
         mesh: Mesh,
         stop_ids: Sequence[int],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_core.contracts import ModelDefinition, SamplingSettings
 from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import replicated, row_multiple, row_sharding
 from rlhf_core.sampling.filters import (
@@ -22,13 +23,6 @@ from rlhf_core.sampling.filters import (
     top_k_filter,
     top_p_filter,
 )
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from rlhf_core.models import Definition
-    from rlhf_core.sampling import SamplingOptions
-
 
 ENDED = 1
 """Of `Written.ends`: a stop token was sampled, or a stop string completed."""
@@ -142,8 +136,8 @@ def read(written: Any, step: Any, slot: Any, longest: int) -> tuple[np.ndarray, 
 class SamplingProgram:
     """What one compiled program is for, beside its shapes. Samplers with equal plans share programs."""
 
-    definition: Definition
-    options: SamplingOptions
+    definition: ModelDefinition
+    options: SamplingSettings
     mesh: Mesh
     stop_ids: tuple[int, ...]
     num_generations: int
@@ -336,7 +330,7 @@ def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
 
 
 def _choose(
-    logits: jax.Array, uniforms: jax.Array, options: SamplingOptions, seen: jax.Array | None
+    logits: jax.Array, uniforms: jax.Array, options: SamplingSettings, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens int32 [B], their log-probabilities float32 [B]) of logits [B, V], given uniforms [B, 2].
 
