@@ -304,24 +304,24 @@ class Advantage(Protocol):
 
 class _Rollouts(NamedTuple):
     tokens: np.ndarray
-    """int32 [N, C], 0 after the end."""
     lengths: np.ndarray
-    """int32 [N], tokens of the completion, including the one that ended it."""
     logps: np.ndarray
-    """float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
-    filters; 0 after the end. At temperature 0, under softmax(logits)."""
     finished: np.ndarray
-    """bool [N]: a stop token was sampled or a stop string completed; False: cut at C."""
     mask: np.ndarray
-    """bool [N, C]: the tokens that the policy wrote. Default: all tokens up to each completion's length."""
     version: np.ndarray
-    """int32 [N]: the number of updates applied to the policy that wrote the completion. Default: 0."""
 
 
 class Rollouts(_Rollouts):
     """N completions, NumPy arrays on every process; C is max_completion_length.
 
-    `mask` and `version` have defaults, which are computed when the object is made.
+    tokens: int32 [N, C], 0 after the end.
+    lengths: int32 [N], tokens of the completion, including the one that ended it.
+    logps: float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
+        filters; 0 after the end. At temperature 0, under softmax(logits).
+    finished: bool [N]: a stop token was sampled or a stop string completed; False: cut at C.
+    mask: bool [N, C]: the tokens that the policy wrote; default: all tokens up to each completion's length, by what
+        `lengths` holds when the object is made.
+    version: int32 [N]: the number of updates applied to the policy that wrote the completion; default: 0.
     """
 
     __slots__ = ()

@@ -126,7 +126,7 @@ REMAT_ABOVE = 2 << 30
 """Bytes of saved activations from which remat "auto" recomputes."""
 
 
-def policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
+def remat_policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
     """What of a layer is kept for the backward pass over `tokens` tokens of `itemsize` bytes a number; None: all."""
     name = config.remat
     if name == "auto":
