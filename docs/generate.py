@@ -172,7 +172,7 @@ def components_page(host: Host) -> str:
         NOTE,
         "What can be named in a pipeline, by kind, with its options. `rlhf plugins` lists what is installed. "
         "A kind is a constant of `rlhf_core`, or of the plugin that declares it; a plugin adds to it with "
-        '`registry.add(POLICY_LOSS, "name", thing)`. The docstrings of `rlhf_core/contracts.py` and of the plugin\'s '
+        '`registry.add(POLICY_LOSS, "name", thing)`. The docstrings of `rlhf_core/contracts` and of the plugin\'s '
         "`contracts.py` say what a component of each kind is given and returns.",
     ]
     parts.append(table(("kind", "constant", "a component is"), kind_rows()))

@@ -29,7 +29,27 @@ SECTIONS = (
     Section(
         "What components get and give",
         "The protocols that components of each kind follow are in [components](components.md).",
-        {"rlhf_core": ()},
+        {
+            "rlhf_core": (),
+            "rlhf_core.contracts.models": (
+                "ParseConfig",
+                "AbstractParams",
+                "ParamAxes",
+                "InitParams",
+                "HiddenStates",
+                "HiddenStatesAt",
+                "Unembedding",
+                "RewardHead",
+                "Prefill",
+                "RingCache",
+                "PrepareParams",
+                "Decode",
+                "LoadParams",
+                "SaveParams",
+                "AdaptConfig",
+                "Lora",
+            ),
+        },
     ),
     Section(
         "Opening what a stage names",
@@ -125,7 +145,8 @@ def parts() -> Iterator[str]:
 def described(name: str, thing: Any) -> Iterator[str]:
     if not (inspect.isroutine(thing) or inspect.isclass(thing)):
         return
-    yield f"`{name}{signature(thing) if made_by_hand(thing) else ''}`"
+    function = thing if made_by_hand(thing) else vars(thing).get("__call__")
+    yield f"`{name}{signature(function) if function else ''}`"
     yield from docstring(thing)
     if inspect.isclass(thing):
         if rows := [(f"`{field}`", joined(said)) for field, said in fields(thing).items() if said]:

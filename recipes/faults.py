@@ -539,7 +539,7 @@ FAULTS = (
     Fault(
         "lora-scale",
         "adapters are trained without alpha / rank, which whoever reads the saved ones applies",
-        CORE + "models/lora.py",
+        CORE + "contracts/models.py",
         "return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)",
         "return 1.0",
         ("lora",),

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
@@ -23,15 +23,18 @@ from rlhf_core.runtime.files import write_atomic as write_atomic
 from rlhf_core.tokenizer.chat_template import writes_date
 
 if TYPE_CHECKING:
-    from rlhf_core.models import Model
     from rlhf_core.stage import Stage
 
 MANIFEST = "rlhf_artifact.json"
 FORMAT = 1
 
 
+class Savable(Protocol):
+    def save(self, path: Path, /) -> Any: ...
+
+
 def save_model(
-    stage: Stage, output: str, kind: str, model: Model, *, contract: Mapping[str, Any] | None = None
+    stage: Stage, output: str, kind: str, model: Savable, *, contract: Mapping[str, Any] | None = None
 ) -> Artifact:
     """Write `model` to STAGE_DIR/artifacts/OUTPUT with a manifest, in place of what was there.
 

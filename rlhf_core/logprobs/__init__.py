@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens, without ever holding the logits of a whole batch.
 
-`token_logps` goes from hidden states through the unembedding to one number a token. The logits exist for a block of
-the vocabulary, or a chunk of the tokens, at a time, in the forward and again in the backward pass; none is
+`token_logps` computes one number per token from hidden states and the unembedding. Logits exist for one block of the
+vocabulary, or one chunk of the tokens, at a time, in the forward and again in the backward pass; no array is
 [rows, tokens, vocabulary].
 """
 
@@ -19,15 +19,13 @@ from rlhf_core.logprobs.logits import Settings
 from rlhf_core.logprobs.logits import unembed as unembed
 
 CHUNK_BYTES = {"cpu": 16 * 2**20}
-"""Float32 logits at a time, bytes a device. On a CPU they are best read while in the caches."""
+"""Bytes of float32 logits at a time, per device. On a CPU they should stay in the caches."""
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20
-"""The same where there is no entry above."""
+"""The same on other platforms."""
 CHUNK_TOKENS = 128
-"""The fewest tokens of a chunk, a device: each chunk reads and writes the whole kernel's float32 gradient."""
-
-
+"""The fewest tokens of a chunk, per device: each chunk reads and writes the whole kernel's float32 gradient."""
 BLOCK_WORDS = 128
-"""A block of the vocabulary is a multiple of this."""
+"""The size of a block of the vocabulary is a multiple of this."""
 
 
 def token_logps(
@@ -41,23 +39,23 @@ def token_logps(
     block: int | None = None,
     entropy: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """log p(target) and the entropy of p, where p = softmax(cap(hidden · kernel) / temperature), in nats.
+    """Compute log p(target) and the entropy of p, where p = softmax(cap(hidden · kernel) / temperature), in nats.
 
-    hidden: float32 or bfloat16 [rows, K, D], each the state that predicts its target.
+    hidden: float32 or bfloat16 [rows, K, D], each one the state that predicts its target.
     kernel: float32 or bfloat16 [D, V], the unembedding.
-    targets: int32 [rows, K] in [0, V), or -1: that token's results are 0 and pass no gradient.
+    targets: int32 [rows, K] in [0, V), or -1: results are 0, without gradient.
     temperature: positive. softcap: cap(x) = softcap · tanh(x / softcap); None: cap(x) = x.
-    chunk: tokens of each row whose logits are in memory at once. block: words of the vocabulary for which all tokens'
-        logits are. At most one of the two; None chooses by the size of the logits, a block on one device and a chunk
-        on several, whose vocabulary may be spread.
+    chunk: tokens per row whose logits are in memory at once. block: words of the vocabulary for which the logits of all
+        tokens are. At most one of the two; None chooses by the size of the logits, a block on one device and a chunk on
+        several, over which the vocabulary may be sharded.
     entropy: compute H = -Σ p log p as well.
 
     Returns (log-probs float32 [rows, K], entropies float32 [rows, K], zeros without `entropy`). Products are
-    taken in hidden's dtype and summed in float32, and all that follows is float32. Gradients of both results
+    computed in hidden's dtype and summed in float32; everything after is float32. Gradients of both results
     reach hidden and kernel: with l the logits after cap and temperature and g, h the cotangents,
     dl = g (onehot - p) - h p (log p + H).
 
-    Chunks run along K and never across rows: rows spread over a mesh stay where they are.
+    Chunks run along K and never across rows: rows that are sharded over a mesh stay where they are.
     Raises ValueError for shapes that do not fit and a temperature, softcap, chunk or block that is not positive.
     """
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[-1] != kernel.shape[0]:
@@ -83,17 +81,17 @@ def token_logps(
 
 
 def block_size(tokens: int, vocab: int) -> int:
-    """Words of one block: CHUNK_BYTES of logits, but BLOCK_WORDS at least. Blocks of one call are of like size."""
+    """Choose the words per block: CHUNK_BYTES of logits, but at least BLOCK_WORDS, in blocks of similar sizes."""
     largest = max(BLOCK_WORDS, _budget() // (4 * max(tokens, 1)))
     words = math.ceil(vocab / math.ceil(vocab / largest))
     return min(vocab, math.ceil(words / BLOCK_WORDS) * BLOCK_WORDS)
 
 
 def chunk_size(rows: int, length: int, vocab: int) -> int:
-    """Tokens of each row in one chunk: CHUNK_BYTES of logits a device, but CHUNK_TOKENS at least.
+    """Choose the tokens of each row in one chunk: CHUNK_BYTES of logits per device, but at least CHUNK_TOKENS.
 
-    rows, length, vocab: global sizes. The mesh is taken to span all devices. The chunks of one call are of
-    nearly equal size, so that filling up the last one costs little.
+    rows, length, vocab: global sizes, on a mesh of all devices. Chunks of one call have nearly equal sizes, so that
+    padding the last one costs little.
     """
     tokens = max(CHUNK_TOKENS, _budget() // (4 * vocab)) * jax.device_count()
     largest = max(1, tokens // max(rows, 1))
@@ -105,9 +103,9 @@ def _budget() -> int:
 
 
 def logps_from_logits(logits: jax.Array, targets: jax.Array | np.ndarray) -> jax.Array:
-    """log softmax(logits)[target] in nats, float32 [...].
+    """Compute log softmax(logits)[target] in nats, float32 [...].
 
-    logits: float [..., V], taken to float32 first. targets: int32 [...], or -1: the result is 0, no gradient.
+    logits: float [..., V], converted to float32 first. targets: int32 [...], or -1: the result is 0, without gradient.
     """
     targets = jnp.asarray(targets, jnp.int32)
     logits = logits.astype(jnp.float32)

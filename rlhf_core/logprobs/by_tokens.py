@@ -1,7 +1,7 @@
-"""Log-probabilities by chunks of tokens, each over the whole vocabulary, which may be spread over devices.
+"""Log-probabilities by chunks of tokens, each over the whole vocabulary, which may be sharded over devices.
 
-Between devices nothing of the kernel's size is sent in the loop over chunks: where `fsdp` splits the kernel it is
-gathered before, and its gradient, of which every device sums what its own rows give, is summed over devices after.
+The loop over chunks sends nothing of the kernel's size between devices: a kernel that `fsdp` shards is gathered before
+the loop, and the gradient that each device sums over its own rows is summed over devices after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_core.mesh import ROW_AXES, mesh_of_rows, row_multiple
 
 
 def _chunks(x: jax.Array, size: int) -> jax.Array:
-    """[rows, K, ...] → [chunks, rows, size, ...], filled up with zeros."""
+    """[rows, K, ...] → [chunks, rows, size, ...], padded with zeros."""
     rows, length = x.shape[:2]
     count = -(-length // size)
     x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
@@ -28,13 +28,13 @@ def _chunks(x: jax.Array, size: int) -> jax.Array:
 
 
 def _joined(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of `_chunks`."""
+    """Invert `_chunks`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def _placed(x: jax.Array, mesh: AbstractMesh | None, *axes: Any) -> jax.Array:
-    """`x` [..., V] with its axes but the last over these of the mesh; the vocabulary stays spread as it is."""
+    """Shard all axes of `x` [..., V] but the last over these axes of the mesh; leave the vocabulary as it is."""
     if mesh is None:
         return x
     spec = PartitionSpec(*axes, PartitionSpec.UNCONSTRAINED)
@@ -57,7 +57,7 @@ def _forward(
     def one(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         chunk, target = xs
         logits, _ = capped(chunk, weights, settings)
-        # Everything is relative to the largest logit, so that large logits do not cancel.
+        # All relative to the largest logit, so that large logits do not cancel.
         top = logits.max(-1, keepdims=True)
         exp = jnp.exp(logits - top)
         total = exp.sum(-1)
@@ -94,8 +94,8 @@ def _backward(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.
             logits, tanh, is_target, normalizer, entropy, d_logp, d_entropy, settings
         ).astype(hidden.dtype)
         d_chunk = jnp.einsum("rkv,dv->rkd", d_logits, weights, preferred_element_type=jnp.float32)
-        # A gradient for each part of the rows, so that no device needs another's before the last chunk. A part's tokens
-        # as one axis: XLA on CPU cannot run the bfloat16 product over two that it makes of a tied kernel's.
+        # One gradient per shard of the rows, so that no device needs another's before the last chunk. A shard's tokens
+        # are one axis: XLA on CPU cannot run the bfloat16 product over two axes that it makes for a tied kernel.
         flat, d_flat = (x.reshape(shards, -1, x.shape[-1]) for x in (chunk, d_logits))
         d_kernels += jnp.einsum("snd,snv->sdv", flat, d_flat, preferred_element_type=jnp.float32)
         return _placed(d_kernels, mesh, ROW_AXES, None), d_chunk.astype(hidden.dtype)

@@ -1,7 +1,7 @@
 """Log-probabilities by blocks of the vocabulary, each for all tokens, on a device that has the whole kernel.
 
-The kernel is read once a pass and every part of its gradient written once, where chunks of tokens read and write the
-whole gradient for each of them. What is carried from block to block is a few numbers a token.
+A pass reads the kernel once and writes every part of its gradient once, while chunks of tokens would read and write the
+whole gradient once per chunk. Blocks carry a few numbers per token to the next one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rlhf_core.logprobs.logits import Settings, capped, d_uncapped
 
 
 class _Seen(NamedTuple):
-    """Of the blocks so far, float32 [N]; logits l relative to the largest, m."""
+    """Sums over the blocks so far, float32 [N]; logits l are relative to the largest one, m."""
 
     top: jax.Array
     """m."""
     total: jax.Array
     """Σ exp(l - m)."""
     mixed: jax.Array
-    """Σ exp(l - m) (l - m); zeros where no entropy is wanted."""
+    """Σ exp(l - m) (l - m); zeros without entropy."""
     chosen: jax.Array
-    """The target's logit, once its block has come."""
+    """The target's logit, from its block on."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -40,7 +40,7 @@ def over_vocabulary(
 
 
 def _blocks(words: int, size: int, one: Callable[[Any, Any, int], Any], start: Any) -> Any:
-    """Fold `one(carry, first word, words)` over the blocks; the last one has what is left."""
+    """Fold `one(carry, first word, words)` over the blocks, the last of which may be smaller."""
     whole = words // size
     done = start
     if whole == 1:
@@ -71,7 +71,7 @@ def _forward(
         return _Seen(top, seen.total * less + exp.sum(-1), mixed, chosen)
 
     nothing = jnp.zeros(wanted.shape, jnp.float32)
-    # Far below every logit, but finite: what it is multiplied with is 0 and must stay so.
+    # Far below every logit, but finite: it is multiplied by zeros, which must stay 0.
     lowest = jnp.full(wanted.shape, jnp.finfo(jnp.float32).min / 4, jnp.float32)
     seen = _blocks(kernel.shape[1], settings.size, one, _Seen(lowest, nothing, nothing, nothing))
     used, log_total = wanted >= 0, jnp.log(seen.total)

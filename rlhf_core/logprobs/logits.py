@@ -1,4 +1,4 @@
-"""Logits of some tokens over some of the vocabulary, and what both ways of reading log-probabilities share."""
+"""Logits of some tokens over part of the vocabulary, shared by both ways to compute log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Settings(NamedTuple):
-    """What is fixed when a program is compiled; the options of `rlhf_core.logprobs.token_logps`."""
+    """Static settings of a compiled program, from the options of `rlhf_core.logprobs.token_logps`."""
 
     temperature: float
     softcap: float | None
@@ -19,14 +19,14 @@ class Settings(NamedTuple):
 
 
 def unembed(hidden: jax.Array, kernel: jax.Array, softcap: float | None = None) -> jax.Array:
-    """Logits float32 [..., V] of hidden states [..., D], as `token_logps` computes them, at temperature 1."""
+    """Compute logits, float32 [..., V], of hidden states [..., D], as `token_logps` does at temperature 1."""
     kernel = kernel.astype(hidden.dtype)
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def capped(hidden: jax.Array, kernel: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
-    """Float32 [..., V] after cap and temperature, and tanh(x / softcap) for the backward pass."""
+    """Compute logits, float32 [..., V], after cap and temperature, and tanh(x / softcap) for the backward pass."""
     logits = unembed(hidden, kernel)
     if settings.softcap is None:
         return logits / settings.temperature, None
@@ -44,10 +44,10 @@ def d_uncapped(
     d_entropies: jax.Array,
     settings: Settings,
 ) -> jax.Array:
-    """What the results' cotangents are for hidden · kernel, float32 like logits.
+    """Compute the cotangent of hidden · kernel, float32 in the logits' shape, from those of the results.
 
-    logits, tanh: of `capped`. All else broadcasts to them: normalizers are log Σ exp logits over the whole
-    vocabulary, entropies those of the forward pass.
+    logits, tanh: from `capped`. All others broadcast to them: normalizers are log Σ exp logits over the whole
+    vocabulary; entropies come from the forward pass.
     """
     log_p = logits - normalizers
     p = jnp.exp(log_p)

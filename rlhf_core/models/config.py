@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.contracts import AttentionOver
+from rlhf_core.contracts.models import Head as Head
 from rlhf_core.models.lora import Lora
 
-Head = Literal["lm", "score"]
 Remat = Literal["auto", "none", "dots", "full"]
 Norms = Literal["before", "after", "both"]
 QKNorm = Literal["head", "projection"]
@@ -126,7 +126,7 @@ REMAT_ABOVE = 2 << 30
 """Bytes of saved activations from which remat "auto" recomputes."""
 
 
-def policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
+def remat_policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
     """What of a layer is kept for the backward pass over `tokens` tokens of `itemsize` bytes a number; None: all."""
     name = config.remat
     if name == "auto":

@@ -17,9 +17,8 @@ from flax import nnx
 from jax import lax
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import config
 from rlhf_core.models.attention import attend, attend_at, attend_cached
-from rlhf_core.models.config import DecoderConfig, Kind, kinds
+from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
 from rlhf_core.models.rope import kept_rotation, rotation
@@ -47,7 +46,6 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         head = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
-        self.config = config
         self.embed_tokens = Embedding(config, rngs)
         self.layers = Layer(config, rngs)
         self.norm = RMSNorm(config, (), config.hidden_size)
@@ -58,55 +56,6 @@ class Decoder(nnx.Module):
         if config.lora is not None:
             for target in config.lora.targets:
                 functools.reduce(getattr, target.split("."), self.layers).adapt(config.lora, rngs)
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        visible_until: jax.Array,
-        *,
-        keep: bool = False,
-        at: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """(hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with `keep`
-        every layer's keys and values as in Cache)."""
-        c, dtype = self.config, compute_dtype(self.config)
-        _check_length(c, tokens.shape[1])
-        ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
-        several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
-
-        def body(x: jax.Array, slice_: tuple[Any, Kind]) -> tuple[jax.Array, Any]:
-            layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
-            rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
-            q, k, v = layer.project(x, rope)
-            mixed = over(q, k, v, positions, visible_until, window=kind.window, softcap=c.attention_softcap)
-            return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
-
-        over = c.attention or attend
-        graph, stacked = self._stacked()
-        x = self.embed_tokens(tokens, dtype)
-        policy = config.policy(c, tokens.size, dtype.itemsize)
-        if policy is not None:
-            # In a loop: written out, XLA on CPU merges what is computed again with the first time.
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        layers, unroll = (stacked, kinds(c)), policy is None and c.num_layers <= UNROLLED_LAYERS
-        if at is None or not unroll:
-            x, kept = lax.scan(body, x, layers, unroll=unroll)
-            return self.norm(x if at is None else _read(x, at)), kept
-        # Of the last layer, what only other tokens could read is not computed.
-        x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
-        last, kind = jax.tree.map(lambda each: each[-1], layers)
-        layer = nnx.merge(graph, last)
-        rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
-        _, k, v = layer.project(x, rope)
-        x, rope = _read(x, at), jax.tree.map(lambda angle: _read(angle, at), rope)
-        q, cap = layer.project(x, rope)[0], c.attention_softcap
-        mixed = attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap)
-        return self.norm(layer.finish(x, mixed)), None
-
-    def _stacked(self) -> tuple[Any, Params]:
-        graph, state = nnx.split(self.layers)
-        return graph, nnx.to_pure_dict(state)
 
 
 def compute_dtype(config: DecoderConfig) -> Any:
@@ -142,10 +91,6 @@ def _parts(config: DecoderConfig) -> tuple[Any, Any, Any]:
     return embed, block, norm
 
 
-def _merged(config: DecoderConfig, params: Params) -> Decoder:
-    return nnx.merge(_definition(config)[0], params)
-
-
 def adapt(config: DecoderConfig, lora: Lora | None) -> DecoderConfig:
     """The same decoder with these adapters, or without any."""
     return replace(config, lora=lora)
@@ -166,11 +111,60 @@ def init(config: DecoderConfig, key: jax.Array) -> Params:
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key))))
 
 
+def _forward(
+    config: DecoderConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    *,
+    keep: bool = False,
+    at: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Compute (hidden states [B, T, D] after the last norm, or [B, n, D] of the tokens `at`, int32 [B, n]; with `keep`,
+    every layer's keys and values as in Cache, else None).
+    """
+    c, dtype = config, compute_dtype(config)
+    _check_length(c, tokens.shape[1])
+    decoder: Decoder = nnx.merge(_definition(c)[0], params)
+    ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
+    several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
+
+    def body(x: jax.Array, slice_: tuple[Any, Kind]) -> tuple[jax.Array, Any]:
+        layer, kind = nnx.merge(graph, slice_[0]), slice_[1]
+        rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
+        q, k, v = layer.project(x, rope)
+        mixed = over(q, k, v, positions, visible_until, window=kind.window, softcap=c.attention_softcap)
+        return layer.finish(x, mixed), (k.swapaxes(2, 3), v) if keep else None
+
+    over = c.attention or attend
+    graph, state = nnx.split(decoder.layers)
+    x = decoder.embed_tokens(tokens, dtype)
+    policy = remat_policy(c, tokens.size, dtype.itemsize)
+    if policy is not None:
+        # In a loop: written out, XLA on CPU merges what is computed again with the first time.
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    layers, unroll = (nnx.to_pure_dict(state), kinds(c)), policy is None and c.num_layers <= UNROLLED_LAYERS
+    if at is None or not unroll:
+        x, kept = lax.scan(body, x, layers, unroll=unroll)
+        return decoder.norm(x if at is None else _read(x, at)), kept
+    # Of the last layer, what only other tokens could read is not computed.
+    x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
+    last, kind = jax.tree.map(lambda each: each[-1], layers)
+    layer = nnx.merge(graph, last)
+    rope = ropes[0] if several is None else jax.tree.map(lambda each: each[kind.rope], several)
+    _, k, v = layer.project(x, rope)
+    x, rope = _read(x, at), jax.tree.map(lambda angle: _read(angle, at), rope)
+    q, cap = layer.project(x, rope)[0], c.attention_softcap
+    mixed = attend_at(q, k, v, at, positions, visible_until, window=kind.window, softcap=cap)
+    return decoder.norm(layer.finish(x, mixed)), None
+
+
 def hidden(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> jax.Array:
     """Hidden states [rows, time, hidden] after the last norm, compute dtype; inputs int32 [rows, time]."""
-    return _merged(config, params)(tokens, positions, visible_until)[0]
+    return _forward(config, params, tokens, positions, visible_until)[0]
 
 
 def hidden_at(
@@ -182,7 +176,7 @@ def hidden_at(
     at: jax.Array,
 ) -> jax.Array:
     """`hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
-    return _merged(config, params)(tokens, positions, visible_until, at=at)[0]
+    return _forward(config, params, tokens, positions, visible_until, at=at)[0]
 
 
 def _read(x: jax.Array, at: jax.Array) -> jax.Array:
@@ -208,7 +202,7 @@ def prefill(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> tuple[jax.Array, Cache]:
     """(hidden states as `hidden`, the cache of these tokens)."""
-    states, (keys, values) = _merged(config, params)(tokens, positions, visible_until, keep=True)
+    states, (keys, values) = _forward(config, params, tokens, positions, visible_until, keep=True)
     return states, Cache(tuple(keys), tuple(values), positions)
 
 

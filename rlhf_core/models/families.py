@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_core.models.config import Norms, QKNorm
-from rlhf_core.models.fields import Fields
+from rlhf_core.models.config_fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LayerTypes = Callable[[Fields, int], list[str]]
@@ -18,8 +18,8 @@ LayerTypes = Callable[[Fields, int], list[str]]
 class Architecture:
     """One family. A switch is True, False, or the name of the config field that sets it.
 
-    causal_lm: its class in transformers. defaults: its fields beside `fields.COMMON`, and other defaults than there;
-    what is named neither here nor there is refused in a config.json. The fields that the decoder knows by name:
+    causal_lm: its class in transformers. defaults: its fields beside `config_fields.COMMON`, and defaults that differ
+    from those; a field of a config.json that is in neither is refused. The fields that the decoder knows by name:
     `query_pre_attn_scalar`, `attn_logit_softcapping`, `final_logit_softcapping`, `rope_local_base_freq`,
     `no_rope_layers` and `no_rope_layer_interval`, `num_experts` or `num_local_experts`, `num_experts_per_tok`.
     weight_names: {parameter path: name in the files} where they differ, as in `weights`.

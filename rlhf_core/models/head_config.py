@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_core.errors import InputError
 from rlhf_core.models.config import Head
-from rlhf_core.models.fields import shown
+from rlhf_core.models.config_fields import shown
 
 
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError, near
 from rlhf_core.models.config import DecoderConfig, Head, Remat, Rope, RopeKind
+from rlhf_core.models.config_fields import Fields, shown
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
-from rlhf_core.models.fields import Fields, shown
 
 ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 UNUSED = {"finetuned", "original_max_position_embeddings"}

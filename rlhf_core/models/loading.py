@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,16 +19,14 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
 from rlhf_core.models.config import Head, Remat
+from rlhf_core.models.config_fields import COMMON
 from rlhf_core.models.decoder_family import DECODER
 from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.families import ARCHITECTURES
-from rlhf_core.models.fields import COMMON
 from rlhf_core.models.head_config import config_for, require_architectures
 from rlhf_core.models.hf_config import EXPERT_COUNTS
-from rlhf_core.models.model import Model
-from rlhf_core.models.places import local_directory as local_directory
-from rlhf_core.models.places import model_places
-from rlhf_core.models.room import require_room
+from rlhf_core.models.model import TOKENIZER_FILES, Model
+from rlhf_core.models.params import paths
 from rlhf_core.plugins import installed
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def load_model(
         the mesh is theirs and all make this call.
     Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
     """
-    directory, beside, base = model_places(path, adapter, revision)
+    directory, beside, base = model_directories(path, adapter, revision)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     if verify:
         together = len({device.process_index for device in mesh.devices.flat}) > 1
@@ -95,6 +96,62 @@ def load_model(
     return model if adapters is None else adapters.on(model, base)
 
 
+def model_directories(
+    path: str | Path, adapter: str | Path | None, revision: str | None = None
+) -> tuple[Path, Path | None, peft.Base]:
+    """Find the directories of the model and of its adapter, if any, and what the adapter calls the model."""
+    if revision is not None and Path(path).expanduser().is_dir():
+        raise InputError(
+            f"{path} is a directory: revision {revision!r} is for names of the hub; leave it out"
+        )
+    directory = local_directory(path, revision)
+    if adapter is not None:
+        return directory, local_directory(adapter), peft.Base(peft.fixed_name(path), revision)
+    if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
+        base = peft.base_of(directory)
+        return local_directory(base.named, base.revision), directory, base
+    return directory, None, peft.Base(peft.fixed_name(path), revision)
+
+
+def local_directory(path: str | Path, revision: str | None = None) -> Path:
+    """The directory of a model: the one that is named, or that of the files which the hub gives for a name.
+
+    Raises InputError where there is neither.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise InputError(f"{path} is a file; give the directory that holds config.json and the weights")
+    named = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) is not None
+    if not named or directory.parent.is_dir():
+        beside = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
+        raise InputError(
+            f"{path}: no such directory; give a directory in Hugging Face layout, or a hub name OWNER/NAME."
+            f"{near(directory.name, beside)}"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    patterns = [
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "rlhf_artifact.json",
+        peft.CONFIG,
+        *TOKENIZER_FILES,
+    ]
+    try:
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"{path}: no such directory, and the hub did not give it: {reason}. Where there is no network, fetch it on "
+            f"another machine (hf download {path}) and give its directory; a gated model needs hf auth login"
+        ) from None
+
+
 def stored_head(directory: Path) -> Head | None:
     """What the model of a local directory, or its adapter, ends in; None where nothing says it."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
@@ -122,7 +179,7 @@ def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | Non
 
     Weights of a family other than core's are not looked at.
     """
-    directory, beside, _ = model_places(path, None)
+    directory, beside, _ = model_directories(path, None)
     definition, _ = _define(directory, head, registry, None)
     if beside is not None:
         Adapter(beside)
@@ -177,9 +234,31 @@ def fresh_model(
     hf_config = config_for(hf_config, head, tokenizer) if head == "score" else hf_config
     definition = describe(family, hf_config, head, "model")
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    require_room(definition, mesh)
+    require_memory(definition, mesh)
     params = complete(definition, {}, mesh, seed)
     return Model(definition, params, tokenizer, hf_config, None, mesh)
+
+
+def require_memory(definition: Definition, mesh: Mesh) -> None:
+    """Raise InputError, before anything is allocated, where the parameters alone are more than the mesh's memory."""
+    count = sum(math.prod(leaf.shape) for _, leaf in paths(definition.abstract_params()))
+    memory = _memory_bytes(mesh)
+    if memory is not None and 4 * count > memory:
+        raise InputError(
+            f"model: its sizes make {count:,} parameters, {4 * count / 1e9:,.1f} GB in float32, and there are "
+            f"{memory / 1e9:,.1f} GB of memory: make it smaller, or use more devices"
+        )
+
+
+def _memory_bytes(mesh: Mesh) -> int | None:
+    """Bytes of all devices of the mesh; those of the machines where they are CPUs, None where nobody tells."""
+    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    if device.platform == "cpu":
+        if "SC_PHYS_PAGES" not in os.sysconf_names:
+            return None
+        return jax.process_count() * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else int(limit) * mesh.size
 
 
 def complete_table(

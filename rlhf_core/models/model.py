@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,7 @@ from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.head_config import config_for
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
-from rlhf_core.models.params import split
-from rlhf_core.models.stored import require_own_parameters, rounded
+from rlhf_core.models.params import paths, split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 from rlhf_core.tokenizer.special_ids import stop_ids_in
 
@@ -274,6 +274,37 @@ def _is_of(tokenizer: Any, directory: Path) -> bool:
         return False
     original = load_tokenizer(directory)
     return all(of(original) == of(tokenizer) for of in (tokenizer_hash, template_hash))
+
+
+def rounded(params: Any, dtype: str) -> Any:
+    """Round float32 parameters to `dtype` and back, each where it is; for float32 they are returned as they are."""
+    if dtype == "float32":
+        return params
+    leaves, tree = jax.tree.flatten(params)
+    shardings = tuple(leaf.sharding for leaf in leaves)
+    # Two programs: within one, XLA may leave both conversions out.
+    return _cast(tree, shardings, "float32")(_cast(tree, shardings, dtype)(params))
+
+
+@functools.cache
+def _cast(tree: Any, shardings: tuple[Any, ...], dtype: str) -> Any:
+    def cast(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
+
+    return jax.jit(cast, out_shardings=tree.unflatten(shardings))
+
+
+def require_own_parameters(definition: Definition, params: Any) -> None:
+    """Raise InputError where parameters are missing; warn of those that the model's files have no place for."""
+    own, there = ({path for path, _ in paths(p)} for p in (definition.abstract_params(), params))
+    if missing := sorted(own - there):
+        raise InputError(
+            f"save: these are not the model's parameters, '{'.'.join(missing[0])}' is missing; save one of several "
+            "models with its own, such as policy.with_params(state.params['policy'])"
+        )
+    if extra := sorted(there - own):
+        listed = ", ".join(".".join(path) for path in extra[:5])
+        warnings.warn(f"save: the model's files have no place for {listed}", stacklevel=4)
 
 
 def padded_rows(input_ids: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

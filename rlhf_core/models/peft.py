@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlhf_core.errors import InputError, read_json_object
-from rlhf_core.models.fields import LARGEST_NUMBER, shown
+from rlhf_core.models.config_fields import LARGEST_NUMBER, shown
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import paths
 

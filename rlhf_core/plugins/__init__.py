@@ -18,7 +18,6 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlhf_core import __version__
 from rlhf_core.errors import InputError, near, raised
 from rlhf_core.plugins import hooks
 from rlhf_core.plugins.component import HERE, load_file
@@ -176,6 +175,8 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
 
 def _check_pin(point: EntryPoint) -> None:
     """Refuse a distribution that asks for another version of rlhf-core."""
+    from rlhf_core import __version__
+
     for text in (point.dist.requires if point.dist else None) or ():
         try:
             requirement = Requirement(text)

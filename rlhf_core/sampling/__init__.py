@@ -1,8 +1,8 @@
-"""Completions sampled from a policy, with the log-probability of every token.
+"""Sample completions from a policy, with the log-probability of every token.
 
 A prompt is prefilled once, however many completions it gets. Sequences are decoded in a few slots; one that ends makes
-room for the next. Prompts are padded on the left to one of a few lengths. Prefill and loop are one program.
-Each sequence has a key of its own: what it samples does not depend on its neighbours or on how calls are cut.
+room for the next. Prompts are padded on the left to one of a few lengths. Prefill and decoding are one program.
+Each sequence has its own key: its tokens depend neither on its neighbours nor on how prompts are split into calls.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
+from rlhf_core.contracts import ModelDefinition, SamplerInputs, SamplingSettings
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.loop import SamplingProgram, generate, read
+from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.contracts import SamplerInputs
-    from rlhf_core.models import Definition
 
 SLOTS = {"cpu": 32}
-"""Sequences a device decodes at once. On a CPU more of them take longer in proportion."""
+"""Sequences that a device decodes at once. On a CPU, time grows in proportion to them."""
 SLOTS_ACCELERATOR = 256
-"""The same where there is no entry above: up to there a step reads weights, and more sequences cost little."""
+"""The same on other platforms: up to this many, a step mostly reads weights, and more sequences cost little."""
 LAST_SLOTS = 4
-"""The last sequences, once a quarter of the slots holds them, are decoded by themselves: not where that is fewer."""
+"""The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
 
 
 class SamplingOptions(Options):
-    """How completions are drawn: repetition_penalty, temperature, top_k, top_p and min_p, in transformers' order;
-    and what ends them besides the model's own stop tokens.
+    """How tokens are sampled (repetition_penalty, temperature, top_k, top_p, min_p, in transformers' order), and what
+    ends a completion besides the model's own stop tokens.
     """
 
     temperature: float = Field(
@@ -71,16 +70,16 @@ class SamplingOptions(Options):
 class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
-    definition: a language model; its parameters are given with every call and may be spread over `mesh`.
+    definition: a language model; every call takes its parameters, which may be spread over `mesh`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        are sampled in `slots_a_device` slots a device, one after another.
+        take turns in `slots_a_device` slots per device.
     max_prompt_length: tokens; longer prompts are refused.
-    tokenizer: needed for options.stop_strings only. They are looked for in a completion's bytes as `token_bytes`
-        gives them, wherever token borders lie, and never across the border of prompt and completion.
+    tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
+        across token borders, but not across the border of prompt and completion.
 
-    One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length. `warm_up` starts
-    to do so ahead of time.
+    One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length; `warm_up` compiles them
+    ahead of time.
 
     Raises InputError for stop strings without a tokenizer or that it cannot write, and for stop tokens that the
     model does not have.
@@ -88,8 +87,8 @@ class Sampler:
 
     def __init__(
         self,
-        definition: Definition,
-        options: SamplingOptions,
+        definition: ModelDefinition,
+        options: SamplingSettings,
         *,
         mesh: Mesh,
         stop_ids: Sequence[int],
@@ -117,11 +116,11 @@ class Sampler:
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
     ) -> Rollouts:
-        """Completions of `prompts`; those of one prompt are adjacent, N = len(prompts) × num_generations.
+        """Sample N = len(prompts) × num_generations completions of `prompts`; those of one prompt are adjacent.
 
         prompts: int [length] each, at least one token.
-        key: a typed key, the same on every process. ids: int [N], default 0 … N - 1. Sequence j draws its
-        t-th token with fold_in(fold_in(key, ids[j]), t): equal ids and prompts give equal completions.
+        key: a typed key, the same on every process. ids: int [N], default 0 … N - 1. The t-th token of sequence j is
+        sampled with fold_in(fold_in(key, ids[j]), t): equal ids and prompts give equal completions.
 
         Raises InputError for prompts that are empty or longer than max_prompt_length.
         """
@@ -131,7 +130,7 @@ class Sampler:
         ids = np.arange(count * groups) if ids is None else np.asarray(ids)
         if ids.shape != (count * groups,):
             raise ValueError(
-                f"ids must have one entry a completion, [{count * groups}]; its shape is {ids.shape}"
+                f"ids must have one entry per completion, [{count * groups}]; its shape is {ids.shape}"
             )
         ids = ids.astype(np.uint32).reshape(count, groups)
         out = (
@@ -140,7 +139,7 @@ class Sampler:
             np.zeros((count, groups, longest), np.float32),
             np.zeros((count, groups), np.bool_),
         )
-        # Prompts of like lengths go together, so that fewer are padded far.
+        # Prompts of similar lengths share a batch, which keeps padding short.
         order = np.argsort(lengths, kind="stable")
         for start in range(0, count, self.prompts_per_call):
             chosen = order[start : start + self.prompts_per_call]
@@ -151,10 +150,9 @@ class Sampler:
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
-        """Start to compile what prompts of `lengths` tokens will need; a call waits for its own program.
+        """Start to compile the programs for prompts of `lengths` tokens; a call waits for its own program.
 
-        params: placed like those of later calls, whose keys must be of the implementation that jax.random.key makes
-        by default.
+        params: with the shardings of later calls, whose keys must have jax.random.key's default implementation.
 
         Raises InputError as a call does.
         """
@@ -170,14 +168,14 @@ class Sampler:
             self._ahead.compile(time, lowered)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
-        """The first four fields of `Rollouts` for one batch of `_batch`, all its rows, on the host."""
+        """Sample one batch of `_batch`: the first four fields of `Rollouts` for all its rows, on the host."""
         self._ahead.wait(batch[0].shape[1])
         key_data, program = self._program(key)
         rows = put_rows(self.mesh, batch)
         written, step, slot = jax.device_get(
             generate(params, *rows, key_data, self._stop_table, program=program)
         )
-        return read(written, step, slot, self.options.max_completion_length)
+        return read_completions(written, step, slot, self.options.max_completion_length)
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
         slots = slots_a_device(self.mesh, self.prompts_per_call * self.num_generations)
@@ -194,7 +192,7 @@ class Sampler:
         return np.asarray(jax.random.key_data(key)), program
 
     def _table(self, tokenizer: Any) -> jax.Array | None:
-        """The table of the stop strings, on every device of the mesh; None where there are none."""
+        """Put the table of the stop strings on every device of the mesh; None where there are none."""
         if unknown := [i for i in self.options.stop_token_ids if i >= self.definition.vocab_size]:
             raise InputError(
                 f"sampling.stop_token_ids: the model has no token {', '.join(map(str, unknown))}; its ids end at "
@@ -204,7 +202,7 @@ class Sampler:
             return None
         if tokenizer is None:
             raise InputError(
-                "sampling.stop_strings: there is no tokenizer to tell what tokens write; give one, or use "
+                "sampling.stop_strings: there is no tokenizer to turn tokens into text; give one, or use "
                 "sampling.stop_token_ids"
             )
         table = stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
@@ -223,7 +221,7 @@ class Sampler:
     def _batch(
         self, prompts: Sequence[np.ndarray], lengths: np.ndarray, ids: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """The rows of `generate`: prompts, lengths, last tokens and ids."""
+        """Lay out the arguments of `generate`: prompts, lengths, last tokens and ids."""
         time = bucket(int(lengths.max()), self.max_prompt_length)
         count = self.prompts_per_call
         tokens, last, sizes = (
@@ -231,31 +229,31 @@ class Sampler:
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
         )
-        own = np.zeros((count, self.num_generations), np.uint32)
+        batch_ids = np.zeros((count, self.num_generations), np.uint32)
         rows = self._rows(len(prompts))
         for row, prompt in zip(rows, prompts, strict=True):
             tokens[row, time - len(prompt) + 1 :] = prompt[:-1]
             last[row] = prompt[-1]
-        sizes[rows], own[rows] = lengths, ids
-        return tokens, sizes, last, own.reshape(-1)
+        sizes[rows], batch_ids[rows] = lengths, ids
+        return tokens, sizes, last, batch_ids.reshape(-1)
 
     def _rows(self, count: int) -> np.ndarray:
-        """Where `count` prompts stand: dealt out, so that shards have as many, and those of a shard stand first."""
+        """Deal `count` prompts out to rows: every shard gets as many, in its first rows."""
         shards = row_multiple(self.mesh)
         i = np.arange(count)
         return i % shards * (self.prompts_per_call // shards) + i // shards
 
 
 def slots_a_device(mesh: AnyMesh | None, sequences: int) -> int:
-    """How many of `sequences` each device of a mesh decodes at once; None: of one device."""
+    """Count how many of `sequences` each device of a mesh decodes at once; mesh None: one device."""
     most = SLOTS.get(jax.default_backend(), SLOTS_ACCELERATOR)
     return min(rows_a_device(mesh, sequences), most)
 
 
 def bucket(length: int, longest: int) -> int:
-    """The padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`.
+    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`.
 
-    A prompt's last token is not among those that are prefilled.
+    A prompt's last token is not prefilled.
     """
     size = SHORTEST_BUCKET
     while size < length - 1:
@@ -264,7 +262,7 @@ def bucket(length: int, longest: int) -> int:
 
 
 def make_sampler(inputs: SamplerInputs) -> Sampler:
-    """The sampler "jax" of the registry."""
+    """Make the sampler "jax" of the registry."""
     return Sampler(
         inputs.definition,
         inputs.options,

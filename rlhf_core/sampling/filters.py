@@ -1,7 +1,7 @@
-"""Drawing a token from a distribution, and the usual ways of bending it.
+"""Sample a token from a distribution, and apply the usual filters to it.
 
-All but the repetition penalty work on masses, float32 [B, V]: probabilities up to a factor a row. A token with
-mass 0 is never drawn. Masses need not sum to 1, so that a filter is one comparison and nothing is normalised twice.
+All but the repetition penalty work on masses, float32 [B, V]: probabilities up to a factor per row. A token with mass 0
+is never sampled. Masses need not sum to 1, so that a filter is one comparison and nothing is normalised twice.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from jax import lax
 
 
 def repetition_penalty(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
-    """Logits [B, V], those of tokens in `seen` (bool [B, V]) divided by `penalty` where positive, else multiplied
+    """Divide the logits [B, V] of tokens in `seen`, bool [B, V], by `penalty` where positive; else multiply them by it
     (Keskar et al. 2019).
     """
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def top_k_filter(mass: jax.Array, k: int) -> jax.Array:
-    """The `k` likeliest tokens, and those exactly as likely as the last of them."""
+    """Keep the `k` likeliest tokens, and those exactly as likely as the last of them."""
     largest, _ = lax.top_k(mass, min(k, mass.shape[-1]))
     # `min` and not the last column: XLA on a CPU turns a slice of top_k into a sort of the whole vocabulary.
     return jnp.where(mass >= largest.min(-1, keepdims=True), mass, 0.0)
 
 
 def top_p_filter(mass: jax.Array, p: float) -> jax.Array:
-    """The likeliest tokens, until their share of the mass reaches `p` in (0, 1) (Holtzman et al. 2020).
+    """Keep the likeliest tokens until their share of the mass reaches `p` in (0, 1) (Holtzman et al. 2020).
 
-    A token stays while the tokens strictly likelier than it hold less than `p`. There is no sort: floats that
-    are not negative are ordered as their bits, so 31 halvings find the exact threshold.
+    A token stays if the tokens strictly likelier than it hold less than `p`. Nothing is sorted: non-negative floats
+    have the order of their bits, so 31 halvings find the exact threshold.
     """
     bits = lax.bitcast_convert_type(mass, jnp.int32)
     limit = p * mass.sum(-1, keepdims=True)
@@ -48,15 +48,15 @@ def top_p_filter(mass: jax.Array, p: float) -> jax.Array:
 
 
 def min_p_filter(mass: jax.Array, p: float) -> jax.Array:
-    """The tokens at least `p` times as likely as the likeliest (Nguyen et al. 2024)."""
+    """Keep the tokens at least `p` times as likely as the likeliest (Nguyen et al. 2024)."""
     return jnp.where(mass >= p * mass.max(-1, keepdims=True), mass, 0.0)
 
 
 def sample_token(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """One token a row by inversion of the cumulative distribution, int32 [B].
+    """Sample one token per row by inverting the cumulative distribution, int32 [B].
 
-    uniforms: float32 [B, 2] in [0, 1). The first number chooses a block of about sqrt(V) neighbours, the
-    second a token inside it: two short cumulative sums in place of V random numbers, in full resolution.
+    uniforms: float32 [B, 2] in [0, 1). The first chooses a block of about sqrt(V) neighbours, the second a token within
+    it: two short cumulative sums instead of V random numbers, at full resolution.
     """
     rows, vocab = mass.shape
     size = math.isqrt(vocab - 1) + 1
@@ -68,11 +68,11 @@ def sample_token(mass: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def _invert(mass: jax.Array, uniform: jax.Array) -> jax.Array:
-    """First index at which the cumulative sum of mass [B, n] passes the share `uniform` [B] of its total."""
+    """Find the first index where the cumulative sum of mass [B, n] exceeds the share `uniform` [B] of its total."""
     cumulative = jnp.cumsum(mass, axis=-1)
     index = jnp.arange(mass.shape[-1], dtype=jnp.int32)
-    possible = mass > 0  # rounded sums may pass the mark at an index that holds nothing
+    possible = mass > 0  # a rounded sum may exceed the threshold at an index without mass
     passed = possible & (cumulative > (uniform * cumulative[:, -1])[:, None])
     first = jnp.where(passed, index, mass.shape[-1]).min(-1)
-    # Rounding may also leave the mark unpassed: then the last index that holds something.
+    # Or no sum exceeds it: then take the last index with mass.
     return jnp.minimum(first, jnp.where(possible, index, 0).max(-1))

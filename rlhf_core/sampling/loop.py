@@ -1,11 +1,11 @@
-"""The sampling loop as one compiled program: prefill, then a token a step in every slot until no sequence is left."""
+"""The sampler's compiled program: prefill, then decode one token per step in every slot until no sequence is left."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_core.contracts import ModelDefinition, SamplingSettings
 from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import replicated, row_multiple, row_sharding
 from rlhf_core.sampling.filters import (
@@ -23,38 +24,31 @@ from rlhf_core.sampling.filters import (
     top_p_filter,
 )
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from rlhf_core.models import Definition
-    from rlhf_core.sampling import SamplingOptions
-
-
 ENDED = 1
-"""Of `Written.ends`: a stop token was sampled, or a stop string completed."""
+"""In `Written.ends`: a stop token was sampled, or a stop string completed."""
 CUT = 2
-"""Of `Written.ends`: the longest length was reached."""
+"""In `Written.ends`: the completion reached its maximum length."""
 
 
 class Queue(NamedTuple):
-    """Which sequences a shard has begun; its sequence q is completion q mod G of its prompt q // G."""
+    """The sequences that each shard has begun; its sequence q is completion q mod G of its prompt q // G."""
 
     wanted: jax.Array
-    """int32 [shards], how many there are."""
+    """int32 [shards], the number of sequences."""
     begun: jax.Array
-    """int32 [shards], how many have or had a slot."""
+    """int32 [shards], the number that have or had a slot."""
     step: jax.Array
-    """int32 [shards, sequences], the step at which each got its slot."""
+    """int32 [shards, sequences], the step at which each sequence got its slot."""
     slot: jax.Array
-    """int32 [shards, sequences], which one."""
+    """int32 [shards, sequences], that slot."""
 
     def waits(self) -> jax.Array:
-        """bool [shards]."""
+        """bool [shards]: whether a sequence waits for a slot."""
         return self.begun < self.wanted
 
 
 class Written(NamedTuple):
-    """What was sampled, step by step: steps are [T], slots of all shards [B]."""
+    """Everything sampled, by step [T] and by slot of all shards [B]."""
 
     tokens: jax.Array
     """int32 [T, B]."""
@@ -65,12 +59,12 @@ class Written(NamedTuple):
 
 
 def most_steps(sequences: int, slots: int, longest: int) -> int:
-    """Steps that `sequences` of at most `longest` tokens take at most: the k-th begins once k - slots have ended."""
+    """Bound the steps of `sequences` of at most `longest` tokens: the k-th begins once k - slots have ended."""
     return -(-sequences // slots) * longest
 
 
 def take(tree: Any, index: jax.Array) -> Any:
-    """Rows `index`, int32 [shards, n], of every array [shards · rows, …], counted within the shard: [shards · n, …]."""
+    """Take rows `index`, int32 [shards, n], counted within the shard, of arrays [shards · rows, …]: [shards · n, …]."""
     shards = index.shape[0]
 
     def one(x: jax.Array) -> jax.Array:
@@ -81,16 +75,16 @@ def take(tree: Any, index: jax.Array) -> Any:
 
 
 def put(tree: Any, index: jax.Array, new: Any, needed: jax.Array) -> Any:
-    """Arrays [shards · rows, …] with row `index`, int32 [shards], of each shard replaced by its row of `new`,
-    [shards, …], where `needed`, bool [shards].
+    """Replace row `index`, int32 [shards], of each shard of arrays [shards · rows, …] by its row of `new`, [shards, …],
+    where `needed`, bool [shards].
     """
     shards = index.shape[0]
 
     def one(x: jax.Array, row: jax.Array) -> jax.Array:
         def shard(part: jax.Array, row: jax.Array, i: jax.Array, needed: jax.Array) -> jax.Array:
-            # Not a scatter that drops rows: this is one copy of the row, in place.
-            kept = jnp.where(needed, row, lax.dynamic_index_in_dim(part, i, 0, keepdims=False))
-            return lax.dynamic_update_index_in_dim(part, kept, i, 0)
+            # One copy of the row, in place, unlike a scatter that drops rows.
+            value = jnp.where(needed, row, lax.dynamic_index_in_dim(part, i, 0, keepdims=False))
+            return lax.dynamic_update_index_in_dim(part, value, i, 0)
 
         parts = x.reshape(shards, -1, *x.shape[1:])
         return each_shard(shard)(parts, row, index, needed).reshape(x.shape)
@@ -99,7 +93,7 @@ def put(tree: Any, index: jax.Array, new: Any, needed: jax.Array) -> Any:
 
 
 def each_shard(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` over the first axis of its arguments. Where that is one, without the gathers that vmap makes."""
+    """Map `function` over the first axis of its arguments; an axis of size 1 avoids the gathers that vmap makes."""
 
     def over(*arrays: jax.Array) -> Any:
         if arrays[0].shape[0] > 1:
@@ -110,7 +104,7 @@ def each_shard(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spread(mesh: Mesh, tree: Any) -> Any:
-    """Every array's first axis over the rows of the mesh; the others as the compiler finds best."""
+    """Shard every array's first axis over the rows of the mesh; leave the others to the compiler."""
     sharding = row_sharding(mesh)
 
     def one(x: jax.Array) -> jax.Array:
@@ -120,9 +114,9 @@ def spread(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def read(written: Any, step: Any, slot: Any, longest: int) -> tuple[np.ndarray, ...]:
-    """(tokens int32 [N, longest], lengths int32 [N], logps float32 [N, longest], finished bool [N]) of N sequences that
-    began at `step` in `slot`, int32 [N] each; NumPy.
+def read_completions(written: Any, step: Any, slot: Any, longest: int) -> tuple[np.ndarray, ...]:
+    """Collect (tokens int32 [N, longest], lengths int32 [N], logps float32 [N, longest], finished bool [N]), NumPy, of
+    N sequences that began at `step` in `slot`, int32 [N] each.
     """
     tokens, logps, ends = (np.asarray(x) for x in written)
     when = np.minimum(np.asarray(step)[:, None] + np.arange(longest), len(tokens) - 1)
@@ -140,34 +134,34 @@ def read(written: Any, step: Any, slot: Any, longest: int) -> tuple[np.ndarray, 
 
 @dataclass(frozen=True)
 class SamplingProgram:
-    """What one compiled program is for, beside its shapes. Samplers with equal plans share programs."""
+    """The static arguments of a compiled program. Samplers with equal ones share it."""
 
-    definition: Definition
-    options: SamplingOptions
+    definition: ModelDefinition
+    options: SamplingSettings
     mesh: Mesh
     stop_ids: tuple[int, ...]
     num_generations: int
     slots: int
-    """Sequences that are decoded at once, in each shard of rows."""
+    """Sequences that each shard of rows decodes at once."""
     last_slots: int
-    """The same once no more are left; 0: as before."""
+    """The same once no more sequences are left; 0: as before."""
     key_type: str
 
 
 class _Slots(NamedTuple):
-    """The sequence in each slot, all shards' together [B]. What no option asks for is None."""
+    """The sequence in each slot of all shards [B]. Fields that no option needs are None."""
 
-    keys: jax.Array  # uint32 [B, words], the sequence's own
+    keys: jax.Array  # uint32 [B, words], the sequence's key
     drawn: jax.Array  # int32 [B], tokens sampled so far
     position: jax.Array  # int32 [B], of the last token
     last: jax.Array  # int32 [B], the last token: of the prompt, or sampled
     free: jax.Array  # bool [B], the sequence has ended, or there is none
     seen: jax.Array | None  # bool [B, V], tokens of the prompt and the completion
-    matched: jax.Array | None  # int32 [B], how much of a stop string the completion ends in
+    matched: jax.Array | None  # int32 [B], state in the table of stop strings
 
 
 class _Carry(NamedTuple):
-    """The model's cache is used as a ring: step s writes its place s mod length."""
+    """The state of the loop. The KV cache is a ring: step s writes slot s mod length."""
 
     step: jax.Array  # int32
     slots: _Slots
@@ -188,12 +182,12 @@ def generate(
     *,
     program: SamplingProgram,
 ) -> Any:
-    """(`Written`, the step at which each sequence began [N], its slot [N]), for P prompts and G completions each,
-    N = P · G, replicated. `rlhf_core.sampling.loop.read` makes completions of it.
+    """Sample N = P · G sequences, G for each of P prompts: (`Written`, the step at which each began [N], its slot [N]),
+    replicated, from which `read_completions` collects completions.
 
-    prompts: int32 [P, time], left-padded, without their last tokens; lengths: int32 [P], with them, 0: the prompt is
-    not wanted, nor those after it in its shard; last: int32 [P], the last tokens; ids: uint32 [N].
-    stop_table: unsigned [states, V], of `rlhf_core.sampling.stop_strings`; None: no stop strings.
+    prompts: int32 [P, time], left-padded, without their last tokens; last: int32 [P], those tokens. lengths: int32 [P],
+    last token included; 0: skip this prompt and those after it in its shard. ids: uint32 [N].
+    stop_table: unsigned [states, V], from `rlhf_core.sampling.stop_strings`; None: no stop strings.
     """
     model, options, groups = program.definition, program.options, program.num_generations
     shards, longest = row_multiple(program.mesh), options.max_completion_length
@@ -210,7 +204,7 @@ def generate(
     key = jax.random.wrap_key_data(key_data, impl=program.key_type)
 
     def begin(queue: Queue, index: jax.Array, slot: jax.Array) -> tuple[_Slots, Any]:
-        """Sequences `index` of each shard, int32 [shards, n], about to feed their prompts' last tokens."""
+        """Set up sequences `index` of each shard, int32 [shards, n], to decode their prompts' last tokens."""
         prompt = index // groups
         own_ids, length, token = take(ids, index), take(lengths, prompt), take(last, prompt)
         seen = None
@@ -230,7 +224,7 @@ def generate(
         return slots, model.ring(take(read, prompt), cache_length, slot)
 
     def fill(carry: _Carry) -> _Carry:
-        """One free slot of each shard gets the next sequence of its queue."""
+        """Give one free slot of each shard the next sequence of its queue."""
         queue = carry.queue
         free = carry.slots.free.reshape(shards, -1)
         needed = free.any(1) & queue.waits()
@@ -252,9 +246,9 @@ def generate(
         return (carry.slots.free.reshape(shards, -1).any(1) & carry.queue.waits()).any()
 
     def step(carry: _Carry, columns: jax.Array | None = None) -> _Carry:
-        """The next token of every sequence. columns: of `written` by slots, int32 [shards, slots]; None: the slots."""
+        """Decode one token per slot. columns: int32 [shards, slots], slots of the columns of `written`; None: equal."""
         slots, slot = carry.slots, carry.step % cache_length
-        age = slot - place + jnp.where(place > slot, cache_length, 0)  # steps ago, round
+        age = slot - place + jnp.where(place > slot, cache_length, 0)  # steps since the slot was written
         visible = age <= slots.position[:, None]
         hidden, cache = model.decode(prepared, carry.cache, slots.last, slots.position, visible, slot)
         logits = unembed(hidden, kernel.astype(hidden.dtype), softcap)
@@ -285,7 +279,7 @@ def generate(
         return _Carry(carry.step + 1, slots, carry.queue, written, cache)
 
     def many(carry: _Carry) -> jax.Array:
-        """More sequences are left than fit the last slots."""
+        """Whether more sequences are left than fit the last slots."""
         left = (~carry.slots.free).reshape(shards, -1).sum(1)
         return carry.queue.waits().any() | (left > program.last_slots).any()
 
@@ -303,30 +297,30 @@ def generate(
     slots, cache = spread(program.mesh, begin(queue, first, jnp.int32(0)))
     end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
     if program.last_slots:
-        order = jnp.argsort(end.slots.free.reshape(shards, -1), axis=1)  # stable: those that go on come first
+        order = jnp.argsort(end.slots.free.reshape(shards, -1), axis=1)  # stable: unfinished ones come first
         columns = jnp.minimum(
             jnp.argsort(order, axis=1), program.last_slots - 1
-        )  # of ended ones: never read again
+        )  # those that ended are never read again
         slots, cache = take((end.slots, end.cache), order[:, : program.last_slots])
         end = lax.while_loop(
             lambda carry: ~carry.slots.free.all(),
             functools.partial(step, columns=columns),
             end._replace(slots=slots, cache=cache),
         )
-    # Replicated, so that every process of a multi-process run can read all of it.
+    # Replicated: every process of a multi-process run reads all of it.
     slot = end.queue.slot + program.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
     out = (end.written, end.queue.step.reshape(-1), slot.reshape(-1))
     return lax.with_sharding_constraint(out, replicated(program.mesh))
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:
-    """`seen` bool [B, V] with the `used` ones among tokens int32 [B, n] set."""
+    """Set `seen`, bool [B, V], at those of tokens, int32 [B, n], that are `used`."""
     used = jnp.broadcast_to(used, tokens.shape)
     return jax.vmap(lambda row, token, use: row.at[token].max(use))(seen, tokens, used)
 
 
 def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
-    """float32 [B, 2] in [0, 1): for the token `counts`, int32 [B], of the sequences with these keys, uint32 [B, …]."""
+    """Draw float32 [B, 2] in [0, 1) for tokens number `counts`, int32 [B], of sequences with `keys`, uint32 [B, …]."""
 
     def of_sequence(key: jax.Array, count: jax.Array) -> jax.Array:
         own = jax.random.wrap_key_data(key, impl=key_type)
@@ -336,11 +330,11 @@ def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
 
 
 def _choose(
-    logits: jax.Array, uniforms: jax.Array, options: SamplingOptions, seen: jax.Array | None
+    logits: jax.Array, uniforms: jax.Array, options: SamplingSettings, seen: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens int32 [B], their log-probabilities float32 [B]) of logits [B, V], given uniforms [B, 2].
+    """Choose (tokens int32 [B], their log-probabilities float32 [B]) from logits [B, V], given uniforms [B, 2].
 
-    The log-probabilities are the policy's: neither the penalty nor a filter changes them.
+    The log-probabilities are the policy's: neither penalty nor filters change them.
     """
     greedy = options.temperature == 0
 

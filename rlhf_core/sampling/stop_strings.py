@@ -1,4 +1,4 @@
-"""Stop strings as a table of states and tokens, so that looking for them costs a sampling step one gather."""
+"""Stop strings as a table of states and tokens: matching them costs one gather per sampling step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _UNDECODABLE = "\ufffd"
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """The UTF-8 bytes that every token adds to a text, by id; a special token and an unused id add none.
+    """List the UTF-8 bytes that each token id adds to a text; special tokens and unused ids add none.
 
     tokenizer: of transformers, with a fast backend.
 
     Joined, the bytes of any ids are the text that decoding them without special tokens gives, except that
-    - every token is what it is after another, while decoders may write the first one of a text differently:
-      without the space in front of it, or with WordPiece's ##;
+    - every token has the text that it has after another token, while decoders may write the first token of a text
+      differently: without the space in front of it, or with WordPiece's ##;
     - transformers' clean-up, for tokenizers with `clean_up_tokenization_spaces`, is not applied;
-    - bytes that are no UTF-8 stay what they are, where decoding writes U+FFFD.
+    - bytes that are not UTF-8 stay as they are, where decoding writes U+FFFD.
 
-    Raises InputError where that cannot be: no fast backend, or text of a token that depends on its neighbours.
+    Raises InputError for a tokenizer without a fast backend, and for a token whose text depends on its neighbours.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -39,12 +39,12 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     kinds = _decoders(backend)
     if kinds == ["ByteLevel"]:
         return _byte_level(backend, vocab)
-    found = _by_decoding(backend, vocab, "ByteFallback" in kinds)
-    return [found.get(id_, b"") for id_ in range(max(vocab, default=-1) + 1)]
+    texts = _by_decoding(backend, vocab, "ByteFallback" in kinds)
+    return [texts.get(id_, b"") for id_ in range(max(vocab, default=-1) + 1)]
 
 
 def _decoders(backend: Any) -> list[str]:
-    """The types of the decoder's steps, in order."""
+    """List the types of the decoder's steps, in order."""
     if backend.decoder is None:
         return []
     decoder = json.loads(backend.decoder.__getstate__())
@@ -52,42 +52,42 @@ def _decoders(backend: Any) -> list[str]:
 
 
 def _byte_level(backend: Any, vocab: Mapping[int, str]) -> list[bytes]:
-    """Of GPT-2's alphabet, in which a character stands for each byte; other tokens are written as they are."""
+    """Decode GPT-2's alphabet, which has a character for each byte; other tokens stand for themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
     alphabet |= {chr(256 + i): byte for i, byte in enumerate(others)}
     special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
-    found = [b""] * (max(vocab, default=-1) + 1)
+    texts = [b""] * (max(vocab, default=-1) + 1)
     for id_, token in vocab.items():
         if id_ not in special:
             try:
-                found[id_] = bytes([alphabet[character] for character in token])
+                texts[id_] = bytes([alphabet[character] for character in token])
             except KeyError:
-                found[id_] = token.encode()
-    return found
+                texts[id_] = token.encode()
+    return texts
 
 
 def _by_decoding(backend: Any, vocab: Mapping[int, str], byte_tokens: bool) -> dict[int, bytes]:
-    """What each token writes between two others. byte_tokens: <0x0A> and the like stand for one byte."""
-    found = {}
+    """Decode each token between two others. byte_tokens: <0x0A> and the like stand for one byte."""
+    out = {}
     if byte_tokens:
         matches = {id_: _BYTE_TOKEN.fullmatch(token) for id_, token in vocab.items()}
-        found = {id_: bytes.fromhex(match[1]) for id_, match in matches.items() if match}
-    ids = sorted(set(vocab) - set(found))
+        out = {id_: bytes.fromhex(match[1]) for id_, match in matches.items() if match}
+    ids = sorted(set(vocab) - set(out))
     anchor, before, after = _anchor(backend, ids)
     texts = backend.decode_batch([[anchor, id_, anchor] for id_ in ids], skip_special_tokens=True)
     for id_, text in zip(ids, texts, strict=True):
-        own = text[len(before) : len(text) - len(after)]
-        whole = before + own + after == text
-        if not whole or (_UNDECODABLE in own and _UNDECODABLE not in vocab[id_]):
+        inner = text[len(before) : len(text) - len(after)]
+        whole = before + inner + after == text
+        if not whole or (_UNDECODABLE in inner and _UNDECODABLE not in vocab[id_]):
             raise _contextual(f"'{vocab[id_]}'")
-        found[id_] = own.encode()
-    return found
+        out[id_] = inner.encode()
+    return out
 
 
 def _anchor(backend: Any, ids: Sequence[int]) -> tuple[int, str, str]:
-    """A token that writes the same whatever precedes it, with its text at the start and after another token."""
+    """Find a token with the same text after any token, its text at the start, and its text after a token."""
     for id_ in ids:
         one, two, three = (backend.decode([id_] * n, skip_special_tokens=True) for n in (1, 2, 3))
         after = two[len(one) :]
@@ -104,11 +104,11 @@ def _contextual(token: str) -> InputError:
 
 
 def stop_table(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> NDArray[Any]:
-    """[states, vocab_size] of the smallest unsigned type: the state after a token, from the state before it.
+    """Build [states, vocab_size] of the smallest unsigned type: the state after a token, given the state before it.
 
-    State 0 is the start, the last state says that one of the strings has been completed, and is not left.
+    State 0 is the start; the last state follows a completed string and is final.
     vocab_size: the model's; ids that the tokenizer lacks write nothing.
-    Raises InputError for a string with a special token, which decoding drops, and as `token_bytes`.
+    Raises InputError for a string with a special token, which decoding drops, and as `token_bytes` does.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {str(token): id_ for id_, token in added.items() if token.special}
@@ -127,9 +127,9 @@ def stop_table(strings: Sequence[str], tokenizer: Any, vocab_size: int) -> NDArr
 
 
 def automaton(strings: Sequence[bytes]) -> NDArray[np.int32]:
-    """int32 [states, 256]: the state after a byte; 0 is the start, the last state follows any of the strings.
+    """Build int32 [states, 256]: the state after a byte; 0 is the start, the last state follows any of the strings.
 
-    strings: none empty. Aho and Corasick 1975: a state is the longest end of the text that starts a string.
+    strings: none empty. Aho and Corasick 1975: a state is the longest suffix of the text that is a prefix of a string.
     """
     children: list[dict[int, int]] = [{}]
     complete = {0: False}
@@ -143,7 +143,7 @@ def automaton(strings: Sequence[bytes]) -> NDArray[np.int32]:
             node = children[node][byte]
         complete[node] = True
     after = np.zeros((len(children), 256), np.int32)
-    shorter = [0] * len(children)  # the longest proper end of the node's text that is a node too
+    shorter = [0] * len(children)  # the longest proper suffix of the node's text that is a node too
     queue = [0]
     for node in queue:  # by depth, so that `after` of shorter texts is there
         after[node] = after[shorter[node]]
@@ -158,12 +158,12 @@ def automaton(strings: Sequence[bytes]) -> NDArray[np.int32]:
 
 
 def transitions(after: NDArray[np.int32], tokens: Sequence[bytes]) -> NDArray[Any]:
-    """[states, tokens] of the smallest unsigned type: the state after all bytes of a token.
+    """Build [states, tokens] of the smallest unsigned type: the state after all bytes of a token.
 
     after: [states, 256], as `automaton` makes it.
     """
     lengths = np.array([len(token) for token in tokens], np.int64)
-    order = np.argsort(-lengths, kind="stable")  # longest first: those with a k-th byte are in front
+    order = np.argsort(-lengths, kind="stable")  # longest first: tokens with a k-th byte come first
     starts = (np.cumsum(lengths) - lengths)[order]
     text = np.frombuffer(b"".join(tokens), np.uint8)
     flat = after.reshape(-1)

@@ -13,7 +13,7 @@ import pytest
 from rlhf_core import sampling
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions
-from rlhf_core.sampling.loop import CUT, ENDED, Written, most_steps, read
+from rlhf_core.sampling.loop import CUT, ENDED, Written, most_steps, read_completions
 
 NEW, GROUP = 24, 3
 KEY = jax.random.key(2)
@@ -90,7 +90,7 @@ def test_nor_does_a_mesh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slot_is_given_to_the_next_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     written: list[Written] = []
-    monkeypatch.setattr(sampling, "read", lambda *given: written.append(given[0]) or read(*given))
+    monkeypatch.setattr(sampling, "read", lambda *given: written.append(given[0]) or read_completions(*given))
     lengths = ask(model, monkeypatch, ALL).lengths
     for slots in (1, 4, 8):
         ask(model, monkeypatch, slots)
@@ -107,7 +107,7 @@ def test_what_was_written_is_read_up_to_the_end() -> None:
     tokens = np.arange(1, 13, dtype=np.int32).reshape(6, 2)
     ends = np.zeros((6, 2), np.int8)
     ends[1, 0], ends[4, 0], ends[2, 1], ends[3, 1] = ENDED, CUT, CUT, ENDED
-    out = read(Written(tokens, -tokens.astype(np.float32), ends), [0, 2, 0, 3], [0, 0, 1, 1], 3)
+    out = read_completions(Written(tokens, -tokens.astype(np.float32), ends), [0, 2, 0, 3], [0, 0, 1, 1], 3)
     found, lengths, logps, finished = out
     assert found.tolist() == [[1, 3, 0], [5, 7, 9], [2, 4, 6], [8, 0, 0]]
     assert lengths.tolist() == [2, 3, 3, 1]

@@ -1,6 +1,6 @@
-"""What plugins and core say to each other: kinds of components and the structs that cross between them.
+"""The contracts between core and plugins: kinds of components, and the structs that cross between them.
 
-Nothing here imports jax, so that a command line can read it in milliseconds.
+Nothing here imports jax, so that the command line starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from rlhf_core.contracts.models import Lora as Lora
+from rlhf_core.contracts.models import ModelDefinition as ModelDefinition
+from rlhf_core.contracts.models import ModelFamily as ModelFamily
 from rlhf_core.errors import InputError, near
 
 if TYPE_CHECKING:
@@ -20,27 +23,23 @@ if TYPE_CHECKING:
     import optax
     from jax.sharding import Mesh
 
-    from rlhf_core.config import TrainerConfig
-    from rlhf_core.models import Definition
-    from rlhf_core.sampling import SamplingOptions
-    from rlhf_core.stage import Stage
-
 
 T = TypeVar("T")
 ALIKE = 0.85
-"""How alike two names are, of 1, where one is taken for the other misspelt."""
+"""Similarity, from 0 to 1, above which one name counts as the other one misspelt."""
 
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """A kind of component, the key under which the registry keeps names. Kinds are open: a plugin may declare its own.
+    """A kind of component: the key under which the registry keeps names. Kinds are open: a plugin may declare its own.
 
-    name: what messages call it, such as "policy loss".
-    arguments: the names a component is called with; a function's other keyword parameters with defaults are options.
+    name: as messages write it, such as "policy loss".
+    arguments: the names of the parameters that a component is called with; a function's other keyword parameters with
+        defaults are options.
     factory: True where the component is an object, so that a registered function is called to make it.
-    constant: True where jit closes over the component, so that it must hash by value: a class must be frozen, and has
-        no public class attribute beside its options and `attributes`.
-    attributes: {name: its values} that a trainer reads from a component with `attribute`; the first is the default.
+    constant: True where jit closes over the component, so that it must hash by value: a class must be frozen, without
+        public class attributes other than its options and `attributes`.
+    attributes: {name: allowed values} that a trainer reads from a component with `attribute`; the first is the default.
     """
 
     name: str
@@ -50,9 +49,9 @@ class Kind(Generic[T]):
     attributes: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
     def attribute(self, component: Any, name: str) -> str:
-        """Read a declared attribute of a component: an option, a class attribute or a function's; or the default.
+        """Read a declared attribute from an option, a class or a function; return the default where it is absent.
 
-        Raises InputError, with the nearest one, for a value that is not declared.
+        Raises InputError, which names the nearest declared value, for a value that is not declared.
         """
         values = self.attributes[name]
         value = _value(component, name, values[0])
@@ -64,7 +63,7 @@ class Kind(Generic[T]):
         )
 
     def attribute_problems(self, thing: Any, options: Collection[str]) -> Iterator[str]:
-        """Yield what is wrong with the attributes of a class, function or object, whose options have these names."""
+        """Yield what is wrong with the attributes of a class, function or object with these options."""
         if not (self.constant or self.attributes):
             return
         names = _constants(thing) - set(options)
@@ -79,7 +78,7 @@ class Kind(Generic[T]):
                 yield f"'{name}' is nearly '{meant[0]}', which the trainer reads; write that, or choose another name"
         for name in self.attributes:
             if hasattr(_value(thing, name, ""), "__get__"):
-                continue  # a property: known of an object only
+                continue  # a property has a value on an object only
             try:
                 self.attribute(thing, name)
             except InputError as error:
@@ -87,7 +86,7 @@ class Kind(Generic[T]):
 
 
 def _value(component: Any, name: str, default: str) -> Any:
-    """What a component says; of a function with options, what was chosen, else the parameter's default."""
+    """Read an attribute; for a function with options, the chosen value, else the parameter's default."""
     chosen: dict[str, Any] = {}
     while isinstance(component, partial):
         chosen = {**component.keywords, **chosen}
@@ -110,7 +109,7 @@ def _called(component: Any) -> str:
 
 
 def _constants(thing: Any) -> set[str]:
-    """Public attributes of a class and its parents, or of a function, that are not methods."""
+    """List the public attributes, other than methods, of a class and its parents, or of a function."""
     if inspect.isroutine(thing) or hasattr(thing, "__wrapped__"):
         spaces: list[Mapping[str, Any]] = [getattr(inspect.unwrap(thing), "__dict__", {})]
     else:
@@ -124,7 +123,7 @@ def _constants(thing: Any) -> set[str]:
 
 
 def _state(thing: Any) -> set[str]:
-    """Public attributes of an object that was made."""
+    """List the public attributes of an instance; a class or a function has none."""
     return set() if inspect.isclass(thing) or callable(getattr(thing, "__get__", None)) else _public(thing)
 
 
@@ -133,12 +132,12 @@ def _public(thing: Any) -> set[str]:
 
 
 class Rows(NamedTuple):
-    """The one batch layout, arrays [rows, time]. Several sequences, and trees with a shared prompt, fit one row.
+    """The batch layout, arrays [rows, time]. A row holds several sequences, or trees with a shared prompt.
 
     tokens: int32, 0 where unused. positions: int32, position within the token's own sequence, prompt included.
-    visible_until: int32, the key at index k is seen by the queries q with k <= q < visible_until[k]; 0 where unused.
+    visible_until: int32: queries q with k <= q < visible_until[k] see the key at index k; 0 where unused.
     parent: int32, index in the row of the token whose hidden state predicts this one; -1 for a first token.
-    sequence: int32, which sequence of the row the token belongs to; -1 for a shared prompt and for unused.
+    sequence: int32, the number of the token's sequence in the row; -1 for a shared prompt and where unused.
     weight: float32, 0 where the token is not trained on.
     """
 
@@ -151,14 +150,14 @@ class Rows(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns: per-element values and per-element metrics, all of the inputs' shape."""
+    """The result of a loss: values and metrics per element, all in the inputs' shape."""
 
     loss: jax.Array
     metrics: Mapping[str, jax.Array] = {}
 
 
 class PairInputs(NamedTuple):
-    """One element a preference pair, float32 [pairs], reward units. chosen, rejected: scores. margin: 0 where none."""
+    """Preference pairs, float32 [pairs], reward units. chosen, rejected: scores. margin: 0 where the data has none."""
 
     chosen: jax.Array
     rejected: jax.Array
@@ -167,14 +166,14 @@ class PairInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One element a token, float32 [N, T]. Authors write element by element and use `sequence_mean` for the rest.
+    """Values per token, float32 [N, T]. Losses are written per element and use `sequence_mean` across a sequence.
 
     logps: nats, differentiable: log-probability of the token under the policy.
-    old_logps: nats: under the policy that the ratio is taken against; no gradient.
+    old_logps: nats, without gradient: under the policy in the denominator of the importance ratio.
     advantages: unitless. mask: 1 where the token is trained on.
-    ref_logps, entropies: nats: under the reference policy; of the policy's distribution at the token; None: not kept.
-    sequence: int32 [N, T] in [0, sequences): which sequence of its row a token belongs to; None: a row is one sequence.
-    sequences: how many sequences a row holds at most (static).
+    ref_logps, entropies: nats: under the reference policy; of the policy's distribution; None: not computed.
+    sequence: int32 [N, T] in [0, sequences): the token's sequence within its row; None: a row is one sequence.
+    sequences: the most sequences that a row holds (static).
     """
 
     logps: jax.Array
@@ -187,20 +186,20 @@ class PolicyInputs:
     sequences: int = 1
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
-        """Each token's sequence's sum of `x` over the mask, float32 [N, T]."""
+        """Sum `x` over each sequence's masked tokens; every token gets its sequence's sum, float32 [N, T]."""
         import jax.numpy as jnp
 
-        # What is outside the mask must not poison the sum, whatever it holds.
+        # Values outside the mask, even NaN, must not reach the sum.
         x = jnp.where(self.mask != 0, x * self.mask, 0.0)
         if self.sequence is None:
             return jnp.broadcast_to(x.sum(-1, keepdims=True), self.mask.shape)
         member = (self.sequence[:, :, None] == jnp.arange(self.sequences)).astype(x.dtype)  # [N, T, s]
-        # By default accelerators round float32 inputs of products to TF32 or bfloat16: a length of 1001 becomes 1000.
+        # By default, accelerators round a product's float32 inputs to TF32 or bfloat16: a length of 1001 becomes 1000.
         summed = partial(jnp.einsum, precision="highest")
         return summed("nts,ns->nt", member, summed("nts,nt->ns", member, x))
 
     def sequence_mean(self, x: jax.Array) -> jax.Array:
-        """Each token's sequence's mean of `x` over the mask, float32 [N, T]; 0 where the sequence has no token."""
+        """Average `x` likewise, float32 [N, T]; 0 where no token of the sequence is in the mask."""
         import jax.numpy as jnp
 
         return self.sequence_sum(x) / jnp.maximum(self.sequence_sum(jnp.ones_like(self.mask)), 1.0)
@@ -225,11 +224,11 @@ class AdvantageInputs(NamedTuple):
 
 
 class RewardInputs(NamedTuple):
-    """What a reward function may ask for by name; every other dataset column is passed under its own name.
+    """Arguments that a reward function may take by name; every other column of the dataset has its own name.
 
-    prompts, completions: texts, or message lists for chat data, one a completion.
-    completion_ids: the sampled tokens, stop token included. columns: the dataset's others, one value per completion.
-    places: names each completion's row in messages, such as "prompts.jsonl row 17"; functions do not get them.
+    prompts, completions: one per completion: texts, or message lists for chat data.
+    completion_ids: the sampled tokens, stop token included. columns: the other columns, one value per completion.
+    places: each completion's row as messages name it, such as "prompts.jsonl row 17"; not passed to functions.
     """
 
     prompts: Sequence[Any]
@@ -239,19 +238,40 @@ class RewardInputs(NamedTuple):
     places: Sequence[str] = ()
 
 
+class SamplingSettings(Protocol):
+    """The options of `rlhf_core.sampling.SamplingOptions`, whose descriptions say what they mean; hashable."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def max_completion_length(self) -> int: ...
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True)
 class SamplerInputs:
-    """What a sampler is made for; equal on every process.
+    """Arguments of the function that makes a sampler, equal on every process.
 
-    definition: the model without its parameters: `family`, `config`, and their functions. mesh: their devices.
-    options: to be honoured in full, or refused with an InputError that names the field.
-    stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions a prompt.
-    prompts_per_call: that will usually come at once; a call may bring any number. max_prompt_length: tokens at most.
+    definition: the model without its parameters. mesh: the devices that hold the parameters.
+    options: a sampler honours all of them, or raises an InputError that names the field.
+    stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
+    prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
     """
 
-    definition: Definition
+    definition: ModelDefinition
     tokenizer: Any | None
-    options: SamplingOptions
+    options: SamplingSettings
     mesh: Mesh
     stop_ids: tuple[int, ...]
     num_generations: int
@@ -279,61 +299,16 @@ class Forecast:
 class Trainer:
     """A trainer as the pipeline sees it.
 
-    config: the options it takes, a subclass of `TrainerConfig`.
+    config: the class of its options, a subclass of `rlhf_core.TrainerConfig`.
     outputs: {output name: artifact kind}, all of which `run` must save.
-    run: does the work; reads its inputs from the config and the stage.
-    forecast: optional; a `Forecast` of what `run` would do, or its lines alone, made without touching a device.
+    run: does the work, given the config and the `rlhf_core.Stage`, which hold its inputs.
+    forecast: optional: returns a `Forecast` of what `run` would do, or its lines alone, without using a device.
     """
 
-    config: type[TrainerConfig]
+    config: type[Any]
     outputs: Mapping[str, str]
-    run: Callable[[Any, Stage], None]
-    forecast: Callable[[Any, Stage], Forecast | Sequence[str]] | None = None
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """A family of language models, as pure functions over a nested dict of parameters.
-
-    `config` below is whatever hashable value `parse` returned; `params` the dict `init` or `load` made.
-
-    name: the `model_type` values of config.json that it reads, such as ("llama", "qwen2").
-    parse(hf_config: Mapping, head: "lm" | "score") -> config: raises InputError naming a field it cannot honour.
-    abstract(config) -> params of jax.ShapeDtypeStruct, float32.
-    axes(config) -> params of tuples of logical axis names, one name (or None) a dimension.
-    init(config, key) -> params, float32.
-    hidden(config, params, tokens, positions, visible_until) -> [rows, time, hidden] after the last norm, compute dtype;
-        tokens, positions, visible_until int32 [rows, time] as in `Rows`.
-    unembedding(config, params) -> (kernel [hidden, vocab], softcap float | None).
-    score(config, params, hidden [..., hidden]) -> float32 [...]: the reward head.
-    prefill(config, params, tokens, positions, visible_until) -> (hidden, key/value cache, rows first, of these tokens).
-    ring(config, cache, length, slot) -> cache of `length` slots: the last token in slot - 1, the rest before it, round.
-    prepare(config, params) -> params as `decode` reads them fastest; called once a rollout, inside jit.
-    decode(config, params, cache, tokens [B], positions [B], visible [B, length] bool, slot) -> (hidden [B, hidden],
-        cache): one token a row, written in `slot`, which `visible` includes. Slots are used round, as in `ring`.
-    load(config, directory, shardings) -> params: from a Hugging Face directory; a missing score head is left out.
-    save(config, params, directory, dtype) -> None: weights only, in the family's own Hugging Face names.
-    adapt(config, lora: Lora | None) -> config: with low-rank adapters, {"adapter": {"lora_a", "lora_b"}} beside the
-        kernel [layers, in, out] of each of `lora.targets`, which `prepare` merges; or without. None: it takes none.
-    hidden_at(config, params, tokens, positions, visible_until, at int32 [rows, n]) -> `hidden` there. None: none.
-    """
-
-    name: tuple[str, ...]
-    parse: Callable[..., Any]
-    abstract: Callable[..., Any]
-    axes: Callable[..., Any]
-    init: Callable[..., Any]
-    hidden: Callable[..., Any]
-    unembedding: Callable[..., Any]
-    score: Callable[..., Any]
-    prefill: Callable[..., Any]
-    ring: Callable[..., Any]
-    prepare: Callable[..., Any]
-    decode: Callable[..., Any]
-    load: Callable[..., Any]
-    save: Callable[..., Any]
-    adapt: Callable[..., Any] | None = None
-    hidden_at: Callable[..., Any] | None = None
+    run: Callable[[Any, Any], None]
+    forecast: Callable[[Any, Any], Forecast | Sequence[str]] | None = None
 
 
 class PairwiseLoss(Protocol):
@@ -350,24 +325,24 @@ class Advantage(Protocol):
 
 class _Rollouts(NamedTuple):
     tokens: np.ndarray
-    """int32 [N, C], 0 after the end."""
     lengths: np.ndarray
-    """int32 [N], tokens of the completion, including the one that ended it."""
     logps: np.ndarray
-    """float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
-    filters; 0 after the end. At temperature 0, under softmax(logits)."""
     finished: np.ndarray
-    """bool [N]: a stop token was sampled or a stop string completed; False: cut at C."""
     mask: np.ndarray
-    """bool [N, C]: the tokens that the policy wrote. Default: all tokens up to each completion's length."""
     version: np.ndarray
-    """int32 [N]: the number of updates applied to the policy that wrote the completion. Default: 0."""
 
 
 class Rollouts(_Rollouts):
     """N completions, NumPy arrays on every process; C is max_completion_length.
 
-    `mask` and `version` have defaults, which are computed when the object is made.
+    tokens: int32 [N, C], 0 after the end.
+    lengths: int32 [N], tokens of the completion, including the one that ended it.
+    logps: float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
+        filters; 0 after the end. At temperature 0, under softmax(logits).
+    finished: bool [N]: a stop token was sampled or a stop string completed; False: cut at C.
+    mask: bool [N, C]: the tokens that the policy wrote; default: all tokens up to each completion's length, by what
+        `lengths` holds when the object is made.
+    version: int32 [N]: the number of updates applied to the policy that wrote the completion; default: 0.
     """
 
     __slots__ = ()
@@ -391,21 +366,21 @@ class Rollouts(_Rollouts):
 
 
 class SamplerFunction(Protocol):
-    """What a sampler makes: completions of prompts, for a trainer that calls it on every process, in step.
+    """Sample completions of prompts. The trainer calls it on every process, in step.
 
-    params: the policy as it is now, arrays on the mesh. They are the trainer's, which overwrites them with its next
-        update: an engine that keeps weights of its own copies them inside the call.
-    prompts: int [length] each, at least one token and at most max_prompt_length, as they are to be read: nothing is
-        added. The completions are tokens too, and are never made from text.
-    key: a typed key, the same on every process; ids: int [N], which random numbers each completion is drawn with,
-        default 0 … N - 1. Equal keys, ids, prompts and parameters should give equal completions on any machine: a
-        run whose sampler does otherwise is not reproducible, nor bit for bit the same when it continues.
+    params: the current policy, arrays on the mesh. They belong to the trainer, whose next update overwrites them: an
+        engine that keeps its own weights copies them during the call.
+    prompts: int [length] each, 1 to max_prompt_length tokens, used as they are: add nothing. Completions are the
+        sampled tokens, never text that was tokenized again.
+    key: a typed key, the same on every process. ids: int [N], default 0 … N - 1: with the key, they determine each
+        completion's random numbers. Equal keys, ids, prompts and parameters should give equal completions on any
+        machine; otherwise a run is not reproducible, and a continued run differs from an uninterrupted one.
 
     Returns `Rollouts` of N = len(prompts) × num_generations completions, those of a prompt adjacent, as new NumPy
-    arrays that are the caller's, whole and equal on every process. Its log-probabilities are those of the policy,
-    under softmax(logits / temperature), before penalty and filters.
+    arrays that the caller may change, complete and equal on every process. Log-probabilities are the policy's, under
+    softmax(logits / temperature), before penalty and filters.
 
-    An optional method `warm_up(params, lengths)` does, or starts to do in threads, what is slow once for such lengths.
+    An optional method `warm_up(params, lengths)` compiles for prompts of these lengths, or starts to in threads.
     """
 
     def __call__(
@@ -454,8 +429,8 @@ OPTIMIZER: Kind[OptimizerFactory] = Kind("optimizer", ("learning_rate",))
 class Artifact:
     """A finished output of a stage: a directory in Hugging Face layout with a manifest.
 
-    kind: "language_model" or "reward_model", or what a plugin declares.
-    metadata: the manifest `rlhf_artifact.json`.
+    kind: "language_model", "reward_model", or a plugin's own.
+    metadata: the contents of the manifest, `rlhf_artifact.json`.
     """
 
     name: str
@@ -465,10 +440,10 @@ class Artifact:
 
 
 class AttentionOver(Protocol):
-    """Attention of rows with themselves, as `rlhf_core.models.attention.attend` defines it, shapes and all.
+    """Self-attention over rows, with the arguments, shapes and result of `rlhf_core.models.attention.attend`.
 
-    window: int32 scalar, traced where layers differ in it. softcap: a Python number. What an implementation cannot do,
-    it raises InputError for, when it is traced.
+    window: int32 scalar, traced where layers differ in it. softcap: a Python number.
+    An implementation raises InputError, while it is traced, for what it cannot compute.
     """
 
     def __call__(
