@@ -1,4 +1,4 @@
-"""`rlhf new`: a package of each kind installs, is listed, is clean and passes its own tests; mistakes are told."""
+"""`rlhf new`: a package of each kind installs, is listed, is clean and passes its tests; mistakes are reported."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ MISTAKES = {
     (
         "policy-loss",
         "Steady Loss",
-    ): "rlhf new: 'Steady Loss' cannot be a name: it is made of lower-case letters",
-    ("reward", "2fast"): "and starts with a letter, such as my-loss",
-    ("reward", "class"): "rlhf new: 'class' is a word of Python; choose another",
+    ): "rlhf new: 'Steady Loss' cannot be a name: use lower-case letters",
+    ("reward", "2fast"): "starting with a letter, such as my-loss",
+    ("reward", "class"): "rlhf new: 'class' is a keyword of Python; choose another",
     (
         "policy-loss",
         "dapo",
-    ): "rlhf new: policy loss 'dapo' is there already, by rlhf-grpo 0.1.0; choose another",
+    ): "rlhf new: policy loss 'dapo' exists already, in rlhf-grpo 0.1.0; choose another",
     ("logger", "grpo"): "rlhf new: a distribution rlhf-grpo is installed already; choose another name",
     ("logger", "full"): "rlhf new: rlhf-full exists already; give another with --dir, or delete it",
 }

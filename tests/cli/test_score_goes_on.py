@@ -67,7 +67,7 @@ def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, 
         commands.score(str(model), rows, tmp_path / "parts.jsonl")
         assert len(calls) == 4 - stop
         told = capsys.readouterr()
-        assert (f"going on after {3 * stop} rows" in told.err) == (stop > 0)
+        assert (f"resuming after {3 * stop} rows" in told.err) == (stop > 0)
         assert told.out == said
         assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
         (tmp_path / "parts.jsonl").unlink()

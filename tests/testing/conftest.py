@@ -20,7 +20,7 @@ def failures() -> Callable[..., dict[str, str]]:
             first, *lines = str(error).splitlines()
         else:
             return {}
-        assert re.search(r"breaks \d+ of the \d+ properties tried", first)
+        assert re.search(r"breaks \d+ of the \d+ properties checked", first)
         return dict(line.strip().split(": ", 1) for line in lines)
 
     return of
