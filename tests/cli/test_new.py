@@ -27,7 +27,7 @@ def name_of(kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a new package of every kind."""
+    """Write a new package of every kind into one directory."""
     directory = tmp_path_factory.mktemp("new")
     for kind in new.KINDS:
         new.write(kind, name_of(kind), directory / kind, bare().registry)
@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(sources: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they are installed, and two of the repository's examples with them."""
+    """Install them together with two of the repository's examples; return the directory."""
     work, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
     examples = [repository / "examples/plugins" / name for name in EXAMPLES]
     found: Path = packages.install([*sorted(sources.iterdir()), *examples], work, target)
@@ -71,7 +71,7 @@ def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> N
 
 
 def test_they_are_clean(sources: Path, repository: Path) -> None:
-    """Under this repository's rules; each decides by itself what belongs to it."""
+    """Check them with this repository's rules; each package sorts its own imports."""
     ruff = [sys.executable, "-m", "ruff"]
     rules = "E,F,W,I,UP,B,C4,SIM,RUF,PT,RET,PIE,N"
     for command in (

@@ -1,4 +1,4 @@
-"""`rlhf score` in parts: interrupted and continued, it writes what it writes at once."""
+"""`rlhf score` in parts: interrupted and resumed, it writes the same as in one go."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(tiny, tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of `score_ids`, of which the one numbered `calls.stop` is interrupted."""
+    """Record the calls of `score_ids`, and interrupt call number `calls.stop`."""
 
     class Calls(list):
         stop = None

@@ -39,7 +39,7 @@ def test_chain_runs_in_order_with_its_events(pipeline: Path, fake: ModuleType) -
     policy = results.stages["policy"]
     assert not policy.skipped
     assert policy.metrics["size"] == 3
-    # The seed is the pipeline's, or the stage's own; the input is what the reference names.
+    # The seed is the pipeline's or the stage's own; the input is the referenced artifact.
     assert (policy.artifacts["model"].path / "weights.txt").read_text() == "xxx7xxx3"
     assert results.stages["rm"].artifacts["model"].kind == "reward_model"
 
@@ -135,7 +135,7 @@ def test_watching_differently_is_no_change(pipeline: Path, fake: ModuleType) -> 
 
 
 def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType) -> None:
-    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)  # there is something to continue
+    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)  # a checkpoint to continue from
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, "rm.fail=error")
     assert fake.EVENTS[-3:] == [("start", "rm"), ("run", "rm"), ("end", "RunError")]
@@ -255,7 +255,7 @@ def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: 
     path = Path("runs/a/rm/stage.json")
     record = unsealed(path.read_bytes())
     record["versions"]["rlhf-core"] = "0.0.1"
-    del record["versions"]["rlhf-sft"]  # installed since: the stage has run without it
+    del record["versions"]["rlhf-sft"]  # installed since: the stage ran without it
     write_record(path.parent, record)
     with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now [^;]*$"):
         assert go(pipeline, fake).stages["rm"].skipped

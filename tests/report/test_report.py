@@ -1,4 +1,4 @@
-"""rlhf report and rlhf compare: what the pages hold, and how the commands end."""
+"""rlhf report and rlhf compare: the contents of the pages, and how the commands end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> N
 
 
 def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str, Any]]:
-    """Rows of fixed prompts; the rewards of one prompt's completions are v, v + 1, …"""
+    """Return rows of fixed prompts; a prompt's completions have rewards v, v + 1, …"""
     return [
         {
             "prompt": f"asked {i}",
@@ -183,7 +183,7 @@ def label(page: Any, id: str) -> str:
 
 
 def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
-    """(column, array) of every array in a Bokeh document."""
+    """Yield (column, array) of every array in a Bokeh document."""
     if isinstance(value, dict) and value.get("type") == "ndarray":
         raw = base64.b64decode(value["array"]["data"])
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw

@@ -1,4 +1,4 @@
-"""What rlhf report makes of a run directory, whole or half: states, times, curves, the picture of the pipeline."""
+"""Reading complete and partial run directories: states, times, curves, the picture of the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants: components with one defect, of which a kit must find that one and no other."""
+"""Mutants: components with one defect; a kit must find that defect and no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def failures() -> Callable[..., dict[str, str]]:
-    """{property: what was said} of a kit's call; empty where all hold."""
+    """Call a kit: {broken property: message}, empty if all hold."""
 
     def of(check: Callable[..., None], *given: Any, **options: Any) -> dict[str, str]:
         try:
