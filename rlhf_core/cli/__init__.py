@@ -1,4 +1,4 @@
-"""The command `rlhf`. Nothing heavy is imported before a command runs, so that `--help` is instant."""
+"""The command `rlhf`. It imports nothing heavy before a command runs, so that `--help` is instant."""
 
 from rlhf_core.cli.exits import BAD_INPUT as BAD_INPUT
 from rlhf_core.cli.exits import DONE as DONE

@@ -1,4 +1,4 @@
-"""`python -m rlhf_core.cli`: the command `rlhf`, where it is not on the path."""
+"""Run the command `rlhf` as `python -m rlhf_core.cli`, where it is not on the path."""
 
 from rlhf_core.cli import main
 

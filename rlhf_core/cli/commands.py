@@ -1,4 +1,4 @@
-"""What the commands other than run and train do, and print."""
+"""Run the commands other than `run` and `train`, and print their results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(
 ) -> None:
     """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
 
-    devices: how many memory is told for, each; None: memory in all.
+    devices: number of devices to forecast memory for, per device; None: memory in total.
     """
     from rlhf_core.pipeline import stage_requests
     from rlhf_core.stage.record import StageRecord
@@ -46,13 +46,15 @@ def check(
     requests = stage_requests(planned, host)
     records: dict[str, StageRecord] = {}
     try:
-        records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in requests}
+        records = {
+            request.name: StageRecord(request.dir, request.name, fix=request.fix) for request in requests
+        }
         problems += refusals(requests, records)
     except InputError as error:
         problems += error.problems
     if not problems:
         words = {"new": "runs", "running": "continues", "done": "done, skipped"}
-        states = {each.name: words[records[each.name].settle(each.now)] for each in requests}
+        states = {request.name: words[records[request.name].settle(request.now)] for request in requests}
     mesh = None
     if devices is not None:
         from rlhf_core.mesh import planned_mesh
@@ -62,7 +64,7 @@ def check(
         except InputError as error:
             problems += error.problems
     try:
-        said = stage_forecasts(planned, host, mesh=mesh)
+        forecasts = stage_forecasts(planned, host, mesh=mesh)
     except InputError as error:
         problems = [*error.problems, *problems]
     if problems:
@@ -72,13 +74,13 @@ def check(
     table.add_column(overflow="fold")
     for stage in planned.stages:
         lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
-        table.add_row(stage.name, "\n".join([*lines, *said[stage.name].printed()]))
+        table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
     echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
     show(table)
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
-    """Print every distribution in the entry-point group `rlhf`, its state and what it registered."""
+    """Print every distribution in the entry-point group `rlhf`, its state and its components."""
     host = plugin_loading.load(files=list(files))
     if as_json:
         echo(json.dumps([dataclasses.asdict(info) for info in host.plugins], indent=2, default=str))
@@ -87,12 +89,12 @@ def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
     for column in ("distribution", "version", "state", "registers"):
         table.add_column(column, overflow="fold")
     for info in host.plugins:
-        table.add_row(info.distribution or info.name, info.version or "", info.state, _registered(info))
+        table.add_row(info.distribution or info.name, info.version or "", info.state, _components_text(info))
     show(table)
 
 
 def new(kind: str, name: str, directory: Path | None) -> None:
-    """Write a package for a component, and say what to type next."""
+    """Write a package for a component, and print what to type next."""
     from rlhf_core.cli.new import KINDS, write
 
     written = write(kind, name, directory, plugin_loading.load().registry)
@@ -103,7 +105,7 @@ def new(kind: str, name: str, directory: Path | None) -> None:
 
 
 def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] = ()) -> None:
-    """Write a model for other tools, and say what and where."""
+    """Export a model for other tools, and print what was written where."""
     from rlhf_core import runtime
     from rlhf_core.cli.export import export as export_model
 
@@ -121,7 +123,7 @@ def profile(
     chat_template: str | None,
     plugins: Sequence[Path] = (),
 ) -> None:
-    """Print what a dataset holds, in tokens of the tokenizer or of the model's, else in characters."""
+    """Print a dataset's profile, with lengths in tokens of the tokenizer or model, else in characters."""
     from rlhf_core import data
     from rlhf_core.data import summary as profiling
     from rlhf_core.tokenizer import load_tokenizer
@@ -131,11 +133,11 @@ def profile(
     source = model if tokenizer is None else tokenizer
     loaded = None if source is None else load_tokenizer(source)
     records = data.load(file, registry=plugin_loading.load(files=plugins).registry)
-    found = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
-    show(profiling.render(found))
+    summary = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
+    show(profiling.render(summary))
 
 
-def _registered(info: PluginInfo) -> str:
+def _components_text(info: PluginInfo) -> str:
     if info.error:
         return str(info.error)
     return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in info.components.items())

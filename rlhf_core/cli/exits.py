@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and the one message that says why."""
+"""End a command with its exit code and one message that says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Run a command and exit: 0 done, 1 it failed, 2 bad input or configuration, 75 stopped with its state saved."""
+    """Run a command and exit: 0 done, 1 failed, 2 bad input or configuration, 75 stopped with its state saved."""
     warned: list[str] = []
     warnings.showwarning = functools.partial(_show_warning, warned)
     code, message = _attempt(command, warned)
@@ -31,10 +31,10 @@ def run(command: Callable[[], Any]) -> None:
 
 
 def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, str]:
-    """The command's exit code, and what is to be said of it. In a job of one an unforeseen error is raised."""
+    """Run a command; return its exit code and message. In a single process, unexpected errors are raised."""
     try:
         command()
-    except SystemExit as ended:  # typer's end of a command, also of a good one
+    except SystemExit as ended:  # typer raises it after success, too
         return (ended.code if isinstance(ended.code, int) else int(bool(ended.code))), ""
     except InputError as error:
         return BAD_INPUT, _without(warned, str(error))
@@ -52,8 +52,8 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
 
 
 def _for_reader(message: str) -> str:
-    """A message without this process's secrets, and with control characters shown."""
-    from rlhf_core.config.secrets import scrub  # pydantic is not imported before a command needs it
+    """Remove this process's secrets from a message and escape control characters."""
+    from rlhf_core.config.secrets import scrub  # imports pydantic, which `--help` does not need
     from rlhf_core.runtime.terminal import visible
 
     return visible(scrub(message))
@@ -65,7 +65,7 @@ def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any)
 
 
 def _without(warned: Sequence[str], message: str) -> str:
-    """A message that quotes a warning, such as why a plugin failed, points at it: it was shown just before."""
-    for said in warned:
-        message = message.replace(f" {said}", "\0")
+    """Replace quoted warnings in a message, such as why a plugin failed, by a reference: they were just shown."""
+    for warning in warned:
+        message = message.replace(f" {warning}", "\0")
     return re.sub("\0+", " See the warning above.", message)

@@ -1,4 +1,4 @@
-"""A model as a directory that other tools open."""
+"""Export a model to a directory that other tools can open."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-"""How files end that hold tensors, which are compared by name."""
+"""Suffixes of files with tensors, which are compared by name."""
 
 
 def export(model: str, directory: Path, *, registry: Registry, merge: bool = False) -> str:
     """Write `model`, an artifact, a directory or a hub name, to a new directory in Hugging Face layout.
 
-    A model with adapters is written as these alone in PEFT's layout, or with `merge` as the whole model that they make.
-    Returns what was written and what of the source was not, in words. Raises InputError where the directory holds
-    something already, or there is nothing to merge; RunError where the disk is full or not writable, with nothing left.
+    Of a model with adapters, only the adapters are written, in PEFT's layout, or the merged model if `merge`.
+    Returns a text: what was written, and what of the source was left out. Raises InputError if the directory is not
+    empty or there is nothing to merge; RunError, leaving no files, if the disk is full or not writable.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"{directory} exists already: give a new directory")
@@ -45,17 +45,17 @@ def export(model: str, directory: Path, *, registry: Registry, merge: bool = Fal
 
 
 def _left_out(source: Path, written: Path, model: Model) -> list[str]:
-    """Name the files of the source, and the tensors in its files, that were not written."""
-    there = {path.name for path in written.iterdir()}
-    files = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.name not in there]
+    """List the source's files and tensors that were not written."""
+    exported = {path.name for path in written.iterdir()}
+    files = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.name not in exported]
     names = [name for name in files if not name.endswith(WEIGHTS) and not name.startswith(".")]
     if all(
         any((place / name).is_file() for name in ("model.safetensors", INDEX)) for place in (source, written)
     ):
-        # A tied head, and a table that the config determines, say nothing that is not in the other tensors.
-        says_nothing = ["rotary_emb.inv_freq", *(["lm_head.weight"] if _tied(model) else [])]
-        lost = sorted(set(open_weights(source)) - set(open_weights(written)))
-        names += [name for name in lost if not name.endswith(tuple(says_nothing))]
+        # A tied head and a table computed from the config are redundant.
+        redundant = ["rotary_emb.inv_freq", *(["lm_head.weight"] if _tied(model) else [])]
+        missing = sorted(set(open_weights(source)) - set(open_weights(written)))
+        names += [name for name in missing if not name.endswith(tuple(redundant))]
     return names
 
 

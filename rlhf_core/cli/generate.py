@@ -1,4 +1,4 @@
-"""The command `rlhf generate`: completions of prompts, as the policy would be sampled in training."""
+"""The command `rlhf generate`: sample completions of prompts as training would."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def generate(
     raw: bool = False,
     plugins: Sequence[Path] = (),
 ) -> None:
-    """Sample completions of the prompts given as text, or of the rows of `file`.
+    """Sample completions of `prompts`, or of the rows of `file`.
 
-    A text given as prompt is what a user says, where the model has a chat template; raw: it is the prompt itself.
-    chat_template_kwargs: variables for the template, to which those of a row are added.
+    If the model has a chat template, a prompt's text becomes a user message; raw: it is the prompt itself.
+    chat_template_kwargs: variables for the template; a row's own are added.
     """
     if (file is None) == (not prompts):
         raise InputError(
@@ -60,7 +60,7 @@ def generate(
     if problem := kwargs_problem(chat_template_kwargs or {}):
         raise InputError(f"--chat_template_kwargs {problem}")
     if stored_head(local_directory(model)) == "score":
-        raise InputError(f"{model} is a reward model, which writes nothing: rlhf score scores with it")
+        raise InputError(f"{model} is a reward model, which does not generate: use it with rlhf score")
     loaded = load_model(model, registry=registry)
     if loaded.tokenizer is None:
         raise InputError(
@@ -69,18 +69,18 @@ def generate(
     loaded = dataclasses.replace(
         loaded, tokenizer=with_template_and_stop_ids(loaded.tokenizer, chat_template, loaded.source)
     )
-    says = file is None and not raw and template_text(loaded.tokenizer) is not None
-    asked = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
+    chat = file is None and not raw and template_text(loaded.tokenizer) is not None
+    messages = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
     day = artifacts.recorded(local_directory(model)).get("template_date")
     encoded = data.encode_prompts(
-        data.load(asked) if says else as_prompts(records),
+        data.load(messages) if chat else as_prompts(records),
         loaded.tokenizer,
         max_prompt_length=max_prompt_length,
         overlong="truncate",
         chat_template=TextOptions(None, chat_template_kwargs or {}, day),
     )
     if encoded.report.untemplated and not raw:
-        warnings.warn(f"{model}: {encoded.report}; --raw says that it is meant so", stacklevel=2)
+        warnings.warn(f"{model}: {encoded.report}; give --raw if this is intended", stacklevel=2)
     sampler = Sampler(
         loaded.definition,
         SamplingOptions(**sampling),
@@ -92,18 +92,18 @@ def generate(
         tokenizer=loaded.tokenizer,
     )
     rollouts = sampler(loaded.params, encoded.ids, jax.random.key(seed))
-    said = [row[:length] for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)]
-    before = [
+    completions = [row[:length] for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)]
+    prefixes = [
         ids if isinstance(raw, str) else None
         for ids, raw in zip(encoded.ids, encoded.raw, strict=True)
         for _ in range(num_generations)
     ]
-    texts = continuations(loaded.tokenizer, before, said, sampling.get("stop_token_ids", ()))
-    if told := empty_warning(texts):
-        warnings.warn(f"{model}: {told}", stacklevel=2)
-    answered = [row for i, row in enumerate(records) if records.where(i) in set(encoded.places)]
+    texts = continuations(loaded.tokenizer, prefixes, completions, sampling.get("stop_token_ids", ()))
+    if warning := empty_warning(texts):
+        warnings.warn(f"{model}: {warning}", stacklevel=2)
+    encoded_rows = [row for i, row in enumerate(records) if records.where(i) in set(encoded.places)]
     rows = [
-        {**answered[i // num_generations], "completion": text, "finished": bool(rollouts.finished[i])}
+        {**encoded_rows[i // num_generations], "completion": text, "finished": bool(rollouts.finished[i])}
         for i, text in enumerate(texts)
     ]
     if file is None and output is None:

@@ -1,4 +1,4 @@
-"""The commands of `rlhf`, with their arguments and flags. Their work is in modules that are imported when one runs."""
+"""Declare the commands of `rlhf` with their arguments and flags; each imports its implementation when it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RunDirectory = Annotated[
 Devices = Annotated[
     int | None,
     typer.Option(
-        "--devices", min=1, metavar="N", help="Tell the memory of each of N devices; they need not be here."
+        "--devices", min=1, metavar="N", help="Forecast memory per device on N devices, which need not exist."
     ),
 ]
 Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
@@ -46,7 +46,7 @@ Page = Annotated[
         "-o",
         "--output",
         metavar="FILE.html",
-        help="Default: RUN/report.html; of several runs, compare.html here.",
+        help="Default: RUN/report.html; for several runs, compare.html here.",
     ),
 ]
 ComponentKind = Annotated[
@@ -54,7 +54,7 @@ ComponentKind = Annotated[
     typer.Argument(
         metavar="KIND",
         show_default=False,
-        help="policy-loss, pairwise-loss, advantage, reward, trainer or logger.",
+        help="policy-loss, pairwise-loss, advantage, reward, trainer, sampling-trainer or logger.",
     ),
 ]
 Template = Annotated[
@@ -64,12 +64,12 @@ Template = Annotated[
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{text!r} is no JSON object, such as '{{\"enable_thinking\": false}}'")
-    return found
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
+    return value
 
 
 TemplateKwargs = Annotated[
@@ -87,22 +87,22 @@ PromptRepeated = Annotated[
     ),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition_penalty", help="Above 1: fewer tokens that were there before.")
+    float, typer.Option("--repetition_penalty", help="Above 1: makes repeated tokens less likely.")
 ]
 StopStrings = Annotated[
-    list[str] | None, typer.Option("--stop_strings", metavar="TEXT", help="Ends a completion; repeatable.")
+    list[str] | None, typer.Option("--stop_strings", metavar="TEXT", help="End a completion; repeatable.")
 ]
 StopTokenIds = Annotated[
     list[int] | None, typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable.")
 ]
 Normalize = Annotated[
-    bool, typer.Option("--normalize", help="Less the mean and over the deviation on MODEL's evaluation data.")
+    bool, typer.Option("--normalize", help="Use mean and standard deviation of MODEL's evaluation scores.")
 ]
 Merge = Annotated[
-    bool, typer.Option("--merge", help="Adapters into the weights, in place of the adapters alone.")
+    bool, typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone.")
 ]
 CompletionLength = Annotated[int, typer.Option("--max_completion_length", min=1, help="Tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: the likeliest token.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most likely token.")]
 SequenceLength = Annotated[
     int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
 ]
@@ -113,7 +113,7 @@ TrainerName = Annotated[
 
 app = typer.Typer(
     name="rlhf",
-    help="Preference data into a better policy: SFT, reward models and RL as stages of one pipeline.",
+    help="Train a better policy from preference data: SFT, reward models and RL as stages of one pipeline.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -123,11 +123,11 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved.
+    """Run a command and exit: 0 done, 1 the run failed, 2 bad input or configuration, 75 stopped with its state saved.
 
-    130 after a second Ctrl-C. In a job of several processes all end with one code, and one of them says why.
+    130 after a second Ctrl-C. All processes of a job end with the same code, and one of them says why.
     """
-    # Before anything heavy is imported: a signal is kept until the run can stop without a loss.
+    # Before any heavy import: a signal waits until the run can stop without losing work.
     with stop_signals() if sys.argv[1:2] in (["run"], ["train"]) else nullcontext():
         exits.run(app)
 
@@ -157,7 +157,7 @@ def check(
     dir: RunDirectory = None,
     devices: Devices = None,
 ) -> None:
-    """Everything that is wrong with a pipeline, or what it would do. All at once, without a device."""
+    """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
     from rlhf_core.cli import commands
 
     commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir, devices=devices)
@@ -174,10 +174,10 @@ def train(
     context: typer.Context,
     trainer: TrainerName,
 ) -> None:
-    """One stage from flags. rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN
+    """Run one stage from flags. rlhf train TRAINER --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN
 
     The flags are the fields of the trainer's config: `rlhf train TRAINER --help` lists them. `--field value`,
-    `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are understood. Also --dir,
+    `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are accepted, as are --dir,
     --mesh.AXIS and --plugin FILE.py.
     """
     from rlhf_core.cli import train
@@ -196,7 +196,7 @@ def score(
     prompt_repeated: PromptRepeated = None,
     plugin: Plugins = None,
 ) -> None:
-    """Add a reward model's scores to rows. `score` to answers, chosen_score and rejected_score to pairs."""
+    """Add a reward model's scores to rows. `score` for completions, chosen_score and rejected_score for pairs."""
     from rlhf_core.cli import commands
 
     commands.score(
@@ -214,7 +214,7 @@ def export(
     merge: Merge = False,
     plugin: Plugins = None,
 ) -> None:
-    """Write MODEL for transformers, PEFT and vLLM. In Hugging Face layout, as they open it."""
+    """Export MODEL for transformers, PEFT and vLLM. In Hugging Face layout."""
     from rlhf_core.cli import commands
 
     commands.export(model, directory, merge=merge, plugins=plugin or ())
@@ -240,7 +240,7 @@ def generate(
     stop_strings: StopStrings = None,
     stop_token_ids: StopTokenIds = None,
     num_generations: Annotated[
-        int, typer.Option("--num_generations", min=1, help="Completions a prompt.")
+        int, typer.Option("--num_generations", min=1, help="Completions per prompt.")
     ] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     chat_template: Template = None,
@@ -248,7 +248,7 @@ def generate(
     raw: Raw = False,
     plugin: Plugins = None,
 ) -> None:
-    """Completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
+    """Sample completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
     from rlhf_core.cli import commands
 
     sampling: dict[str, Any] = {
@@ -281,14 +281,14 @@ def generate(
 def data(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A file, or the name of a `datasets` dataset.")],
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="DIR", help="Default: characters are counted.")
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Counts tokens; default: characters.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="With its tokenizer.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="Use its tokenizer.")] = None,
     max_sequence_length: SequenceLength = None,
     chat_template: Template = None,
     plugin: Plugins = None,
 ) -> None:
-    """What a dataset holds. Its format, lengths, what would be filtered, and which rows to look at."""
+    """Profile a dataset. Its format, its lengths, what would be filtered, and which rows to look at."""
     from rlhf_core.cli import commands
 
     commands.profile(
@@ -305,9 +305,11 @@ def data(
 def new(
     kind: ComponentKind,
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Such as my-loss.")],
-    dir: Annotated[Path | None, typer.Option("--dir", help="A new one; default: rlhf-NAME here.")] = None,
+    dir: Annotated[
+        Path | None, typer.Option("--dir", help="A new directory; default: rlhf-NAME here.")
+    ] = None,
 ) -> None:
-    """Write a package for a component of yours. It installs, and passes its tests; change it from there."""
+    """Write a package for your own component. It installs and passes its tests; change it from there."""
     from rlhf_core.cli import commands
 
     commands.new(kind, name, dir)
@@ -317,7 +319,7 @@ def new(
 def plugins(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None
 ) -> None:
-    """Every installed distribution and what it registers. With its version and state."""
+    """List every installed distribution and what it registers. With its version and state."""
     from rlhf_core.cli import commands
 
     commands.plugins(as_json=json, files=plugin or [])
@@ -331,7 +333,7 @@ def report(
     """Write one HTML page about a run. Curves, distributions, completions, timing, configuration."""
     from rlhf_core import report as reporting
 
-    _tell_page(reporting.report(run, output))
+    _print_page(reporting.report(run, output))
 
 
 @app.command()
@@ -341,13 +343,13 @@ def compare(
     ],
     output: Page = None,
 ) -> None:
-    """Write one HTML page about several runs. Their curves lie on top of each other."""
+    """Write one HTML page about several runs. It overlays their curves."""
     from rlhf_core import report as reporting
 
-    _tell_page(reporting.compare(runs, output))
+    _print_page(reporting.compare(runs, output))
 
 
-def _tell_page(path: Path) -> None:
+def _print_page(path: Path) -> None:
     from rlhf_core.runtime.terminal import echo
 
     echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")

@@ -1,4 +1,4 @@
-"""What commands write: rows to a file or to standard output."""
+"""Write rows to a file or to standard output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
 
 
 def row_text(row: Mapping[str, Any]) -> str:
-    """A row as a line of JSON."""
+    """Return a row as a line of JSON."""
     return json.dumps(row, ensure_ascii=False, default=_jsonable) + "\n"
 
 
@@ -33,12 +33,12 @@ def write_text(text: str) -> None:
 
 
 def for_reader(text: str) -> str:
-    """Data as it is for a program, and with control characters shown for a person at a terminal."""
+    """Escape control characters if standard output is a terminal; programs get the text unchanged."""
     return visible(text) if sys.stdout.isatty() else text
 
 
 def number(value: Any) -> float | None:
-    """JSON has no NaN: a row that could not be scored gets null."""
+    """Return a score, or None for NaN, which JSON lacks: a row that could not be scored gets null."""
     return None if math.isnan(value) else float(value)
 
 

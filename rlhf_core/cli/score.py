@@ -1,4 +1,4 @@
-"""`rlhf score`: rows with their scores, written as they are computed, so that an interrupted command goes on."""
+"""`rlhf score`: write scores as they are computed, so that an interrupted command can resume."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def score(
 ) -> None:
     """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
 
-    normalize: in standard deviations from the mean that the model's artifact has stored. prompt_repeated: whether
-    completions begin with their prompt; None: as in the data that the model was trained on.
+    normalize: whether scores are standard deviations from the mean, both stored in the model's artifact.
+    prompt_repeated: whether completions begin with their prompt; None: as in the model's training data.
     """
     from rlhf_core import data, runtime
     from rlhf_core.scoring import Scorer, warn_unread
@@ -53,7 +53,7 @@ def score(
         unfinished = Unfinished(output, _identity(scorer, records, settings), counts, scorer)
         done = unfinished.open()
         if counts.rows:
-            echo(f"{output}: going on after {counts.rows:,} rows that were scored before", err=True)
+            echo(f"{output}: resuming after {counts.rows:,} rows that were scored before", err=True)
         for part in scorer.score_parts(records, prompt_repeated=prompt_repeated, skip=done):
             unfinished.write(part, _lines(records, counts.rows, part))
         unfinished.finish()
@@ -65,29 +65,29 @@ def score(
 
 
 class Counts:
-    """What is said of all rows when they are scored."""
+    """Count rows, correct pairs and unread rows for the summary."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.pairs: tuple[int, int, int] | None = None
-        """Pairs whose chosen scored higher, that tied, and that were scored."""
+        """Pairs whose chosen completion scored higher, pairs that tied, and pairs scored."""
         self.unread: list[str] = []
 
     def add(self, part: ScoredPart) -> None:
         if "chosen_score" in part.scores:
             chosen, rejected = part.scores["chosen_score"], part.scores["rejected_score"]
-            found = (chosen > rejected).sum(), (chosen == rejected).sum(), np.isfinite(chosen).sum()
+            counts = (chosen > rejected).sum(), (chosen == rejected).sum(), np.isfinite(chosen).sum()
             before = self.pairs or (0, 0, 0)
-            self.pairs = tuple(a + int(b) for a, b in zip(before, found, strict=True))  # type: ignore[assignment]
+            self.pairs = tuple(a + int(b) for a, b in zip(before, counts, strict=True))  # type: ignore[assignment]
         self.unread += part.unread
         self.rows += len(next(iter(part.scores.values())))
 
 
 class Unfinished:
-    """The rows written so far, in a file beside the output, and in another beside that what going on needs."""
+    """Write rows to a hidden file beside the output, and the state needed to resume to another one."""
 
     def __init__(self, output: Path, identity: str, counts: Counts, scorer: Scorer) -> None:
-        """identity: of the rows, the model and the settings: of another one, nothing is gone on with."""
+        """identity: hash of the rows, model and settings; files with another one are not resumed."""
         self.output, self.identity, self.counts, self.scorer = output, identity, counts, scorer
         self.rows = output.with_name(f".{output.name}.unfinished")
         self.state = output.with_name(f".{output.name}.unfinished.json")
@@ -95,29 +95,29 @@ class Unfinished:
         self.file: Any = None
 
     def open(self) -> int:
-        """The parts that are there; begins anew where there are none of the same."""
+        """Return the number of parts already written; start over unless they have the same identity."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         size = 0
         with suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads(self.state.read_bytes())
-            if said["identity"] == self.identity and self.rows.stat().st_size >= said["bytes"]:
+            state = json.loads(self.state.read_bytes())
+            if state["identity"] == self.identity and self.rows.stat().st_size >= state["bytes"]:
                 from rlhf_core.packing.layout import Layout
 
                 layout: dict[str, Any] = {
                     name: tuple(value) if isinstance(value, list) else value
-                    for name, value in said["layout"].items()
+                    for name, value in state["layout"].items()
                 }
                 self.scorer.layout = Layout(**layout)
-                self.counts.rows, self.counts.unread = said["rows"], said["unread"]
-                self.counts.pairs = None if said["pairs"] is None else tuple(said["pairs"])
-                self.parts, size = said["parts"], said["bytes"]
+                self.counts.rows, self.counts.unread = state["rows"], state["unread"]
+                self.counts.pairs = None if state["pairs"] is None else tuple(state["pairs"])
+                self.parts, size = state["parts"], state["bytes"]
         self.file = open(self.rows, "r+b" if self.parts else "wb")  # noqa: SIM115
         self.file.truncate(size)
         self.file.seek(size)
         return self.parts
 
     def write(self, part: ScoredPart, lines: Sequence[str]) -> None:
-        """Add a part, which is on the disk before it is said to be there."""
+        """Add a part; flush its rows to disk before the state that counts them."""
         from rlhf_core.artifacts import write_atomic
 
         self.file.write("".join(lines).encode())
@@ -125,9 +125,9 @@ class Unfinished:
         os.fsync(self.file.fileno())
         self.parts += 1
         self.counts.add(part)
-        if self.scorer.layout is None:  # nothing could be read so far
+        if self.scorer.layout is None:  # no row could be scored so far
             return
-        said: Mapping[str, Any] = {
+        state: Mapping[str, Any] = {
             "identity": self.identity,
             "parts": self.parts,
             "bytes": self.file.tell(),
@@ -136,7 +136,7 @@ class Unfinished:
             "unread": self.counts.unread,
             "layout": self.scorer.layout._asdict(),
         }
-        write_atomic(self.state, json.dumps(said))
+        write_atomic(self.state, json.dumps(state))
 
     def finish(self) -> None:
         self.file.close()
@@ -153,17 +153,17 @@ def _lines(records: Records, start: int, part: ScoredPart) -> list[str]:
 
 
 def _identity(scorer: Scorer, records: Records, settings: Sequence[Any]) -> str:
-    """Of all that decides the scores: the files of the model by name, size and time."""
+    """Hash everything that decides the scores; the model's files count by name, size and time."""
     import jax
 
     from rlhf_core import artifacts
     from rlhf_core.data.source import digest
 
-    place = scorer.model.source
+    source = scorer.model.source
     files: list[Any] = []
-    if place is not None and Path(place).is_dir():
-        stats = [(path.name, path.stat()) for path in sorted(Path(place).iterdir()) if path.is_file()]
+    if source is not None and Path(source).is_dir():
+        stats = [(path.name, path.stat()) for path in sorted(Path(source).iterdir()) if path.is_file()]
         files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     devices = [device.device_kind for device in jax.devices()]
-    said = [files, settings, scorer.contract.to_dict(), devices, artifacts.versions()]
-    return digest(records.fingerprint, json.dumps(said, default=str, sort_keys=True))
+    facts = [files, settings, scorer.contract.to_dict(), devices, artifacts.versions()]
+    return digest(records.fingerprint, json.dumps(facts, default=str, sort_keys=True))

@@ -1,4 +1,4 @@
-"""`rlhf train`: flags into a pipeline of one stage."""
+"""`rlhf train`: turn flags into a pipeline of one stage, and run it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NUMBER = re.compile(r"-\.?\d")
 
 
 def train(trainer: str, arguments: Sequence[str]) -> None:
-    """Run one stage from flags, or print the flags there are.
+    """Run one stage from flags, or print the available flags.
 
-    Raises InputError for what is no flag, a flag without a value, and everything a pipeline's plan finds.
+    Raises InputError for an argument that is not a flag, a flag without a value, and every problem of the plan.
     """
     flags = list(_flags(arguments))
     if not any(key in ("help", "h") for key, _ in flags):
@@ -44,10 +44,10 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
 def pipeline_from_flags(
     trainer: str, config: type[TrainerConfig], flags: Sequence[tuple[str, str | None]]
 ) -> PipelineFile:
-    """The pipeline that (field, value) pairs mean; a value is None for a bare flag.
+    """Build a pipeline from (field, value) pairs; a bare flag has the value None.
 
-    Its stage has the trainer's name and its paths are relative to the current directory. `dir`, where it is
-    not given, is `save_directory`, or runs/TRAINER. A field given several times is a list.
+    The stage is named after the trainer, and paths are relative to the current directory. `dir` defaults to
+    `save_directory`, else to runs/TRAINER. A field given several times is a list.
     """
     kinds = {field.name: field.type for field in fields(config)} | {"use_wandb": FLAG}
     directory = dict(flags).get("save_directory") or f"runs/{trainer}"
@@ -73,7 +73,7 @@ def pipeline_from_flags(
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(field, value) of `--field value`, `--field=value`, `--some-field` and a bare `--flag`: value None."""
+    """Yield (field, value) of `--field value`, `--field=value`, `--some-field`, or a bare `--flag`, value None."""
     position = 0
     while position < len(arguments):
         word = arguments[position]
@@ -96,16 +96,16 @@ def _is_value(word: str) -> bool:
 
 
 def _put(stage: dict[str, Any], key: str, value: Any, *, again: bool, many: bool) -> list[str]:
-    """Set a dotted field; the problems with that."""
+    """Set a dotted field; return the problems."""
     *tables, last = key.split(".")
     inner = stage
     for name in tables:
-        held = inner.setdefault(name, {})
-        if isinstance(held, str):
-            held = inner[name] = {"name": held}
-        if not isinstance(held, dict):
+        table = inner.setdefault(name, {})
+        if isinstance(table, str):
+            table = inner[name] = {"name": table}
+        if not isinstance(table, dict):
             return [f"--{key}: --{name} already has a value that is not a table"]
-        inner = held
+        inner = table
     if not again:
         if isinstance(inner.get(last), Mapping) and isinstance(value, str):
             inner[last]["name"] = value  # --loss.epsilon 0.1 came before --loss dapo

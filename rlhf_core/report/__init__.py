@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run, or about several."""
+"""Write a self-contained HTML page about one run or several."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rlhf_core.runtime.files import require_writable
 
 
 def report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write the page of one run; where it is, by default RUN/report.html.
+    """Write the page of one run; return its path, by default RUN/report.html.
 
-    Raises InputError where `run` is no run directory, or the library that draws is not installed.
+    Raises InputError if `run` is not a run directory, or bokeh is not installed.
     """
     _require_library("report")
     from rlhf_core.report.pages import page
 
     require_writable(None if output is None else Path(output))
-    found = read_run(run)
-    path = found.dir / "report.html" if output is None else Path(output)
-    write_atomic(path, page(found).encode("utf-8", "replace"))  # a text may hold half a character
+    record = read_run(run)
+    path = record.dir / "report.html" if output is None else Path(output)
+    write_atomic(path, page(record).encode("utf-8", "replace"))  # a text may hold half a character
     return path
 
 
 def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write one page with the curves of several runs on top of each other; where it is, by default compare.html.
+    """Write a page that overlays the curves of several runs; return its path, by default compare.html.
 
-    Raises InputError as `report` does, and for fewer than two runs.
+    Raises InputError like `report`, and for fewer than two runs.
     """
     _require_library("compare")
     if len(runs) < 2:

@@ -1,4 +1,4 @@
-"""Charts as Bokeh documents in JSON, which the page draws when they come into view."""
+"""Build charts as Bokeh documents in JSON, which the page draws when they come into view."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER = "Other metrics"
 
 @dataclass(frozen=True)
 class Kind:
-    """One chart. names: of its metrics, `*` for any; each may have `eval_` in front. log: drawn on a log axis."""
+    """One kind of chart. names: patterns of its metrics, with or without `eval_`. log: use a log axis."""
 
     group: str
     title: str
@@ -42,14 +42,16 @@ class Kind:
 KINDS = (
     Kind("Loss and gradient", "Loss", ("loss",)),
     Kind("Loss and gradient", "Gradient norm, before clipping", ("grad_norm",)),
-    Kind("Loss and gradient", "Entropy, nats a token", ("entropy",)),
+    Kind("Loss and gradient", "Entropy, nats per token", ("entropy",)),
     Kind("Reward", "Reward, mean of completions", ("reward", "rewards/*/mean")),
     Kind("Reward", "Reward, standard deviation", ("reward_std", "reward_std_all", "rewards/*/std")),
     Kind("Reward", "Share of groups whose rewards are all equal", ("frac_reward_zero_std",)),
-    Kind("Reward", "Calls of a reward that failed", ("rewards/*/failed",)),
+    Kind("Reward", "Failed calls of a reward", ("rewards/*/failed",)),
     Kind("Reward", "Implicit reward", ("rewards/chosen", "rewards/rejected")),
     Kind("Reward", "Log-probability of a completion, nats", ("logps/chosen", "logps/rejected")),
-    Kind("Reward", "Scores of the pairs: least, mean, largest", ("min_reward", "mean_reward", "max_reward")),
+    Kind(
+        "Reward", "Scores of the pairs: smallest, mean, largest", ("min_reward", "mean_reward", "max_reward")
+    ),
     Kind("Reward", "Scores of the pairs: mean", ("chosen/mean", "rejected/mean")),
     Kind("Reward", "Scores of the pairs: standard deviation", ("chosen/std", "rejected/std")),
     Kind("Reward", "Scores of the pairs: extremes", ("chosen/m??", "rejected/m??")),
@@ -63,26 +65,26 @@ KINDS = (
     Kind("Accuracy and calibration", "Calibration error", ("calibration_error",)),
     Kind(
         "Accuracy and calibration",
-        "What length alone tells",
+        "Length as a predictor",
         ("length_correlation", "longer_wins_accuracy", "longer_wins_ties"),
     ),
     Kind("Accuracy and calibration", "Pass rate", ("pass@*",)),
-    Kind("Clip and KL", "KL to the reference, nats a token", ("kl",)),
+    Kind("Clip and KL", "KL to the reference, nats per token", ("kl",)),
     Kind("Clip and KL", "Share of tokens clipped", ("clip_ratio/*",)),
     Kind("Clip and KL", "Sampler against trainer, nats", ("sampling/logp_difference_*",), log=True),
     Kind("Clip and KL", "Importance ratio of the sampler", ("sampling/importance_ratio_*",)),
     Kind("Lengths", "Completion length, tokens", ("completions/*length",)),
-    Kind("Lengths", "Share of completions cut at the limit", ("completions/clipped_ratio",)),
+    Kind("Lengths", "Share of completions truncated at the limit", ("completions/clipped_ratio",)),
     Kind("Schedule", "Learning rate", ("learning_rate",)),
-    Kind("Throughput", "Tokens a second", ("tokens_per_second",)),
-    Kind("Throughput", "Seconds an update", ("step_time", "time/*")),
-    Kind("Throughput", "Sampled tokens a second", ("rollout/tokens_per_second",)),
-    Kind("Throughput", "Share of slots that hold a token", ("useful_fraction",)),
+    Kind("Throughput", "Tokens per second", ("tokens_per_second",)),
+    Kind("Throughput", "Seconds per update", ("step_time", "time/*")),
+    Kind("Throughput", "Sampled tokens per second", ("rollout/tokens_per_second",)),
+    Kind("Throughput", "Share of slots with a token", ("useful_fraction",)),
     Kind("Throughput", "Dynamic sampling", ("dynamic_sampling/*",)),
     Kind("Throughput", "Memory, bytes", ("memory/*",)),
 )
 COUNTERS = ("num_tokens", "epoch")
-"""Straight lines by what they are: told in the summary, not drawn."""
+"""Metrics that grow linearly: shown in the summary, not drawn."""
 
 KEY = (
     "loss",
@@ -103,7 +105,7 @@ KEY = (
     "tokens_per_second",
     "step_time",
 )
-"""What the short table shows, in this order."""
+"""Metrics of the short table, in this order."""
 
 
 def base(name: str) -> str:
@@ -111,26 +113,26 @@ def base(name: str) -> str:
 
 
 def charts(names: Iterable[str]) -> list[tuple[Kind, list[str]]]:
-    """Every chart that has metrics among `names`, in the order of the groups; unknown ones, one chart each, last."""
+    """Group metrics into charts, in the order of KINDS; unknown metrics get a chart each, at the end."""
     left = [name for name in names if base(name) not in COUNTERS]
-    found: list[tuple[Kind, list[str]]] = []
+    grouped: list[tuple[Kind, list[str]]] = []
     for kind in KINDS:
-        if own := _ordered(left, kind.names):
-            found.append((kind, own))
-            left = [name for name in left if name not in own]
+        if matching := _ordered(left, kind.names):
+            grouped.append((kind, matching))
+            left = [name for name in left if name not in matching]
     others: dict[str, list[str]] = {}
     for name in left:
         others.setdefault(base(name), []).append(name)
-    return found + [(Kind(OTHER, name, (name,)), own) for name, own in others.items()]
+    return grouped + [(Kind(OTHER, name, (name,)), metrics) for name, metrics in others.items()]
 
 
 def key_metrics(names: Iterable[str]) -> list[str]:
-    """The metrics of the short table, most telling first, without `eval_` in front."""
+    """Return the metrics of the short table, the most important first, without `eval_`."""
     return list(dict.fromkeys(base(name) for name in _ordered(names, KEY)))
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, in words a table can hold: 0.9993, 9,709, 3.0e-04."""
+    """Format a number for a table, with four significant digits: 0.9993, 9,709, 3.00e-04."""
     if value is None:
         return "–"
     size = abs(value)
@@ -142,7 +144,7 @@ def number(value: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """41 s, 2 min 11 s, 3 h 05 min."""
+    """Format seconds as 41 s, 2 min 11 s or 3 h 05 min."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -152,7 +154,7 @@ def clock(seconds: float) -> str:
 
 
 def flat(value: object, key: str = "") -> Mapping[str, object]:
-    """{dotted path: leaf} of a configuration."""
+    """Return {dotted path: leaf} of a configuration."""
     if isinstance(value, Mapping) and value:
         items = [(f"{key}.{k}" if key else str(k), v) for k, v in value.items()]
     elif isinstance(value, list | tuple) and value:
@@ -163,7 +165,7 @@ def flat(value: object, key: str = "") -> Mapping[str, object]:
 
 
 def _ordered(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
-    """Those that a pattern fits, by pattern; `eval_` after what it is in front of."""
+    """Return the names that match a pattern, in the order of the patterns; `eval_NAME` follows NAME."""
     ranks = [
         (rank, base(name), name.startswith(EVAL), name)
         for name in names
@@ -176,12 +178,12 @@ HEIGHT = 220
 BINS = 30
 STROKE, FILL, BOTH, QUIET = "stroke", "fill", "both", "quiet"
 FEW = 60
-"""Points that are marked, so that a line of few of them shows where it was measured."""
+"""Most points to mark, so that a line of few points shows where it was measured."""
 
 
 @dataclass(frozen=True)
 class Legend:
-    """One line of a chart. colour: its place in the page's palette. value: the last, as text."""
+    """One line of a chart. colour: its index in the page's palette. value: the last value, as text."""
 
     label: str
     colour: int
@@ -191,9 +193,9 @@ class Legend:
 
 @dataclass(frozen=True)
 class Chart:
-    """item: what `Bokeh.embed.embed_item` takes. x: what the horizontal axis counts. note: a line below it.
+    """A chart. item: input of `Bokeh.embed.embed_item`. x: unit of the horizontal axis. note: a line below the chart.
 
-    smooths: whether the page's slider acts on it. percent: whether its values are read as such.
+    smooths: whether the page's slider smooths it. percent: whether its values are percentages.
     """
 
     id: str
@@ -218,11 +220,11 @@ class Line:
 
 
 def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bool = False) -> Chart:
-    """Metrics over updates: what was logged, faint, and its mean, which the page smooths."""
+    """Draw metrics over updates: the logged values, faint, and their means, which the page smooths."""
     log = log and all(line.points.values.min() > 0 for line in drawn)
     fig = _figure(id, log=log)
     missing = sum(line.points.missing for line in drawn)
-    for i, line in reversed(list(enumerate(drawn))):  # the first lies on top
+    for i, line in reversed(list(enumerate(drawn))):  # the first is drawn on top
         thin = draw(line.points, stretches)
         dash = "dashed" if line.dashed else "solid"
         raw = _source(x=thin.line_x, y=thin.line_y)
@@ -232,21 +234,21 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
         if len(thin.line_x) <= FEW:
             _add(fig, raw, glyphs.Scatter(x="x", y="y", size=4, line_color=None), FILL, line.colour)
     low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
-    if low == high and not log:  # else it would lie in the middle of a span of two
+    if low == high and not log:  # Bokeh would centre it in a range of 2
         fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
-    told = (
+    summaries = (
         f"{line.label}: {number(line.points.values[0])} at update {line.points.steps[0]:.0f}, "
         f"{number(line.points.values[-1])} at update {line.points.steps[-1]:.0f}"
         for line in drawn
     )
     note = f"{missing} logged value{'s' * (missing > 1)} not finite, not drawn." if missing else ""
-    return Chart(id, title, "update", legend, json_item(fig), note, "; ".join(told), smooths=True)
+    return Chart(id, title, "update", legend, json_item(fig), note, "; ".join(summaries), smooths=True)
 
 
 def band(id: str, title: str, spread: Spread) -> Chart:
-    """Percentiles of a quantity over updates."""
+    """Draw percentiles of a quantity over updates."""
     fig = _figure(id)
     x, columns = spread.updates, spread.percentiles.T
     for low, high, alpha in ((0, 4, 0.15), (1, 3, 0.25)):
@@ -263,17 +265,17 @@ def band(id: str, title: str, spread: Spread) -> Chart:
 
 
 def histogram(id: str, title: str, x: str, parts: Mapping[str, NDArray[Any]]) -> Chart:
-    """Values of several groups, in bins they share, as shares of their group."""
+    """Draw a histogram of several groups in common bins, as shares of each group."""
     together = np.concatenate(list(parts.values()))
     edges = np.histogram_bin_edges(together, BINS)
     whole = together.size and np.all(together == np.round(together)) and np.ptp(together) <= 2 * BINS
-    if whole:  # of whole numbers, each has a bin of its own
+    if whole:  # one bin per integer
         edges = np.arange(together.min() - 0.5, together.max() + 1)
     return bars(id, title, x, edges, {name: np.histogram(v, edges)[0] for name, v in parts.items()})
 
 
 def bars(id: str, title: str, x: str, edges: NDArray[Any], counts: Mapping[str, NDArray[Any]]) -> Chart:
-    """Histograms as shares of their group. edges: [bins + 1]; counts: {group: [bins]}."""
+    """Draw histograms as shares of each group. edges: [bins + 1]; counts: {group: [bins]}."""
     fig = _figure(id, percent=True)
     fig.y_range.start = 0
     legend = []
@@ -294,7 +296,7 @@ def bars(id: str, title: str, x: str, edges: NDArray[Any], counts: Mapping[str, 
 
 
 def reliability(id: str, title: str, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> Chart:
-    """Share of pairs that are right over the confidence, a point a bin as large as its pairs; the dashes are ideal."""
+    """Draw accuracy over confidence, one point per bin, sized by its pairs; the dashed line is ideal."""
     fig = _figure(id, percent=True)
     fig.xaxis.formatter = _percent()
     ideal = _source(x=np.array([0.5, 1.0]), y=np.array([0.5, 1.0]))
@@ -351,16 +353,16 @@ def _percent() -> Any:
 
 
 def _readout(fig: figure, id: str) -> None:
-    """What follows the pointer or the arrow keys: a line across, and a mark on every series."""
+    """Add a cursor that follows the pointer or arrow keys: a vertical line, and a mark on every series."""
     fig.add_layout(Span(dimension="height", location=0, visible=False, line_width=1, name=f"{id}/cursor"))
     here = ColumnDataSource(name=f"{id}/here", data={"x": [], "y": [], "colour": []})
     _add(fig, here, glyphs.Scatter(x="x", y="y", size=8, fill_color="colour", line_color=None))
 
 
 def _add(fig: figure, source: ColumnDataSource, glyph: Any, kind: str = "none", colour: int = 0) -> None:
-    """As `fig.line` and its like do, without the copies for selected and muted glyphs, which nothing here needs.
+    """Add a glyph without the copies for selected and muted glyphs that `fig.line` makes.
 
-    kind, colour: what the page's script paints in which colour of the page.
+    kind, colour: which part the page's script paints, and in which of the page's colours.
     """
     glyph.tags = [kind, colour]
     fig.renderers.append(GlyphRenderer(data_source=source, glyph=glyph))

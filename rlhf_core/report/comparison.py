@@ -1,4 +1,4 @@
-"""The page of several runs: the same metric of the same stage in one chart, a colour a run."""
+"""Build the page of several runs: one chart per metric of a stage, one colour per run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhf_core.report.pages import LEAST, Page, in_order, machine, render, slug,
 from rlhf_core.report.run_reader import Run, StageRun
 
 PLACES = {"dir", "model.tokenizer", "train_data", "eval_data"}
-"""Fields that name places, which differ from run to run without a difference in what is computed."""
+"""Fields with paths, which differ between runs that compute the same."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A stage in every run that has it. last: (metric, [value of each run, None where it has none]).
+    """A stage in all runs. last: (metric, [each run's last value, None without one]).
 
     differences: (field, [its value in each run]).
     """
@@ -32,7 +32,7 @@ class Compared:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page as HTML. Runs are told apart by the end of their paths."""
+    """Return the page as HTML. Runs are named by the ends of their paths."""
     made = Page(problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems])
     labels = names([run.dir.as_posix() for run in runs])
     stages = list(dict.fromkeys(stage.name for run in runs for stage in run.stages))
@@ -42,8 +42,8 @@ def page(runs: Sequence[Run]) -> str:
     cut = stretches(curves)
     compared: list[Compared] = []
     for name in stages:
-        own = [next((stage for stage in run.stages if stage.name == name), None) for run in runs]
-        compared.append(_compared(name, own, labels, made, cut, [each.id for each in compared]))
+        stage_runs = [next((stage for stage in run.stages if stage.name == name), None) for run in runs]
+        compared.append(_compare_stage(name, stage_runs, labels, made, cut, [stage.id for stage in compared]))
     longest = max((len(p.steps) for run in runs for s in run.stages for p in s.metrics.values()), default=0)
     return render(
         "compare.html.j2",
@@ -57,7 +57,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def names(paths: Sequence[str]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart; numbered where the same path is given twice."""
+    """Return the shortest path endings that differ; numbered if the same path is given twice."""
     parts = [path.strip("/").split("/") for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         short = ["/".join(part[-count:]) for part in parts]
@@ -66,49 +66,49 @@ def names(paths: Sequence[str]) -> list[str]:
     return [name if short.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(short, 1)]
 
 
-def _compared(
-    name: str, own: list[StageRun | None], labels: list[str], made: Page, cut: int, taken: list[str]
+def _compare_stage(
+    name: str, runs: list[StageRun | None], labels: list[str], made: Page, cut: int, taken: list[str]
 ) -> Compared:
     id = slug(f"stage-{name}", taken)
-    there = [stage for stage in own if stage is not None]
-    metrics = list(dict.fromkeys(metric for stage in there for metric in stage.metrics))
-    found: dict[str, list[Chart]] = {}
+    existing = [stage for stage in runs if stage is not None]
+    metrics = list(dict.fromkeys(metric for stage in existing for metric in stage.metrics))
+    groups: dict[str, list[Chart]] = {}
     count = 0
     for kind, together in charts.charts(metrics):
         for metric in together:
             drawn = [
                 Line(label, stage.metrics[metric], colour)
-                for colour, (label, stage) in enumerate(zip(labels, own, strict=True))
+                for colour, (label, stage) in enumerate(zip(labels, runs, strict=True))
                 if stage is not None and metric in stage.metrics and len(stage.metrics[metric].steps) >= LEAST
             ]
             if drawn:
                 title = kind.title if together == [metric] else metric
                 chart = lines(f"{id}-{count}", title, drawn, cut, log=kind.log)
-                found.setdefault(kind.group, []).append(made.add(chart))
+                groups.setdefault(kind.group, []).append(made.add(chart))
                 count += 1
     last = [
         (
             metric,
             tuple(
                 None if s is None or metric not in s.metrics else float(s.metrics[metric].values[-1])
-                for s in own
+                for s in runs
             ),
         )
         for key in charts.key_metrics(metrics)
         for metric in (key, charts.EVAL + key)
         if metric in metrics
     ]
-    ordered = tuple((title, tuple(charts)) for title, charts in in_order(found))
-    return Compared(name, id, tuple(own), tuple(last), tuple(_differences(own)), ordered)
+    ordered = tuple((title, tuple(charts)) for title, charts in in_order(groups))
+    return Compared(name, id, tuple(runs), tuple(last), tuple(_differences(runs)), ordered)
 
 
-def _differences(own: Sequence[StageRun | None]) -> list[tuple[str, tuple[str, ...]]]:
-    """Fields of the configuration, and the seed, that are not the same in all runs; of places, the last part counts."""
+def _differences(runs: Sequence[StageRun | None]) -> list[tuple[str, tuple[str, ...]]]:
+    """List configuration fields, and the seed, that differ between runs; of paths, only the last part counts."""
     configs = [
         {}
         if s is None
         else {"seed": s.record.get("seed"), "trainer": s.trainer, **charts.flat(_without_seed(s))}
-        for s in own
+        for s in runs
     ]
     fields = dict.fromkeys(field for config in configs for field in config)
     rows = []
@@ -129,5 +129,5 @@ def _written(value: object) -> str:
 
 
 def _without_seed(stage: StageRun) -> dict[str, object]:
-    """The stage's own `seed` is empty where the pipeline's counts, which the record has resolved."""
+    """Drop the stage's `seed`, which is empty if the pipeline's applies; the record has the resolved one."""
     return {key: value for key, value in stage.config.items() if key != "seed"}

@@ -1,4 +1,4 @@
-"""The pipeline as a picture: where its boxes stand, and the lines between them."""
+"""Lay out a picture of the pipeline: boxes for stages, arrows between them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WIDTH, HEIGHT = 208, 96
 ACROSS, BETWEEN = 92, 26
 LANE = 26
 MOST_ACROSS = 4
-"""Boxes beside each other; a longer pipeline is drawn downwards on every screen."""
+"""Most boxes side by side; a longer pipeline is drawn downwards on every screen."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A stage; x, y of its upper left corner. lines: what is written in it below its name and trainer."""
+    """A stage. x, y: its upper left corner. lines: its texts below name and trainer."""
 
     x: float
     y: float
@@ -32,7 +32,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """path: SVG path data, ending at the box it enters. label stands centred at x, y."""
+    """An arrow. path: SVG path data, ending at the box it enters. x, y: the centre of its label."""
 
     path: str
     label: str
@@ -42,7 +42,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """In units of a CSS pixel."""
+    """A picture, in CSS pixels."""
 
     width: float
     height: float
@@ -51,23 +51,23 @@ class Picture:
 
 
 def references(stages: Sequence[StageRun]) -> list[tuple[str, str, str]]:
-    """(from stage, to stage, what it is used as) of every STAGE.OUTPUT in a stage's configuration."""
+    """Return (from stage, to stage, use) of every STAGE.OUTPUT in a stage's configuration."""
     names = {stage.name for stage in stages}
-    found: dict[tuple[str, str], list[str]] = {}
+    uses: dict[tuple[str, str], list[str]] = {}
     for stage in stages:
         for key, value in flat(stage.config).items():
             source, dot, output = value.partition(".") if isinstance(value, str) else ("", "", "")
             if dot and source in names - {stage.name} and re.fullmatch(r"\w+", output):
                 use = "reward" if key.startswith("reward") else "model" if key == "model" else key
-                found.setdefault((source, stage.name), []).append(use)
-    return [(a, b, ", ".join(dict.fromkeys(uses))) for (a, b), uses in found.items()]
+                uses.setdefault((source, stage.name), []).append(use)
+    return [(a, b, ", ".join(dict.fromkeys(names))) for (a, b), names in uses.items()]
 
 
 def pictures(stages: Sequence[StageRun]) -> tuple[Picture | None, Picture]:
-    """(across, for wide screens, None where there are too many stages; down, for narrow ones)."""
+    """Return the picture across, for wide screens (None with too many stages), and down, for narrow ones."""
     edges = references(stages)
     depth: dict[str, int] = {}
-    for stage in stages:  # in the order of running: what a stage refers to stands before it
+    for stage in stages:  # in the order they run, so that references point back
         depth[stage.name] = 1 + max((depth.get(a, -1) for a, b, _ in edges if b == stage.name), default=-1)
     columns = max(depth.values(), default=0) + 1
     across = _picture(stages, depth, edges, down=False) if columns <= MOST_ACROSS else None
@@ -121,7 +121,7 @@ def _straight(a: tuple[float, float], b: tuple[float, float], label: str, down: 
 
 
 def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: float, down: bool) -> Arrow:
-    """Past the boxes between, in a lane of its own."""
+    """Draw an arrow around the boxes in between, in its own lane."""
     r = 8
     if down:
         x, y1, y2 = a[0] + WIDTH, a[1] + HEIGHT * 0.6, b[1] + HEIGHT * 0.4
@@ -141,17 +141,17 @@ def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: fl
 
 def _lines(stage: StageRun) -> tuple[str, ...]:
     model = stage.config.get("model")
-    told = []
+    lines = []
     if isinstance(model, Mapping):
         size = " × ".join(str(model[k]) for k in ("hidden_size", "num_hidden_layers") if k in model)
-        told.append(f"fresh {model.get('model_type', 'model')} {size}".rstrip())
+        lines.append(f"fresh {model.get('model_type', 'model')} {size}".rstrip())
     elif isinstance(model, str) and not re.fullmatch(r"\w+\.\w+", model):
-        told.append(_short(model))
+        lines.append(_short(model))
     if data := _data(stage.config.get("train_data")):
-        told.append(data)
+        lines.append(data)
     done = f"{stage.updates:,} updates" if stage.updates else ""
-    told.append(" · ".join(filter(None, [done, clock(stage.seconds) if stage.seconds else ""])))
-    return tuple(line for line in told if line)
+    lines.append(" · ".join(filter(None, [done, clock(stage.seconds) if stage.seconds else ""])))
+    return tuple(line for line in lines if line)
 
 
 def _data(data: Any) -> str:
@@ -163,7 +163,7 @@ def _data(data: Any) -> str:
 
 
 def _short(path: str) -> str:
-    """The end of a path, and of a hub name both parts."""
+    """Return the last part of a path, or a whole hub name."""
     return _cut(PurePath(path).name if path.startswith(("/", ".")) or path.count("/") > 1 else path)
 
 

@@ -1,4 +1,4 @@
-"""Values of files that anything may have happened to: as the report needs them, or not at all."""
+"""Convert values from possibly damaged files to the types that the report needs, or drop them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Charts hold float32: a larger number counts as not finite."""
+"""Charts use float32: larger numbers count as not finite."""
 
 
 def number(value: Any) -> float | None:
-    """A finite float; None for everything else, booleans included."""
+    """Return a finite float; None for everything else, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= LARGEST else None  # not so for NaN
+    return float(value) if abs(value) <= LARGEST else None  # False for NaN
 
 
 def numbers(value: Any, count: int | None = None) -> list[float] | None:
-    """A list of finite floats, `count` of them where that is given; None for everything else."""
+    """Return a list of finite floats, of length `count` if given; None for everything else."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         return None
-    found = [number(each) for each in value]
-    return None if any(each is None for each in found) else [each for each in found if each is not None]
+    floats = [number(item) for item in value]
+    return None if any(x is None for x in floats) else [x for x in floats if x is not None]
 
 
 def table(value: Any) -> dict[str, Any]:
-    """A table with texts as keys; empty for everything else."""
-    return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
+    """Return a table with text keys; empty for everything else."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
 
 
 def text(value: Any) -> str:
-    """A text; empty for everything else."""
+    """Return a text; empty for everything else."""
     return value if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""The page of one run."""
+"""Build the page of one run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rlhf_core.report.samples import Completions
 
 HERE = Path(__file__).parent / "page"
 BUDGET = 700_000
-"""Bytes of the page that the curves may take; see `stretches`."""
+"""Bytes of the page for curves; see `stretches`."""
 BYTES = 32
-"""Of one stretch of one curve: two points of the line and a mean, float32, in base 64."""
+"""Bytes per stretch of a curve: two points of the line and a mean, float32, in base 64."""
 
 
 @dataclass
 class Page:
-    """Charts and texts, gathered in the order of the page."""
+    """Collect charts and problems in the order of the page."""
 
     charts: dict[str, Chart] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -45,12 +45,12 @@ class Page:
 
 
 def stretches(curves: int) -> int:
-    """Into how many stretches a run is cut for drawing, so that all curves fit the budget: 40 to 300."""
+    """Return the number of stretches per curve with which all curves fit the budget: 40 to 300."""
     return int(min(300, max(40, BUDGET / BYTES / max(curves, 1))))
 
 
 def render(template: str, page: Page, **context: Any) -> str:
-    """The whole page as HTML: nothing in it is loaded from elsewhere."""
+    """Render a self-contained HTML page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -81,28 +81,28 @@ def render(template: str, page: Page, **context: Any) -> str:
 
 
 def breaks(name: str) -> Markup:
-    """A metric's name, which may be broken after its slashes and underscores."""
+    """Return a metric's name with optional line breaks after slashes and underscores."""
     return Markup(str(escape(name)).replace("/", "/<wbr>").replace("_", "_<wbr>"))
 
 
 def toml(config: Mapping[str, Any]) -> str:
-    """A stage's fields as its file would have them."""
+    """Return a stage's fields as TOML."""
     return to_toml({"stage": [config]}).partition("[[stage]]\n")[2]
 
 
 def packed(text: str) -> str:
-    """Base 64 of the text, gzipped: what the page's script unpacks, a third of the size, and no `<` in it."""
+    """Compress a text with gzip, in base 64, for the page's script: a third of the size, without any `<`."""
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode("ascii")
 
 
 def slug(text: str, taken: Sequence[str] = ()) -> str:
-    """A name for anchors and elements: letters, digits and hyphens."""
+    """Return a unique name for anchors and elements, of letters, digits and hyphens."""
     plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-") or "x"
     return plain if plain not in taken else slug(f"{plain}-{len(taken)}", taken)
 
 
 LEAST = 2
-"""Points that make a curve."""
+"""Fewest points of a curve."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Row:
 
 @dataclass(frozen=True)
 class KeyRow:
-    """One metric of the short table, in training and held out."""
+    """One metric of the short table, in training and on held-out data."""
 
     name: str
     train: Row | None
@@ -128,12 +128,12 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage as the page shows it. groups: (title, its charts)."""
+    """The content of one stage on the page. groups: (title, its charts)."""
 
     run: StageRun
     id: str
     facts: tuple[str, ...]
-    way_on: str
+    next_command: str
     key: tuple[KeyRow, ...]
     rows: tuple[Row, ...]
     groups: tuple[tuple[str, tuple[Chart, ...]], ...]
@@ -143,7 +143,7 @@ class StageView:
 
 
 def page(run: Run) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     made = Page(problems=list(run.problems))
     curves = [c for stage in run.stages for _, names in drawn_charts(stage) for c in names]
     cut = stretches(len(curves))
@@ -169,62 +169,64 @@ def page(run: Run) -> str:
 
 
 def machine(run: Run) -> str:
-    """`1 × cpu, jax 0.10.2, Python 3.11.7`; empty where no event tells."""
-    said = run.machine
-    if not said:
+    """Describe the machine, as in `1 × cpu, jax 0.10.2, Python 3.11.7`; empty if no event has it."""
+    facts = run.machine
+    if not facts:
         return ""
-    device = str(said.get("device", said.get("platform", "")))
-    told = [f"{said.get('devices', '?')} × {device}"]
-    if said.get("processes", 1) != 1:
-        told.append(f"{said['processes']} processes")
-    told += [f"{label} {said[key]}" for key, label in (("jax", "jax"), ("python", "Python")) if key in said]
-    return ", ".join(told)
+    device = str(facts.get("device", facts.get("platform", "")))
+    words = [f"{facts.get('devices', '?')} × {device}"]
+    if facts.get("processes", 1) != 1:
+        words.append(f"{facts['processes']} processes")
+    words += [
+        f"{label} {facts[key]}" for key, label in (("jax", "jax"), ("python", "Python")) if key in facts
+    ]
+    return ", ".join(words)
 
 
 def versions(run: Run) -> str:
-    """`rlhf-core 0.1.0, …` of the newest stage that has begun."""
+    """Return `rlhf-core 0.1.0, …` of the last stage that began."""
     for stage in reversed(run.stages):
-        if found := table(stage.record.get("versions")):
-            return ", ".join(f"{name} {version}" for name, version in found.items())
+        if recorded := table(stage.record.get("versions")):
+            return ", ".join(f"{name} {version}" for name, version in recorded.items())
     return ""
 
 
 def drawn_charts(stage: StageRun) -> list[tuple[charts.Kind, list[str]]]:
-    """The charts of a stage's metrics, those that have a curve."""
-    found = []
+    """Return the charts of a stage's metrics that have a curve."""
+    drawn = []
     for kind, names in charts.charts(stage.metrics):
-        own = [name for name in names if len(stage.metrics[name].steps) >= LEAST]
-        if own:
-            found.append((kind, own))
-    return found
+        with_curve = [name for name in names if len(stage.metrics[name].steps) >= LEAST]
+        if with_curve:
+            drawn.append((kind, with_curve))
+    return drawn
 
 
 def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> StageView:
     id = slug(f"stage-{stage.name}", taken)
     completed, spreads = samples.completions(stage, made.problems)
-    found: dict[str, list[Chart]] = {}
+    groups: dict[str, list[Chart]] = {}
     for index, (kind, names) in enumerate(drawn_charts(stage)):
         drawn = [
             Line(name, stage.metrics[name], colour, name.startswith(charts.EVAL))
             for colour, name in enumerate(names)
         ]
         chart = lines(f"{id}-{index}", kind.title, drawn, cut, log=kind.log)
-        found.setdefault(kind.group, []).append(made.add(chart))
-    for chart in _spread(id, spreads):
-        found.setdefault(DISTRIBUTIONS, []).append(made.add(chart))
-    for group, chart in _evaluated(id, stage, made):
-        found.setdefault(group, []).append(made.add(chart))
+        groups.setdefault(kind.group, []).append(made.add(chart))
+    for chart in _spread_charts(id, spreads):
+        groups.setdefault(DISTRIBUTIONS, []).append(made.add(chart))
+    for group, chart in _evaluation_charts(id, stage, made):
+        groups.setdefault(group, []).append(made.add(chart))
     rows = {name: _row(name, points) for name, points in stage.metrics.items()}
     return StageView(
         run=stage,
         id=id,
         facts=tuple(_facts(stage)),
-        way_on=_way_on(stage, run),
+        next_command=_next_command(stage, run),
         key=tuple(
             KeyRow(name, rows.get(name), rows.get(charts.EVAL + name)) for name in charts.key_metrics(rows)
         ),
         rows=tuple(rows[name] for name in sorted(rows)),
-        groups=tuple((title, tuple(charts)) for title, charts in in_order(found)),
+        groups=tuple((title, tuple(charts)) for title, charts in in_order(groups)),
         completions=completed,
         pairs=tuple(samples.scored_pairs(stage, made.problems)),
         parts=tuple(parts(stage, run.seconds)),
@@ -235,13 +237,13 @@ DISTRIBUTIONS = "Distributions"
 ORDER = ("Reward", DISTRIBUTIONS, "Accuracy and calibration", "Loss and gradient", "Clip and KL", "Lengths")
 
 
-def in_order(found: dict[str, list[Chart]]) -> list[tuple[str, list[Chart]]]:
-    """Groups as they are read: what the stage is for first."""
+def in_order(groups: dict[str, list[Chart]]) -> list[tuple[str, list[Chart]]]:
+    """Sort groups of charts, the most important first."""
     rank = {name: i for i, name in enumerate(ORDER)}
-    return sorted(found.items(), key=lambda item: rank.get(item[0], len(ORDER)))
+    return sorted(groups.items(), key=lambda item: rank.get(item[0], len(ORDER)))
 
 
-def _spread(id: str, spreads: list[samples.Spread]) -> list[Chart]:
+def _spread_charts(id: str, spreads: list[samples.Spread]) -> list[Chart]:
     charts = []
     names = {
         "reward": ("Reward of completions", "reward"),
@@ -258,17 +260,17 @@ def _spread(id: str, spreads: list[samples.Spread]) -> list[Chart]:
     return charts
 
 
-def _evaluated(id: str, stage: StageRun, made: Page) -> Iterator[tuple[str, Chart]]:
-    """(group, chart): scores of chosen and rejected replies at the last evaluation, calibration at the first too."""
-    found = samples.evaluations(stage, made.problems)
-    for row in found[-1:]:
+def _evaluation_charts(id: str, stage: StageRun, made: Page) -> Iterator[tuple[str, Chart]]:
+    """Yield (group, chart): scores of held-out pairs at the last evaluation, calibration at the first and last."""
+    evaluations = samples.evaluations(stage, made.problems)
+    for row in evaluations[-1:]:
         scores = row["scores"]
         counts = {side: np.asarray(scores[side]) for side in ("chosen", "rejected")}
         title = f"Scores of held-out pairs, update {row['step']}"
         yield DISTRIBUTIONS, bars(f"{id}-scores", title, "score", np.asarray(scores["edges"]), counts)
-    if found:
-        parts = {f"update {row['step']}": row["calibration"] for row in found}
-        title = "Calibration: share right over confidence"
+    if evaluations:
+        parts = {f"update {row['step']}": row["calibration"] for row in evaluations}
+        title = "Calibration: accuracy over confidence"
         yield "Accuracy and calibration", reliability(f"{id}-calibration", title, parts)
 
 
@@ -293,8 +295,8 @@ def _facts(stage: StageRun) -> Any:
         yield f"in {len(stage.sessions)} sessions"
 
 
-def _way_on(stage: StageRun, run: Run) -> str:
-    """What to type, for a stage that is not done and not running."""
+def _next_command(stage: StageRun, run: Run) -> str:
+    """Return the command that continues a stage which is neither done nor running."""
     if stage.state in ("done", "running") or not run.resolved:
         return ""
     return f"rlhf run {run.dir / 'pipeline.resolved.toml'}"

@@ -1,4 +1,4 @@
-"""Reading a run directory for people: whatever is there, however far the run came."""
+"""Read a run directory for the report, however far the run got."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Points:
-    """One metric's finite values: `steps`, updates done, and `values`, float64 [points], at least one.
+    """One metric's finite values, float64 [points], at least one; `steps` are updates done.
 
-    missing: logged values that were not finite.
+    missing: number of logged values that were not finite.
     """
 
     steps: Floats
@@ -38,10 +38,10 @@ class Points:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is drawn of `Points`, float64 [n].
+    """The points of a metric to draw, float64 [n].
 
-    line_x, line_y: of every stretch, its least and its largest value where they were logged; all points where there
-    are few. mean_x, mean_y, count: of every stretch, the means and the number of its points.
+    line_x, line_y: the smallest and largest value of each stretch, at their steps; all points if there are few.
+    mean_x, mean_y, count: the means of each stretch and its number of points.
     """
 
     line_x: Floats
@@ -56,8 +56,8 @@ class Drawn:
 
 
 def read_metrics(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list[float]]:
-    """({metric: points}, the times) of the rows of a metrics.jsonl; a step told twice counts once."""
-    found: dict[str, dict[float, float]] = {}
+    """Return ({metric: points}, times) of the rows of a metrics.jsonl; a step logged twice counts once."""
+    by_metric: dict[str, dict[float, float]] = {}
     missing: dict[str, int] = {}
     times: list[float] = []
     for row in rows:
@@ -70,38 +70,38 @@ def read_metrics(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], 
             if name in ("step", "time"):
                 continue
             if (finite := number(value)) is not None:
-                found.setdefault(name, {})[step] = finite
+                by_metric.setdefault(name, {})[step] = finite
             else:
                 missing[name] = missing.get(name, 0) + 1
     points = {}
-    for name, values in found.items():
+    for name, values in by_metric.items():
         steps = np.array(sorted(values))
         points[name] = Points(steps, np.array([values[s] for s in steps]), missing.get(name, 0))
     return points, times
 
 
 def draw(points: Points, stretches: int) -> Drawn:
-    """At most 2 · `stretches` + 2 points of the line and `stretches` means; the extremes of every stretch are kept."""
+    """Reduce points to at most 2 · `stretches` + 2 on the line, extremes kept, and `stretches` means."""
     n = len(points.steps)
     if n <= 2 * stretches:
         return Drawn(points.steps, points.values, points.steps, points.values, np.ones(n))
     edges = np.linspace(0, n, stretches + 1).astype(int)
-    kept = {0, n - 1}
+    extremes = {0, n - 1}
     for a, b in pairwise(edges):
-        kept |= {a + int(points.values[a:b].argmin()), a + int(points.values[a:b].argmax())}
-    at, count = sorted(kept), np.diff(edges).astype(float)
+        extremes |= {a + int(points.values[a:b].argmin()), a + int(points.values[a:b].argmax())}
+    indices, count = sorted(extremes), np.diff(edges).astype(float)
     mean_x, mean_y = (np.add.reduceat(x, edges[:-1]) / count for x in (points.steps, points.values))
-    return Drawn(points.steps[at], points.values[at], mean_x, mean_y, count)
+    return Drawn(points.steps[indices], points.values[indices], mean_x, mean_y, count)
 
 
 RESOLVED = "pipeline.resolved.toml"
 State = Literal["done", "failed", "stopped", "interrupted", "running", "not begun"]
-SAID = {"failed", "stopped"}
+BROKEN_OFF = {"failed", "stopped"}
 
 
 @dataclass(frozen=True)
 class Session:
-    """One stretch of a stage, from its beginning to its end; seconds since 1970. how: None where nothing says."""
+    """One session of a stage, in seconds since 1970. how: the event that ended it; None if unknown."""
 
     began: float
     ended: float | None
@@ -110,11 +110,11 @@ class Session:
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage as its directory tells it.
+    """One stage, read from its directory.
 
-    message: what ended it, where it failed or was stopped. planned: updates, None before the first one.
-    metrics: {name: its logged points}. first_row: when the first of them was logged, seconds since 1970. record:
-    stage.json, empty where there is none.
+    message: why it failed or was stopped. planned: total updates, None before the first one.
+    metrics: {name: its logged points}. first_row: when the first row was logged, seconds since 1970. record:
+    stage.json, empty if there is none.
     """
 
     name: str
@@ -131,17 +131,17 @@ class StageRun:
 
     @property
     def updates(self) -> int:
-        """The newest update that was logged."""
+        """Return the newest logged update."""
         return max((int(points.steps[-1]) for points in self.metrics.values()), default=0)
 
     @property
     def seconds(self) -> float:
-        return sum((each.ended or each.began) - each.began for each in self.sessions)
+        return sum((session.ended or session.began) - session.began for session in self.sessions)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. warnings: (stage, text). problems: what of the directory could not be read."""
+    """A run directory. warnings: (stage, text). problems: files that could not be read."""
 
     dir: Path
     table: Mapping[str, Any]
@@ -161,12 +161,12 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Everything that a report shows but the samples, which are read when they are drawn.
+    """Read everything that a report shows except the samples, which are read when they are drawn.
 
-    Half-written files are passed over and named in `problems`. Raises InputError where `path` is no run directory.
+    Damaged files are skipped and named in `problems`. Raises InputError if `path` is not a run directory.
     """
     directory = Path(path).absolute()
-    found = _stage_directories(Path(path), directory)
+    directories = _stage_directories(Path(path), directory)
     problems: list[str] = []
     resolved = _text(directory / RESOLVED, problems)
     try:
@@ -174,35 +174,35 @@ def read_run(path: str | Path) -> Run:
     except (ValueError, RecursionError) as error:
         pipeline = {}
         problems.append(f"{RESOLVED} is not readable: {error}")
-    said = list(rows(directory / events.FILE, problems))
+    log = list(rows(directory / events.FILE, problems))
     configs = _stage_tables(pipeline, problems)
     active = _in_use(directory)
     stages = tuple(
-        _stage(found.get(name, directory / name), name, configs.get(name, {}), said, active, problems)
-        for name in dict.fromkeys([*configs, *found])
+        _stage(directories.get(name, directory / name), name, configs.get(name, {}), log, active, problems)
+        for name in dict.fromkeys([*configs, *directories])
     )
     machine: Mapping[str, Any] = next(
-        (e["machine"] for e in reversed(said) if isinstance(e.get("machine"), dict)), {}
+        (e["machine"] for e in reversed(log) if isinstance(e.get("machine"), dict)), {}
     )
-    warned = dict.fromkeys(
-        (str(e.get("stage", "")), str(e.get("message", ""))) for e in said if e.get("event") == "warning"
+    warnings = dict.fromkeys(
+        (str(e.get("stage", "")), str(e.get("message", ""))) for e in log if e.get("event") == "warning"
     )
-    return Run(directory, pipeline, resolved, stages, machine, tuple(warned), tuple(problems))
+    return Run(directory, pipeline, resolved, stages, machine, tuple(warnings), tuple(problems))
 
 
 def _stage_tables(written: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
-    """{name: table} of the stages in the resolved pipeline. A name that no stage can have is not looked up on disk."""
+    """Return {name: table} of the stages in the resolved pipeline, leaving out invalid names."""
     stages = written.get("stage", [])
-    tables = [table(each) for each in stages] if isinstance(stages, list) else []
-    found = {name: each for each in tables if STAGE_NAME.fullmatch(name := text(each.get("name")))}
-    if not isinstance(stages, list) or len(found) != len(stages):
-        problems.append(f"{RESOLVED}: not every stage in it has a name of its own")
-    return found
+    tables = [table(stage) for stage in stages] if isinstance(stages, list) else []
+    by_name = {name: stage for stage in tables if STAGE_NAME.fullmatch(name := text(stage.get("name")))}
+    if not isinstance(stages, list) or len(by_name) != len(stages):
+        problems.append(f"{RESOLVED}: not every stage in it has a unique name")
+    return by_name
 
 
 def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; of lines that are none, the file is named once in `problems`."""
-    torn = 0
+    """Yield the objects of a JSON-lines file; name a file with other lines once in `problems`."""
+    damaged = 0
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError as error:
@@ -216,27 +216,28 @@ def rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         if isinstance(row, dict):
             yield row
         elif line.strip():
-            torn += 1
-    if torn:
-        problems.append(f"{path.parent.name}/{path.name}: {torn} line{'s' * (torn > 1)} not whole, left out")
+            damaged += 1
+    if damaged:
+        lines_text = f"{damaged} damaged line{'s' * (damaged > 1)}"
+        problems.append(f"{path.parent.name}/{path.name}: {lines_text} left out")
 
 
 def _stage_directories(given: Path, directory: Path) -> dict[str, Path]:
-    """{stage: its directory}, oldest first. What a trainer was told to write to from Python is its only stage."""
+    """Return {stage: its directory}, oldest first; a directory written by a trainer from Python is its only stage."""
     if not directory.is_dir():
-        there = "is a file" if directory.exists() else "does not exist"
-        raise InputError(f"{given}: {there}; give the directory of a run, such as: rlhf report runs/first")
+        state = "is a file" if directory.exists() else "does not exist"
+        raise InputError(f"{given}: {state}; give the directory of a run, such as: rlhf report runs/first")
     if _is_stage(directory):
         if (directory.parent / RESOLVED).is_file():
             raise InputError(f"{given}: is one stage of a run; type: rlhf report {given.parent}")
         return {str(json_object(directory / "stage.json", []).get("name") or directory.name): directory}
-    found = [path for path in directory.iterdir() if _is_stage(path)]
-    if not found and not (directory / RESOLVED).is_file():
+    stages = [path for path in directory.iterdir() if _is_stage(path)]
+    if not stages and not (directory / RESOLVED).is_file():
         raise InputError(
             f"{given}: not a run directory, it has neither {RESOLVED} nor a stage with metrics.jsonl; give the "
             "`dir` of a pipeline that ran, such as: rlhf report runs/first"
         )
-    return {path.name: path for path in sorted(found, key=lambda path: path.stat().st_mtime)}
+    return {path.name: path for path in sorted(stages, key=lambda path: path.stat().st_mtime)}
 
 
 def _is_stage(path: Path) -> bool:
@@ -247,17 +248,17 @@ def _stage(
     path: Path,
     name: str,
     config: Mapping[str, Any],
-    said: list[dict[str, Any]],
+    log: list[dict[str, Any]],
     active: bool,
     problems: list[str],
 ) -> StageRun:
     record = json_object(path / "stage.json", problems)
     planned = json_object(path / "plan.json", problems).get("updates")
-    own = [event for event in said if event.get("stage") == name and number(event.get("time")) is not None]
+    stage_log = [e for e in log if e.get("stage") == name and number(e.get("time")) is not None]
     metrics, times = read_metrics(rows(path / "metrics.jsonl", problems))
     first, last = (times[0], times[-1]) if times else (None, None)
-    sessions = _sessions(own, record, last)
-    state, message = _state(path, own, record, active)
+    sessions = _sessions(stage_log, record, last)
+    state, message = _state(path, stage_log, record, active)
     return StageRun(
         name=name,
         trainer=str(record.get("trainer") or config.get("trainer") or ""),
@@ -276,13 +277,13 @@ def _stage(
 
 
 def _state(
-    path: Path, own: list[dict[str, Any]], record: Mapping[str, Any], active: bool
+    path: Path, log: list[dict[str, Any]], record: Mapping[str, Any], active: bool
 ) -> tuple[State, str]:
-    ended: dict[str, Any] = next((e for e in reversed(own) if e.get("event") != "warning"), {})
+    ended: dict[str, Any] = next((e for e in reversed(log) if e.get("event") != "warning"), {})
     alone = not record and not ended  # a trainer called from Python writes neither
     if record.get("state") == "done" or (alone and any(path.glob(f"artifacts/*/{MANIFEST}"))):
         return "done", ""
-    if (how := text(ended.get("event"))) in SAID:
+    if (how := text(ended.get("event"))) in BROKEN_OFF:
         return ("failed" if how == "failed" else "stopped"), str(ended.get("message", ""))
     if alone and not (path / "metrics.jsonl").is_file():
         return "not begun", ""
@@ -290,11 +291,11 @@ def _state(
 
 
 def _sessions(
-    own: list[dict[str, Any]], record: Mapping[str, Any], last: float | None
+    log: list[dict[str, Any]], record: Mapping[str, Any], last: float | None
 ) -> tuple[Session, ...]:
-    """From the events; for a run without them, from what stage.json says."""
+    """Reconstruct a stage's sessions from the events; without events, from stage.json."""
     sessions: list[Session] = []
-    for event in own:
+    for event in log:
         when, what = float(event["time"]), text(event.get("event"))
         if what in ("begun", "continued"):
             sessions.append(Session(when, None))
@@ -303,10 +304,10 @@ def _sessions(
     if not sessions and (began := _seconds(record.get("started"))) is not None:
         sessions.append(Session(began, _seconds(record.get("finished"))))
     return tuple(
-        Session(each.began, max(last, each.began), None)
-        if each.ended is None and each is sessions[-1] and last is not None
-        else each
-        for each in sessions
+        Session(session.began, max(last, session.began), None)
+        if session.ended is None and session is sessions[-1] and last is not None
+        else session
+        for session in sessions
     )
 
 
@@ -318,7 +319,7 @@ def _seconds(written: Any) -> float | None:
 
 
 def _in_use(directory: Path) -> bool:
-    """Whether a process runs in this directory now: it holds the lock."""
+    """Return whether a process is running in this directory, which then holds the lock."""
     try:
         with open(directory / ".lock", "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -330,16 +331,16 @@ def _in_use(directory: Path) -> bool:
 
 
 def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """What a file holds; empty where it is not there, or no object, which is named in `problems`."""
+    """Return the JSON object of a file; empty if the file is missing or, with a problem, damaged."""
     content = _text(path, problems)
     try:
-        found = json.loads(content) if content else {}
+        value = json.loads(content) if content else {}
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         problems.append(f"{path.parent.name}/{path.name} is not readable")
         return {}
-    return found
+    return value
 
 
 def _text(path: Path, problems: list[str]) -> str:
@@ -352,7 +353,7 @@ def _text(path: Path, problems: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """seconds of one kind of work; share of the whole run, between 0 and 1."""
+    """The time of one kind of work. share: of the whole run, between 0 and 1."""
 
     name: str
     seconds: float
@@ -363,10 +364,10 @@ UPDATES, BEFORE, AFTER = "updates", "before the first update", "evaluation, savi
 
 
 def parts(stage: StageRun, total: float) -> list[Part]:
-    """Start-up (data, model, compiling), the updates, and the rest: evaluations, checkpoints, the last artifact.
+    """Split a stage's time into start-up (data, model, compiling), updates, and the rest (evaluations, saving).
 
-    `step_time` is the mean over the updates since the row before, evaluations left out; with more than one session,
-    what was done twice after a kill counts as rest. total: seconds of the whole run.
+    `step_time` is the mean over the updates since the previous row, without evaluations; updates repeated after a kill
+    count as rest. total: seconds of the whole run.
     """
     whole = stage.seconds
     if not whole or not total:
@@ -378,12 +379,12 @@ def parts(stage: StageRun, total: float) -> list[Part]:
     updates = min(updates, whole)
     before = _before(stage, float(times.steps[0] * times.values[0]))
     before = min(before, whole - updates)
-    found = {BEFORE: before, UPDATES: updates, AFTER: whole - updates - before}
-    return [Part(name, seconds, seconds / total) for name, seconds in found.items()]
+    times_by_part = {BEFORE: before, UPDATES: updates, AFTER: whole - updates - before}
+    return [Part(name, seconds, seconds / total) for name, seconds in times_by_part.items()]
 
 
 def _before(stage: StageRun, first: float) -> float:
-    """Seconds from the beginning to the first update, which ended with its first row `first` seconds later."""
+    """Return the seconds before the first update, which took `first` seconds until the first row."""
     if stage.first_row is None:
         return 0.0
     return max(stage.first_row - stage.sessions[0].began - first, 0.0)

@@ -1,4 +1,4 @@
-"""What samples/ and evaluations/ hold: completions with rewards, pairs with scores, how scores are spread."""
+"""Read samples/ and evaluations/: completions with rewards, pairs with scores, distributions of scores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlhf_core.report.json_values import number, numbers, table
 from rlhf_core.report.run_reader import StageRun, json_object, rows
 
 MOST = 16
-"""Prompts that are shown."""
+"""Most prompts to show."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Where in the order of their rewards the completions that are shown lie."""
-PLACES = ("lowest reward", "a quarter up", "middle", "three quarters up", "highest reward")
+"""Quantiles of the reward at which completions are shown."""
+PLACES = ("lowest reward", "lower quartile", "median", "upper quartile", "highest reward")
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Side:
-    """Completions that stand opposite each other. at: their place, or their prompt; before, after: may be missing.
+    """Two completions shown side by side. at: their quantile or prompt; before, after: may be missing.
 
-    means: of the rewards of all that the prompt got, before and after.
+    means: mean rewards of all completions of the prompt, before and after.
     """
 
     at: str
@@ -49,7 +49,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over all completions of the prompts that were asked both times; None where nothing has a value."""
+    """A mean over all completions of the prompts sampled both times; None if no completion has a value."""
 
     name: str
     before: float | None
@@ -58,10 +58,10 @@ class Mean:
 
 @dataclass(frozen=True)
 class Completions:
-    """Completions after `updates` (first, last); the two are equal where there is only one.
+    """Completions after `updates` (first, last), which are equal if there is only one.
 
-    same_prompts: the sides are of the same prompts, each with the middle one of its `group` completions, and `means`
-    are over all of them; else the prompts differ and the sides are at the same place in the order of rewards.
+    same_prompts: each side shows the median of a prompt's `group` completions, and `means` are over all of them; else
+    the prompts differ, and each side shows the same quantile of the reward.
     """
 
     updates: tuple[int, int]
@@ -74,20 +74,20 @@ class Completions:
 def same_prompts(
     updates: tuple[int, int], early: Sequence[Text], late: Sequence[Text] | None
 ) -> Completions | None:
-    """Both answers to every prompt that was asked both times; None where there is none. late: None, there is none."""
+    """Pair the completions of every prompt sampled both times; None without any. late: None if there is one time."""
     before = _by_prompt(early)
     after = {} if late is None else _by_prompt(late)
-    asked = [prompt for prompt in before if late is None or prompt in after]
-    if not asked:
+    shared = [prompt for prompt in before if late is None or prompt in after]
+    if not shared:
         return None
-    every = [[text for prompt in asked for text in side.get(prompt, ())] for side in (before, after)]
-    sides = [_opposite(prompt, before[prompt], after.get(prompt, ())) for prompt in asked[:MOST]]
-    group = max(len(before[prompt]) for prompt in asked)
-    return Completions(updates, tuple(sides), True, group, tuple(_means(*every)))
+    texts = [[text for prompt in shared for text in side.get(prompt, ())] for side in (before, after)]
+    sides = [_opposite(prompt, before[prompt], after.get(prompt, ())) for prompt in shared[:MOST]]
+    group = max(len(before[prompt]) for prompt in shared)
+    return Completions(updates, tuple(sides), True, group, tuple(_means(*texts)))
 
 
 def same_places(updates: tuple[int, int], early: Sequence[Text], late: Sequence[Text] | None) -> Completions:
-    """The lowest reward opposite the lowest, and so on up to the highest."""
+    """Pair completions at the same quantiles of the reward, from the lowest to the highest."""
     before, after = _ordered(early), None if late is None else _ordered(late)
     sides = [
         Side(name, _place(before, share), None if after is None else _place(after, share))
@@ -121,8 +121,8 @@ def _means(before: Sequence[Text], after: Sequence[Text]) -> list[Mean]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
 def _ordered(texts: Sequence[Text]) -> list[Text]:
@@ -138,19 +138,19 @@ def _place(ordered: Sequence[Text], share: float) -> Text:
 
 
 READ = 60
-"""Files of completions that are read for the distributions, evenly spread over the run."""
+"""Files of completions to read for the distributions, evenly spread over the run."""
 LONGEST = 4000
-"""Characters of a text that are shown."""
+"""Characters of a text to show."""
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
 BIN = ("confidence", "right", "pairs")
-"""What a bin of the calibration holds."""
+"""Fields of a calibration bin."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A quantity at several updates: `percentiles` float64 [updates, 5]; `first` and `last`, every value then."""
+    """A quantity at several updates: `percentiles` float64 [updates, 5]; all values at the first and last update."""
 
     name: str
     updates: NDArray[np.float64]
@@ -161,7 +161,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """A held-out pair. scores: (update, chosen, rejected) of the first and the last evaluation."""
+    """A held-out pair. scores: (update, chosen, rejected) at the first and last evaluation."""
 
     prompt: str
     chosen: str
@@ -170,71 +170,71 @@ class ScoredPair:
 
 
 def completions(stage: StageRun, problems: list[str]) -> tuple[Completions | None, list[Spread]]:
-    """What the stage's completions show, and how rewards and lengths of its rollouts are spread; (None, []) without."""
-    kept = _numbered(stage.dir / "samples", "update-*.jsonl")
-    at = sorted(kept)
-    if len(at) > READ:
-        at = [at[i] for i in np.unique(np.linspace(0, len(at) - 1, READ).astype(int))]
-    read = {step: found for step in at if (found := list(_texts(kept[step], problems)))}
+    """Return completions to show, and the distributions of rewards and lengths in rollouts; (None, []) without any."""
+    files = _numbered(stage.dir / "samples", "update-*.jsonl")
+    steps = sorted(files)
+    if len(steps) > READ:
+        steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, READ).astype(int))]
+    rollouts = {step: texts for step in steps if (texts := list(_texts(files[step], problems)))}
     spreads = []
-    if read:
+    if rollouts:
         spreads = [
-            _spread("reward", read, lambda text: text.reward),
-            _spread("length", read, lambda text: text.length),
+            _spread("reward", rollouts, lambda text: text.reward),
+            _spread("length", rollouts, lambda text: text.length),
         ]
-    opposite = _fixed_prompts(stage, problems) or (_of_rollouts(read) if read else None)
-    return opposite, [each for each in spreads if each is not None]
+    opposite = _fixed_prompts(stage, problems) or (_of_rollouts(rollouts) if rollouts else None)
+    return opposite, [spread for spread in spreads if spread is not None]
 
 
 def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
-    """The first answers to the prompts that were asked again and again, and those of the trained model."""
-    kept = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
+    """Pair the first preview's completions of the fixed prompts with the trained model's."""
+    files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
     best = json_object(stage.dir / "best.json", problems).get("model")
-    trained = best if isinstance(best, int) and best in kept else max(kept, default=0)
-    ends = sorted({min(kept), trained} if kept else ())
-    read = [(step, found) for step in ends if (found := list(_texts(kept[step], problems)))]
-    if not read:
+    trained = best if isinstance(best, int) and best in files else max(files, default=0)
+    ends = sorted({min(files), trained} if files else ())
+    previews = [(step, texts) for step in ends if (texts := list(_texts(files[step], problems)))]
+    if not previews:
         return None
-    (first, early), (last, late) = read[0], read[-1]
-    return same_prompts((first, last), early, late if len(read) > 1 else None)
+    (first, early), (last, late) = previews[0], previews[-1]
+    return same_prompts((first, last), early, late if len(previews) > 1 else None)
 
 
-def _of_rollouts(read: Mapping[int, Sequence[Text]]) -> Completions:
-    """The first rollout opposite the last one: the prompts that they share, else what stands at the same place."""
-    first, last = min(read), max(read)
-    late = read[last] if last != first else None
-    shared = None if late is None else same_prompts((first, last), read[first], late)
-    return shared or same_places((first, last), read[first], late)
+def _of_rollouts(rollouts: Mapping[int, Sequence[Text]]) -> Completions:
+    """Pair the first rollout with the last one, by shared prompts, else by quantile of the reward."""
+    first, last = min(rollouts), max(rollouts)
+    late = rollouts[last] if last != first else None
+    shared = None if late is None else same_prompts((first, last), rollouts[first], late)
+    return shared or same_places((first, last), rollouts[first], late)
 
 
 def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
-    """The pairs that the stage's evaluations showed."""
-    kept = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
-    found: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
-    for step in sorted({min(kept), max(kept)} if kept else ()):
-        for row in rows(kept[step], problems):
+    """Return the pairs that the stage's evaluations stored."""
+    files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
+    scores: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
+    for step in sorted({min(files), max(files)} if files else ()):
+        for row in rows(files[step], problems):
             chosen, rejected = number(row.get("chosen_score")), number(row.get("rejected_score"))
             if chosen is not None and rejected is not None:
                 key = (_shown(row.get("prompt")), _shown(row.get("chosen")), _shown(row.get("rejected")))
-                found.setdefault(key, []).append((step, chosen, rejected))
-    return [ScoredPair(*texts, tuple(scores)) for texts, scores in found.items()]
+                scores.setdefault(key, []).append((step, chosen, rejected))
+    return [ScoredPair(*texts, tuple(pair_scores)) for texts, pair_scores in scores.items()]
 
 
 def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
-    """The first and the last of evaluations/, oldest first: `step`, `scores` and `calibration`."""
-    kept = _numbered(stage.dir / "evaluations", "*.json")
-    found = []
-    for step in sorted({min(kept), max(kept)} if kept else ()):
-        row = _evaluation(kept[step])
+    """Return `step`, `scores` and `calibration` of the first and last file of evaluations/."""
+    files = _numbered(stage.dir / "evaluations", "*.json")
+    results = []
+    for step in sorted({min(files), max(files)} if files else ()):
+        row = _evaluation(files[step])
         if row is None:
-            problems.append(f"{stage.name}/evaluations/{kept[step].name} is not readable")
+            problems.append(f"{stage.name}/evaluations/{files[step].name} is not readable")
         else:
-            found.append({"step": step, **row})
-    return found
+            results.append({"step": step, **row})
+    return results
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
-    """`scores` and `calibration` of one evaluation's file; None where they are not what an evaluation writes."""
+    """Return `scores` and `calibration` of one evaluation's file; None if the file is damaged."""
     try:
         row = table(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -244,16 +244,16 @@ def _evaluation(path: Path) -> dict[str, Any] | None:
     if not edges or not isinstance(listed, list):
         return None
     counts = {side: numbers(scores.get(side), len(edges) - 1) for side in ("chosen", "rejected")}
-    bins = [{key: number(table(each).get(key)) for key in BIN} for each in listed]
-    if None in counts.values() or any(None in each.values() or (each["pairs"] or 0) < 0 for each in bins):
+    bins = [{key: number(table(row_bin).get(key)) for key in BIN} for row_bin in listed]
+    if None in counts.values() or any(None in b.values() or (b["pairs"] or 0) < 0 for b in bins):
         return None
     return {"scores": {"edges": edges, **counts}, "calibration": bins}
 
 
 def _numbered(directory: Path, pattern: str) -> dict[int, Path]:
-    """{the number in its name: file}."""
+    """Return {the number in its name: file}."""
     files = directory.glob(pattern) if directory.is_dir() else ()
-    return {int(found[1]): path for path in files if (found := re.search(r"(\d+)\.jsonl?$", path.name))}
+    return {int(match[1]): path for path in files if (match := re.search(r"(\d+)\.jsonl?$", path.name))}
 
 
 def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
@@ -271,7 +271,7 @@ def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
 
 
 def _shown(value: Any) -> str:
-    """A text, or a conversation as one."""
+    """Return a text, or a conversation as one text, cut to LONGEST characters."""
     if isinstance(value, list):
         value = "\n".join(
             f"{turn.get('role', '')}: {turn.get('content', '')}" if isinstance(turn, dict) else str(turn)
@@ -281,11 +281,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
 
 
-def _spread(name: str, read: Mapping[int, Sequence[Text]], of: Any) -> Spread | None:
+def _spread(name: str, rollouts: Mapping[int, Sequence[Text]], quantity: Any) -> Spread | None:
     values = {
-        step: np.array(own, np.float64)
-        for step, texts in read.items()
-        if (own := [value for text in texts if (value := of(text)) is not None])
+        step: np.array(numbers, np.float64)
+        for step, texts in rollouts.items()
+        if (numbers := [value for text in texts if (value := quantity(text)) is not None])
     }
     if not values:
         return None

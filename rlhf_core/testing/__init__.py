@@ -1,12 +1,12 @@
-"""Kits that try a component as its author would have to: one call, and every property that does not hold is told.
+"""Check a component with one call, which reports every property that it breaks.
 
     from rlhf_core.testing import check_policy_loss
 
     def test_it() -> None:
         check_policy_loss(MyLoss(temperature=2.0))
 
-A kit raises one AssertionError, which has a line for each property that does not hold: its name, what was seen, with
-numbers, and what to do. It needs no test framework. Everything runs on models, texts and arrays of a few elements.
+A kit raises one AssertionError with a line per broken property: its name, what happened, with numbers, and what to do.
+It needs no test framework. Everything runs on models, texts and arrays of a few elements.
 """
 
 from __future__ import annotations

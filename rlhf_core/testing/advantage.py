@@ -1,4 +1,4 @@
-"""The kit for advantages."""
+"""Check advantages."""
 
 from __future__ import annotations
 
@@ -11,35 +11,43 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import ADVANTAGE, AdvantageInputs
 from rlhf_core.errors import raised
-from rlhf_core.testing.findings import KITS, Broken, Findings, hashes, made, require_close, require_finite
+from rlhf_core.testing.findings import (
+    KITS,
+    Broken,
+    Findings,
+    check_hash,
+    make_component,
+    require_close,
+    require_finite,
+)
 
 NAN = np.nan
 FUNCTIONS = 2
-"""Reward functions that an advantage is given."""
+"""Reward functions in an advantage's inputs."""
 REWARDS = ((0.1, 0.9, 0.4, 0.6), (1.0, 1.0, 0.0, 0.5), (-2.0, 0.3, 0.2, 1.5))
 
 
 def check_advantage(advantage: Any) -> None:
-    """Raise AssertionError with every property of an advantage that `advantage` lacks.
+    """Raise AssertionError that lists every property that `advantage` breaks.
 
-    advantage: what is registered (a frozen dataclass, or a function), or an object made of it with other options.
+    advantage: the registered frozen dataclass or function, or an object of it with other options.
 
     component: it can be registered.
-    hash: equal options are equal.
-    output: float32 [prompts, samples]; or [prompts, samples, time], one per token, of which the rest of this list
-        holds on average over the tokens of a completion.
-    finite: also where all rewards of a group are equal, are huge, or were not scored (NaN).
-    unscored: a completion that was not scored has advantage 0.
-    order: prompts and samples in another order have the same advantages in that order.
+    hash: objects with equal options are equal.
+    output: float32 [prompts, samples]; or [prompts, samples, time], one per token: the properties below then hold for
+        their mean over the tokens of a completion.
+    finite: also where all rewards of a group are equal, huge, or missing (NaN).
+    unscored: a completion without a reward has advantage 0.
+    order: reordering prompts and samples reorders the advantages.
     direction: within a group a higher reward never has a lower advantage, and some have a higher one.
-    arrays: NumPy's and jax's give the same. inputs: what it is given stays as it is.
-    repeatable: called again, it gives the same.
+    arrays: NumPy and jax arrays give the same. inputs: a call does not change them.
+    repeatable: a second call gives the same.
     """
-    found = Findings("advantage", advantage)
-    advantage = made(found, ADVANTAGE, advantage)
-    hashes(found, advantage)
+    findings = Findings("advantage", advantage)
+    advantage = make_component(findings, ADVANTAGE, advantage)
+    check_hash(findings, advantage)
     base = example(REWARDS)
-    with found.property("output"):
+    with findings.property("output"):
         try:
             out = advantage(example(REWARDS))
         except (IndexError, ValueError, TypeError) as error:
@@ -56,13 +64,13 @@ def check_advantage(advantage: Any) -> None:
             )
         if np.asarray(out).dtype != np.float32:
             raise Broken(f"it is {np.asarray(out).dtype}; return float32")
-    found.stop_if_broken()
+    findings.stop_if_broken()
     if by_token:
         out, advantage = _mean_over_tokens(out, base.lengths), _by_completion(advantage)
     for name, rewards in cases().items():
-        with found.property("finite"):
+        with findings.property("finite"):
             require_finite(advantage(example(rewards)), name)
-    with found.property("unscored"):
+    with findings.property("unscored"):
         rewards = np.array(cases()["completions that were not scored"])
         values = np.asarray(advantage(example(rewards)))
         wrong = np.isnan(rewards) & np.isfinite(values) & (values != 0)
@@ -71,25 +79,25 @@ def check_advantage(advantage: Any) -> None:
                 f"{wrong.sum()} completions with reward NaN have an advantage, the first {values[wrong][0]:.3g}; "
                 "return 0, so that nothing is learned from them"
             )
-    _orders(found, advantage, np.asarray(out))
-    with found.property("direction"):
+    _orders(findings, advantage, np.asarray(out))
+    with findings.property("direction"):
         _direction(np.asarray(out))
-    with found.property("arrays"):
+    with findings.property("arrays"):
         rewards, by_function, weights, lengths = (jnp.asarray(x) for x in base[:4])
         on_device = AdvantageInputs(rewards, by_function, weights, lengths, base.labels, base.columns)
         require_close(advantage(on_device), out, "of jax arrays in place of NumPy's", rtol=1e-4)
-    with found.property("inputs"):
+    with findings.property("inputs"):
         given = example(REWARDS)
         advantage(given)
         for name, before, after in zip(AdvantageInputs._fields[:4], base[:4], given[:4], strict=True):
             require_close(after, before, f"inputs.{name} is changed by the call; copy it first", rtol=0.0)
-    with found.property("repeatable"):
+    with findings.property("repeatable"):
         require_close(advantage(example(REWARDS)), out, "called again with the same inputs", rtol=0.0)
-    found.end()
+    findings.end()
 
 
 def example(rewards: Any) -> AdvantageInputs:
-    """Make inputs of two reward functions that agree, so that each of them and their weighted sum is `rewards`."""
+    """Make inputs with two reward functions that agree: each of them, and their weighted sum, is `rewards`."""
     values = np.array(rewards, np.float32)
     lengths = 3 + np.arange(values.size, dtype=np.int32).reshape(values.shape) % 5
     each = np.stack([values] * FUNCTIONS, axis=-1)
@@ -112,7 +120,7 @@ def _mean_over_tokens(values: Any, lengths: Any) -> NDArray[Any]:
 
 
 def cases() -> dict[str, Any]:
-    """Rewards at which advantages must be finite, by what messages call them."""
+    """Return rewards at which advantages must be finite: {words for messages: rewards}."""
     return {
         "ordinary values": REWARDS,
         "equal rewards": [[0.3] * 4, [0.1] * 4],
@@ -128,8 +136,8 @@ def cases() -> dict[str, Any]:
     }
 
 
-def _orders(found: Findings, advantage: Any, out: NDArray[Any]) -> None:
-    with found.property("order"):
+def _orders(findings: Findings, advantage: Any, out: NDArray[Any]) -> None:
+    with findings.property("order"):
         moves: dict[str, Callable[[Any], Any]] = {
             "prompts": lambda x: x[::-1],
             "samples": lambda x: x[:, [2, 0, 3, 1]],
@@ -154,7 +162,7 @@ def _direction(out: NDArray[Any]) -> None:
     if (rise < -1e-6).any():
         raise Broken(
             f"of {higher.sum()} pairs of a group, {(rise < -1e-6).sum()} have the lower advantage for the higher "
-            "reward; advantages are maximised: turn the sign"
+            "reward; advantages are maximised: flip the sign"
         )
     if not (rise > 1e-6).any():
         raise Broken("rewards that differ have equal advantages: nothing would be learned")

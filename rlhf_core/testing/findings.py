@@ -1,4 +1,4 @@
-"""What a kit found: each property that does not hold, told at once."""
+"""Collect the properties that a component breaks, and report them at once."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ KITS = str(Path(__file__).parent)
 
 
 class Broken(AssertionError):
-    """A property does not hold: what was seen, and what to do."""
+    """Raised when a property does not hold; says what happened and what to do."""
 
 
 class Findings:
-    """The properties of one component that were tried, and what is wrong with those that do not hold."""
+    """Collect the properties of one component that were checked, and the failures."""
 
     def __init__(self, kind: str, thing: Any) -> None:
-        self.kind, self.what = kind, called(thing)
+        self.kind, self.what = kind, component_name(thing)
         self.tried: list[str] = []
         self.failures: dict[str, str] = {}
 
     @contextmanager
     def property(self, name: str) -> Iterator[None]:
-        """Whatever is raised inside is a failure of this property."""
+        """Record any exception inside the block as a failure of this property."""
         if name not in self.tried:
             self.tried.append(name)
         try:
@@ -44,23 +44,23 @@ class Findings:
             self.failures.setdefault(name, raised(error, KITS))
 
     def stop_if_broken(self) -> None:
-        """Raise now where something is wrong already: nothing further could be told from what it makes of that."""
+        """Raise now if there are failures: further checks would depend on them."""
         if self.failures:
-            self._raise("; the others were not tried")
+            self._raise("; the others were not checked")
 
     def end(self) -> None:
-        """Raise AssertionError with every failure, if there is any."""
+        """Raise AssertionError with every failure, if there are any."""
         if self.failures:
             self._raise("")
 
     def _raise(self, rest: str) -> None:
-        count = f"{len(self.failures)} of the {len(self.tried)} properties tried{rest}"
-        told = "\n".join(f"  {name}: {message}" for name, message in self.failures.items())
-        raise AssertionError(f"{self.kind} {self.what} breaks {count}:\n{told}")
+        count = f"{len(self.failures)} of the {len(self.tried)} properties checked{rest}"
+        lines = "\n".join(f"  {name}: {message}" for name, message in self.failures.items())
+        raise AssertionError(f"{self.kind} {self.what} breaks {count}:\n{lines}")
 
 
-def called(thing: Any) -> str:
-    """A component in words: an object by its class and fields, anything else by its name."""
+def component_name(thing: Any) -> str:
+    """Name a component: an object by its class and fields, anything else by its name."""
     if isinstance(thing, str):
         return f"'{thing}'"
     if isinstance(thing, Trainer):
@@ -72,9 +72,9 @@ def called(thing: Any) -> str:
     return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
 
 
-def made(found: Findings, kind: Kind[Any], thing: Any) -> Any:
-    """The component: `thing`, or what a class makes of its defaults. The property `component`: it can be registered."""
-    with found.property("component"):
+def make_component(findings: Findings, kind: Kind[Any], thing: Any) -> Any:
+    """Return `thing`, or an object of it if it is a class, and check `component`: it can be registered."""
+    with findings.property("component"):
         finished = (
             inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, Trainer | ModelFamily)
         )
@@ -85,13 +85,13 @@ def made(found: Findings, kind: Kind[Any], thing: Any) -> Any:
                 thing = entry.make({})
         except InputError as error:
             raise Broken("; ".join(error.problems)) from error
-    found.stop_if_broken()
+    findings.stop_if_broken()
     return thing
 
 
-def hashes(found: Findings, thing: Any) -> None:
-    """The property `hash`: jit finds the program of an equal component again."""
-    with found.property("hash"):
+def check_hash(findings: Findings, thing: Any) -> None:
+    """Check `hash`: jit reuses the program of an equal component."""
+    with findings.property("hash"):
         hash(thing)
         if not dataclasses.is_dataclass(thing):
             return
@@ -99,25 +99,25 @@ def hashes(found: Findings, thing: Any) -> None:
         if copy != thing or hash(copy) != hash(thing):
             raise Broken(
                 f"two {qualified(thing)} with the same fields are not equal, so that jit compiles for each of them; "
-                "leave eq as it is in @dataclass(frozen=True), and make fields of numbers, texts and tuples"
+                "keep the eq of @dataclass(frozen=True), and use numbers, texts and tuples as fields"
             )
 
 
-def require_close(found: Any, expected: Any, what: str, *, rtol: float = 1e-5) -> None:
-    """Raise Broken where arrays differ by more than `rtol` of the largest expected value (at least of 1)."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    if found.shape != expected.shape:
-        raise Broken(f"{what}: shape {list(found.shape)} became of {list(expected.shape)}")
+def require_close(actual: Any, expected: Any, what: str, *, rtol: float = 1e-5) -> None:
+    """Raise Broken if arrays differ by more than `rtol` of the largest expected value (at least 1)."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape:
+        raise Broken(f"{what}: the shape changes from {list(expected.shape)} to {list(actual.shape)}")
     size = max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0)))
-    same = np.isclose(found, expected, rtol=0.0, atol=rtol * size, equal_nan=True)
+    same = np.isclose(actual, expected, rtol=0.0, atol=rtol * size, equal_nan=True)
     if not same.all():
-        worst = np.abs(np.where(same, 0.0, found - expected))
+        worst = np.abs(np.where(same, 0.0, actual - expected))
         by = "to NaN or infinity" if not np.isfinite(worst).all() else f"by up to {worst.max():.3g}"
         raise Broken(f"{what}: {(~same).sum()} of {same.size} values change {by}")
 
 
 def require_finite(values: Any, what: str) -> None:
-    """Raise Broken where a value is not finite."""
+    """Raise Broken if a value is not finite."""
     bad = ~np.isfinite(np.asarray(values, np.float64))
     if bad.any():
         first = np.asarray(values, np.float64)[bad][0]
@@ -125,13 +125,13 @@ def require_finite(values: Any, what: str) -> None:
 
 
 def require_output(out: Any, shape: tuple[int, ...], element: str) -> None:
-    """Raise Broken where `out` is no LossOutput with one value an element."""
+    """Raise Broken unless `out` is a LossOutput with one value per element."""
     if not isinstance(out, LossOutput):
         raise Broken(f"it returned {type(out).__name__}; return LossOutput(values, {{name: metric}})")
     if jnp.shape(out.loss) != shape:
         raise Broken(
-            f"the loss has shape {list(jnp.shape(out.loss))}; return one value a {element}, {list(shape)}: the "
-            "trainer masks, weighs and averages"
+            f"the loss has shape {list(jnp.shape(out.loss))}; return one value per {element}, {list(shape)}: the "
+            "trainer masks, weights and averages"
         )
     if not isinstance(out.metrics, Mapping):
         raise Broken(f"its metrics are a {type(out.metrics).__name__}; return a dict of names and arrays")

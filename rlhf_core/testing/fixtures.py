@@ -1,4 +1,4 @@
-"""A model, a tokenizer and rows so small that a trainer runs on them in seconds."""
+"""Provide a model, a tokenizer and rows small enough that a trainer runs on them in seconds."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MODEL_TABLE: dict[str, Any] = {
     "intermediate_size": 24,
     "max_position_embeddings": 128,
 }
-"""A fresh model, by Hugging Face's config names; its vocabulary is that of `tokenizer()`."""
+"""A fresh model, with Hugging Face's config names; its vocabulary comes from `tokenizer()`."""
 
 
 def tokenizer() -> Any:
-    """A letter between spaces is a token; `</s>` ends a sequence."""
+    """Build a tokenizer with one token per letter between spaces; `</s>` ends a sequence."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -49,13 +49,13 @@ def tokenizer() -> Any:
 
 
 def texts(count: int = 12) -> list[dict[str, Any]]:
-    """Rows `prompt` + `completion`."""
+    """Return rows with `prompt` and `completion`."""
     draw = np.random.default_rng(0)
     return [{"prompt": _letters(draw, 5), "completion": " " + _letters(draw, 6)} for _ in range(count)]
 
 
 def pairs(count: int = 12) -> list[dict[str, Any]]:
-    """Rows `prompt` + `chosen` + `rejected`; the two replies differ."""
+    """Return rows with `prompt`, `chosen` and `rejected`; the two completions differ."""
     draw = np.random.default_rng(1)
     return [
         {
@@ -68,7 +68,7 @@ def pairs(count: int = 12) -> list[dict[str, Any]]:
 
 
 def prompts(count: int = 12) -> list[dict[str, Any]]:
-    """Rows `prompt` + `answer`."""
+    """Return rows with `prompt` and `answer`."""
     draw = np.random.default_rng(2)
     return [{"prompt": _letters(draw, 5), "answer": _letters(draw, 1)} for _ in range(count)]
 
@@ -84,7 +84,7 @@ def a_stage(
     mesh: Any = None,
     inputs: Mapping[str, Any] | None = None,
 ) -> Stage:
-    """A stage called `kit` that writes to `directory`, by default with all installed plugins and on one device."""
+    """Build a stage named `kit` that writes to `directory`, by default with all installed plugins on one device."""
     host = plugins.load() if host is None else host
     return Stage(
         name="kit",
@@ -99,22 +99,22 @@ def a_stage(
 
 
 STOP_AT, CRASH_AT = 3, 5
-"""Updates done when the interrupted run gets a SIGTERM, and when it then crashes: with a checkpoint every other update,
-it goes on after an odd number of updates and after an even one.
+"""Updates after which the interrupted run gets a SIGTERM, then a crash: with a checkpoint every other update, it
+resumes once after an odd and once after an even number of updates.
 """
 HELD_OUT = 4
-"""Rows that are evaluated on, where no others are given."""
+"""Rows for evaluation if no others are given."""
 CLOCKS = ("time", "per_second", "memory/")
-"""Parts of the names of metrics that a clock or the machine decides."""
+"""Parts of the names of metrics that depend on a clock or the machine."""
 
 
 class CrashError(Exception):
-    """What a logger of the kit ends a run with."""
+    """Raised by a logger of the kit to crash a run."""
 
 
 @dataclass
 class Ran:
-    """What was seen of a run: a logger, told of every event."""
+    """Record the events of a run, as a logger."""
 
     stop: int | None
     crash: int | None
@@ -123,7 +123,7 @@ class Ran:
     outputs: dict[str, Artifact] = field(default_factory=dict)
     error: BaseException | None = None
     ignored: bool = False
-    """Whether the SIGTERM found no handler of the trainer's."""
+    """Whether the trainer had no handler for the SIGTERM."""
 
     @hookimpl
     def rlhf_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Case:
-    """One trainer with what its runs share."""
+    """One trainer with the settings and inputs that its runs share."""
 
     trainer: Trainer
     config: TrainerConfig
@@ -157,7 +157,7 @@ class Case:
         small: Mapping[str, Any],
         directory: Path,
     ) -> Case:
-        """small: fields for what the config, default the trainer's defaults, leaves alone."""
+        """small: values for fields that the config (default: the trainer's defaults) does not set."""
         config = trainer.config() if config is None else config
         config = config.replace(**{k: v for k, v in small.items() if k not in config.model_fields_set})
         given = {"model": MODEL_TABLE, "tokenizer": tokenizer(), "train_dataset": list(rows)}
@@ -165,16 +165,16 @@ class Case:
         return cls(trainer, config, given, directory)
 
     def stage(self, name: str, *, mesh: Any, host: plugins.Host | None = None) -> Stage:
-        """In a directory of that name; without devices for mesh=None."""
+        """Build a stage in a directory of that name; without devices if mesh is None."""
         stage = a_stage(self.directory / name, host=host, inputs=self.inputs)
         if mesh is None:
             return Stage(**{**vars(stage), "mesh": None})
         return stage if mesh is ... else Stage(**{**vars(stage), "mesh": mesh})
 
     def run(self, name: str, *, mesh: Any = ..., stop: int | None = None, crash: int | None = None) -> Ran:
-        """Run, or go on, in the directory of that name; a run that is to be interrupted may end with an error.
+        """Run or resume in a directory of that name; a run that is interrupted may end with an error.
 
-        mesh: default one device. stop: the update after which a SIGTERM comes; crash: that after which a logger fails.
+        mesh: default one device. stop: the update after which to send a SIGTERM; crash: after which to raise.
         """
         ran = Ran(stop, crash)
         host = plugins.load(objects=[ran])
@@ -191,7 +191,7 @@ class Case:
 
 @contextmanager
 def _catching(ran: Ran) -> Iterator[None]:
-    """A SIGTERM that the trainer does not handle is noted, and does not end the process."""
+    """Record a SIGTERM that the trainer does not handle, in place of ending the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -207,6 +207,6 @@ def _catching(ran: Ran) -> Iterator[None]:
 
 
 def clockless(logged: tuple[int, Mapping[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """A logged row without what a clock or the machine decides."""
+    """Drop metrics that depend on a clock or the machine from a logged row."""
     step, row = logged
     return step, {name: value for name, value in row.items() if not any(part in name for part in CLOCKS)}

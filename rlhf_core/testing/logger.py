@@ -1,4 +1,4 @@
-"""The kit for loggers."""
+"""Check loggers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core import plugins
 from rlhf_core.contracts import LOGGER, Artifact
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.stage import Stage
-from rlhf_core.testing.findings import Broken, Findings, made
+from rlhf_core.testing.findings import Broken, Findings, make_component
 from rlhf_core.testing.fixtures import a_stage
 
 METRICS = {"loss": 0.5, "reward/a b": -1.0, "clip_ratio/low_mean": 0.0, "num_tokens": 3e9}
@@ -21,22 +21,22 @@ NOT_FINITE = {"loss": math.nan, "min_reward": -math.inf, "max_reward": math.inf}
 
 
 def check_logger(logger: Any) -> None:
-    """Raise AssertionError with every property of a logger that `logger` lacks.
+    """Raise AssertionError that lists every property that `logger` breaks.
 
-    logger: what is registered, a class or a function without required options, made anew for every stage as a pipeline
-    does; or an object, which is told of one stage after another.
+    logger: the registered class or function, without required options, called once per stage as in a pipeline; or an
+    object, which receives one stage after another.
 
     component: it can be registered. hooks: it has hooks, all decorated and known.
-    events: it takes a whole stage.
-    not finite: NaN and infinite metrics are no error.
-    sparse metrics: rows may have other names than before, or none.
-    going on: a stage that continues starts above step 1.
+    events: it handles a whole stage.
+    not finite: it accepts NaN and infinite metrics.
+    sparse metrics: rows may have other names than earlier ones, or none.
+    going on: a resumed stage starts above step 1.
     failure: a stage may fail before its first step.
-    inputs: the metrics it is given stay as they are.
+    inputs: it does not change the metrics.
     """
-    found = Findings("logger", logger)
+    findings = Findings("logger", logger)
     if inspect.isclass(logger) or inspect.isroutine(logger):
-        made(found, LOGGER, logger)
+        make_component(findings, LOGGER, logger)
 
         def make() -> Any:
             return logger()
@@ -46,21 +46,23 @@ def check_logger(logger: Any) -> None:
         def make() -> Any:
             return logger
 
-    with found.property("hooks"):
+    with findings.property("hooks"):
         try:
             plugins.require_hooks(plugins.bare().pm, make())
         except InputError as error:
             raise Broken("; ".join(error.problems)) from error
-    found.stop_if_broken()
+    findings.stop_if_broken()
     with tempfile.TemporaryDirectory() as directory:
-        _tell(found, make, Path(directory))
-    found.end()
+        _check_stages(findings, make, Path(directory))
+    findings.end()
 
 
-def _tell(found: Findings, make: Any, directory: Path) -> None:
+def _check_stages(findings: Findings, make: Any, directory: Path) -> None:
     base = plugins.bare()
 
-    def told(name: str, *rows: tuple[int, dict[str, float]], error: BaseException | None = None) -> None:
+    def send_stage(
+        name: str, *rows: tuple[int, dict[str, float]], error: BaseException | None = None
+    ) -> None:
         logger = make()
         stage = _listening(base, directory / name)
         stage.dir.mkdir(parents=True, exist_ok=True)
@@ -80,23 +82,23 @@ def _tell(found: Findings, make: Any, directory: Path) -> None:
             finally:
                 base.pm.unregister(logger)
 
-    with found.property("events"):
-        told("whole", (1, dict(METRICS)), (2, dict(METRICS)))
-    found.stop_if_broken()
-    with found.property("not finite"):
-        told("not finite", (1, dict(NOT_FINITE)))
-    with found.property("sparse metrics"):
-        told("sparse", (1, dict(METRICS)), (2, {}), (3, {"eval_loss": 0.5}), (4, {"new": 1.0}))
-    with found.property("going on"):
-        told("going on", (1, dict(METRICS)))
-        told("going on", (8, dict(METRICS)), (9, dict(METRICS)))
-    with found.property("failure"):
-        told("failure", error=RunError("the kit ends this stage"))
-    with found.property("inputs"):
+    with findings.property("events"):
+        send_stage("whole", (1, dict(METRICS)), (2, dict(METRICS)))
+    findings.stop_if_broken()
+    with findings.property("not finite"):
+        send_stage("not finite", (1, dict(NOT_FINITE)))
+    with findings.property("sparse metrics"):
+        send_stage("sparse", (1, dict(METRICS)), (2, {}), (3, {"eval_loss": 0.5}), (4, {"new": 1.0}))
+    with findings.property("going on"):
+        send_stage("going on", (1, dict(METRICS)))
+        send_stage("going on", (8, dict(METRICS)), (9, dict(METRICS)))
+    with findings.property("failure"):
+        send_stage("failure", error=RunError("the kit ends this stage"))
+    with findings.property("inputs"):
         given = dict(METRICS)
-        told("inputs", (1, given))
+        send_stage("inputs", (1, given))
         if given != METRICS:
-            raise Broken(f"it was given {METRICS} and left {given}; other loggers see the same: copy first")
+            raise Broken(f"it changed {METRICS} to {given}; other loggers see the same object: copy it first")
 
 
 def _listening(base: plugins.Host, directory: Path) -> Stage:

@@ -1,4 +1,4 @@
-"""The kit for model families."""
+"""Check model families."""
 
 from __future__ import annotations
 
@@ -17,83 +17,83 @@ from rlhf_core.mesh import make_mesh, replicated
 from rlhf_core.models import Definition
 from rlhf_core.models.definition import define
 from rlhf_core.models.params import paths
-from rlhf_core.testing.findings import Broken, Findings, made, require_close, require_finite
+from rlhf_core.testing.findings import Broken, Findings, make_component, require_close, require_finite
 from rlhf_core.testing.fixtures import MODEL_TABLE
 
 FIRST, SECOND = 7, 5
-"""Tokens of the two sequences that everything is tried on."""
+"""Tokens of the two sequences that all checks use."""
 SPARE = 3
 
 
 def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None) -> None:
-    """Raise AssertionError with every property of a model family that `family` lacks.
+    """Raise AssertionError that lists every property that the model family breaks.
 
     hf_config: a small model's config.json; default: a llama's fields under the family's first model_type. Tokens are
-    drawn below its vocab_size. Its weights should be large enough to see a difference: initializer_range 0.3.
+    drawn below its vocab_size. Weights should be large enough that differences show: initializer_range 0.3.
 
     component: it can be registered.
     parameters: `abstract`, `axes` and `init` describe the same tree, float32.
     finite: hidden states and their gradient.
-    padding: unused places before and after change nothing.
-    packing: nor do other sequences of the row; and two sequences may share their start.
-    later tokens: no token sees those after it.
-    some tokens: `hidden_at` gives of them what `hidden` gives.
-    cache: `prefill`, `ring` and `decode` give what `hidden` gives of the whole.
-    score: one number a position.
-    saving: `load` gives back what `save` wrote, bit for bit.
-    mesh: the same on all devices there are.
+    padding: unused positions before and after a sequence change nothing.
+    packing: other sequences in a row change nothing, and two sequences may share a prefix.
+    later tokens: no token sees later ones.
+    some tokens: `hidden_at` returns the same states as `hidden`.
+    cache: `prefill`, `ring` and `decode` give the same states as `hidden` on the whole sequence.
+    score: one number per position.
+    saving: `load` returns what `save` wrote, bit for bit.
+    mesh: all available devices give the same.
     """
-    found = Findings("model family", family)
-    made(found, MODEL, family)
+    findings = Findings("model family", family)
+    make_component(findings, MODEL, family)
     config = dict(MODEL_TABLE | {"vocab_size": 36, "initializer_range": 0.3, "model_type": family.name[0]})
     config = config if hf_config is None else dict(hf_config)
     definition = define(family, config, "lm")
-    params = _parameters(found, definition)
-    found.stop_if_broken()
+    params = _parameters(findings, definition)
+    findings.stop_if_broken()
     draw = np.random.default_rng(0)
     tokens = draw.integers(3, definition.vocab_size, FIRST + SECOND).astype(np.int32)
     hidden = jax.jit(definition.hidden)
-    with found.property("finite"):
+    with findings.property("finite"):
         first, second = (_alone(hidden, params, part) for part in (tokens[:FIRST], tokens[FIRST:]))
         require_finite(np.concatenate([first, second]), "hidden states")
         slopes = jax.jit(jax.grad(lambda p: jnp.square(definition.hidden(p, *_row(tokens))).sum()))(params)
         for path, x in paths(slopes):
             require_finite(x, f"gradient of {'.'.join(path)}")
-    found.stop_if_broken()
-    with found.property("padding"):
+    findings.stop_if_broken()
+    with findings.property("padding"):
         before = (np.pad(x, ((0, 0), (SPARE, 0))) for x in _row(tokens[:FIRST]))
         ids, positions, until = before
         padded = hidden(params, ids, positions, np.where(until > 0, until + SPARE, 0))
-        require_close(padded[0, SPARE:], first, f"with {SPARE} unused places before", rtol=1e-4)
+        require_close(padded[0, SPARE:], first, f"with {SPARE} unused positions before", rtol=1e-4)
         after = hidden(params, *(np.pad(x, ((0, 0), (0, SPARE))) for x in _row(tokens[:FIRST])))
-        require_close(after[0, :FIRST], first, f"with {SPARE} unused places after", rtol=1e-4)
-    with found.property("packing"):
+        require_close(after[0, :FIRST], first, f"with {SPARE} unused positions after", rtol=1e-4)
+    with findings.property("packing"):
         _packing(hidden, params, tokens, first, second)
-    with found.property("later tokens"):
+    with findings.property("later tokens"):
         other = tokens[:FIRST].copy()
         other[-1] = 3 + (other[-1] - 2) % (definition.vocab_size - 3)
         changed = _alone(hidden, params, other)
         require_close(changed[:-1], first[:-1], "with another last token, the states before it", rtol=1e-4)
         if np.allclose(changed[-1], first[-1], rtol=0, atol=1e-6):
-            raise Broken("another last token leaves its own state as it was; does hidden read its tokens?")
-    with found.property("some tokens"):
+            raise Broken("another last token does not change its own state; does hidden read its tokens?")
+    with findings.property("some tokens"):
         at = np.array([[FIRST - 1, 0, FIRST - 2, 0]], np.int32)
         some = jax.jit(definition.hidden_at)(params, *_row(tokens[:FIRST]), at)
         require_close(some[0], first[at[0]], "hidden_at of the last, first and last but one", rtol=1e-4)
-    with found.property("cache"):
+    with findings.property("cache"):
         _cache(definition, params, tokens[:FIRST], first)
-    with found.property("score"):
+    with findings.property("score"):
         _score(family, config, first)
-    with found.property("saving"):
+    with findings.property("saving"):
         _saving(definition, params)
     if len(jax.devices()) > 1:
-        with found.property("mesh"):
+        with findings.property("mesh"):
             _mesh(definition, params, tokens[:FIRST], first)
-    found.end()
+    findings.end()
 
 
 def _row(tokens: Any) -> tuple[Any, Any, Any]:
-    """(tokens, positions, visible_until), int32 [1, time], of one sequence."""
+    """Return (tokens, positions, visible_until), int32 [1, time], of one sequence."""
     count = len(tokens)
     return tokens[None], np.arange(count, dtype=np.int32)[None], np.full((1, count), count, np.int32)
 
@@ -102,9 +102,9 @@ def _alone(hidden: Any, params: Any, tokens: Any) -> Any:
     return np.asarray(hidden(params, *_row(tokens))[0], np.float32)
 
 
-def _parameters(found: Findings, definition: Definition) -> Any:
+def _parameters(findings: Findings, definition: Definition) -> Any:
     params = None
-    with found.property("parameters"):
+    with findings.property("parameters"):
         params = jax.jit(definition.init)(jax.random.key(1))
         described = {path: (x.shape, str(x.dtype)) for path, x in paths(definition.abstract_params())}
         drawn = {path: (x.shape, str(x.dtype)) for path, x in paths(params)}
@@ -127,7 +127,7 @@ def _parameters(found: Findings, definition: Definition) -> Any:
 
 
 def _named(tree: Any, path: tuple[str, ...] = ()) -> Any:
-    """(path, axes) of every leaf: paths() would go into the tuples."""
+    """Yield (path, axes) of every leaf; paths() would descend into the tuples."""
     for name, value in tree.items():
         yield from _named(value, (*path, name)) if isinstance(value, Mapping) else [((*path, name), value)]
 
@@ -160,9 +160,9 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
     for x in jax.tree.leaves(read):
         if x.shape[:1] != (1,):
             raise Broken(
-                f"prefill of one row gives a cache with an array {list(x.shape)}; rows are the first axis"
+                f"prefill of one row returns a cache with an array {list(x.shape)}; rows must be the first axis"
             )
-    # Two rows, in fewer slots than there are tokens and padding: what is written goes round.
+    # Two rows, with fewer slots than tokens and padding, so that the ring wraps around.
     length, first = FIRST, FIRST - 2
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), read)
     cache = jax.jit(definition.ring, static_argnums=1)(twice, length, np.int32(first))
@@ -184,7 +184,7 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
     logits = unembed(state, kernel.astype(state.dtype), softcap)
     if logits.shape != (2, definition.vocab_size):
         raise Broken(
-            f"unembedding gives logits {list(logits.shape)} of 2 states; the kernel is [hidden, vocab]"
+            f"unembedding gives logits {list(logits.shape)} for 2 states; the kernel must be [hidden, vocab]"
         )
 
 
@@ -193,7 +193,7 @@ def _score(family: ModelFamily, config: Mapping[str, Any], states: Any) -> None:
     scores = definition.score(definition.init(jax.random.key(2)), jnp.asarray(states))
     if scores.shape != states.shape[:-1] or scores.dtype != jnp.float32:
         raise Broken(
-            f"score gives {scores.dtype}{list(scores.shape)} of states {list(states.shape)}; give "
+            f"score returns {scores.dtype}{list(scores.shape)} for states {list(states.shape)}; return "
             f"float32{list(states.shape[:-1])}"
         )
     require_finite(scores, "scores")

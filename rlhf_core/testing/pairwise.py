@@ -1,4 +1,4 @@
-"""The kit for pairwise losses."""
+"""Check pairwise losses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhf_core.contracts import PAIRWISE_LOSS, PairInputs
 from rlhf_core.testing.findings import (
     Broken,
     Findings,
-    hashes,
-    made,
+    check_hash,
+    make_component,
     require_close,
     require_finite,
     require_output,
@@ -28,31 +28,31 @@ EXTREME = 1e4
 
 Array = NDArray[np.float32]
 Measured: TypeAlias = Callable[[PairInputs], tuple[Array, Array, Array]]
-"""(loss of every pair, gradient of their sum by the chosen scores, and by the rejected ones)."""
+"""(loss per pair, gradient of their sum with respect to the chosen scores, and to the rejected scores)."""
 
 
 def check_pairwise_loss(loss: Any) -> None:
-    """Raise AssertionError with every property of a pairwise loss that `loss` lacks.
+    """Raise AssertionError that lists every property that the pairwise loss breaks.
 
-    loss: what is registered (a frozen dataclass, or a function), or an object made of it with other options.
+    loss: the registered frozen dataclass or function, or an object of it with other options.
 
     component: it can be registered.
-    hash: equal options are equal.
-    output: a LossOutput, one value a pair. dtype: float32. metrics: arrays of the same shape, finite.
-    repeatable: called again, it gives the same. jit: it compiles, to the same values.
-    finite value, finite gradient: also at scores of ±1e4, at equal ones, of one pair.
-    pairs: a pair's value and gradient do not depend on the others, their order, or NaN in them.
-    direction: at equal scores a step downhill raises the chosen one and lowers the rejected one.
+    hash: objects with equal options are equal.
+    output: a LossOutput with one value per pair. dtype: float32. metrics: arrays of the same shape, finite.
+    repeatable: a second call gives the same. jit: it compiles, with the same values.
+    finite value, finite gradient: also at scores of ±1e4, at equal scores, for one pair.
+    pairs: a pair's value and gradient do not depend on other pairs, their order, or NaN in them.
+    direction: at equal scores a step downhill raises the chosen score and lowers the rejected one.
     """
-    found = Findings("pairwise loss", loss)
-    loss = made(found, PAIRWISE_LOSS, loss)
-    hashes(found, loss)
+    findings = Findings("pairwise loss", loss)
+    loss = make_component(findings, PAIRWISE_LOSS, loss)
+    check_hash(findings, loss)
     base = _pairs(CHOSEN, REJECTED, MARGIN)
-    with found.property("output"):
+    with findings.property("output"):
         require_output(loss(base), base.chosen.shape, "pair")
-    found.stop_if_broken()
-    _outputs(found, loss, base)
-    run = _program(found, loss, base)
+    findings.stop_if_broken()
+    _outputs(findings, loss, base)
+    run = _program(findings, loss, base)
     zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
     cases = {
         "ordinary values": base,
@@ -62,24 +62,24 @@ def check_pairwise_loss(loss: Any) -> None:
     }
     for name, inputs in cases.items():
         value, *slopes = run(inputs)
-        with found.property("finite value"):
+        with findings.property("finite value"):
             require_finite(value, name)
-        with found.property("finite gradient"):
+        with findings.property("finite gradient"):
             require_finite(np.stack(slopes), name)
-    with found.property("pairs"):
+    with findings.property("pairs"):
         _independent(run, base)
-    with found.property("direction"):
+    with findings.property("direction"):
         _, of_chosen, of_rejected = run(cases["equal scores"])
         if not (of_chosen < 0).all() or not (of_rejected > 0).all():
             raise Broken(
-                f"at equal scores the gradient is {of_chosen[0]:.3g} by the chosen score and {of_rejected[0]:.3g} by "
+                f"at equal scores the gradient is {of_chosen[0]:.3g} for the chosen score and {of_rejected[0]:.3g} for "
                 "the rejected one; losses are minimised, so the first must be negative and the second positive"
             )
-    found.end()
+    findings.end()
 
 
-def _program(found: Findings, loss: Any, base: PairInputs) -> Measured:
-    """The loss with its gradients, compiled: the property `jit`."""
+def _program(findings: Findings, loss: Any, base: PairInputs) -> Measured:
+    """Compile the loss with its gradients, and check the property `jit`."""
 
     def measure(pairs: PairInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         def total(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,10 +90,10 @@ def _program(found: Findings, loss: Any, base: PairInputs) -> Measured:
         return value, *slopes
 
     compiled = jax.jit(measure)
-    with found.property("jit"):
+    with findings.property("jit"):
         require_close(compiled(base)[0], loss(base).loss, "under jax.jit")
-    if "jit" in found.failures:
-        found.stop_if_broken()
+    if "jit" in findings.failures:
+        findings.stop_if_broken()
 
     def run(pairs: PairInputs) -> tuple[Array, Array, Array]:
         return tuple(np.asarray(x) for x in compiled(pairs))  # type: ignore[return-value]
@@ -105,25 +105,25 @@ def _pairs(chosen: Any, rejected: Any, margin: Any) -> PairInputs:
     return PairInputs(*(jnp.asarray(np.array(x), jnp.float32) for x in (chosen, rejected, margin)))
 
 
-def _outputs(found: Findings, loss: Any, base: PairInputs) -> None:
+def _outputs(findings: Findings, loss: Any, base: PairInputs) -> None:
     out = loss(base)
-    with found.property("dtype"):
+    with findings.property("dtype"):
         if out.loss.dtype != jnp.float32:
             raise Broken(f"the loss is {out.loss.dtype}; return float32")
-    with found.property("metrics"):
+    with findings.property("metrics"):
         for name, x in out.metrics.items():
             if jnp.shape(x) != base.chosen.shape:
                 raise Broken(
-                    f"'{name}' has shape {list(jnp.shape(x))}; give one value a pair, and leave the mean to the trainer"
+                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per pair; the trainer takes the mean"
                 )
             require_finite(np.asarray(x, np.float32), f"'{name}'")
-    with found.property("repeatable"):
+    with findings.property("repeatable"):
         require_close(loss(base).loss, out.loss, "called again with the same inputs", rtol=0.0)
 
 
 def _independent(run: Measured, base: PairInputs) -> None:
     whole = run(base)
-    parts = ("value", "gradient by the chosen score", "gradient by the rejected score")
+    parts = ("value", "gradient of the chosen score", "gradient of the rejected score")
     for rows in ([5, 3, 1, 0, 2, 4], [2]):
         taken = run(PairInputs(*(x[np.array(rows)] for x in base)))
         for what, x, y in zip(parts, taken, whole, strict=True):

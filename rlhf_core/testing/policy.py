@@ -1,4 +1,4 @@
-"""The kit for policy losses."""
+"""Check policy losses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.testing.findings import (
     Broken,
     Findings,
-    hashes,
-    made,
+    check_hash,
+    make_component,
     require_close,
     require_finite,
     require_output,
@@ -30,50 +30,50 @@ EXTREME = 40.0
 
 Array = NDArray[np.float32]
 Measured: TypeAlias = Callable[[PolicyInputs], tuple[Array, Array]]
-"""(loss of every token, gradient of their sum by `logps`), 0 outside the mask."""
+"""(loss per token, gradient of their sum with respect to `logps`), 0 outside the mask."""
 
 
 def check_policy_loss(loss: Any) -> None:
-    """Raise AssertionError with every property of a policy loss that `loss` lacks.
+    """Raise AssertionError that lists every property that the policy loss breaks.
 
-    loss: what is registered (a frozen dataclass, or a function), or an object made of it with other options.
+    loss: the registered frozen dataclass or function, or an object of it with other options.
 
     component: it can be registered, and its attributes (`aggregation`, `importance_sampling_level`) are known.
-    hash: equal options are equal.
-    output: a LossOutput, one value a token. dtype: float32. metrics: arrays of the same shape, finite.
-    repeatable: called again, it gives the same. jit: it compiles, to the same values.
-    finite value, finite gradient: also at a log-ratio of ±40 nats, without advantages, of one token, of an empty mask.
-    mask: what is outside of it changes nothing inside, be it NaN.
-    padding: nor do more unused tokens and rows.
-    rows: nor do the other rows, and their order.
-    packing: several sequences in a row are as many rows.
+    hash: objects with equal options are equal.
+    output: a LossOutput with one value per token. dtype: float32. metrics: arrays of the same shape, finite.
+    repeatable: a second call gives the same. jit: it compiles, with the same values.
+    finite value, finite gradient: also at log-ratios of ±40 nats, advantages of 0, one token, an empty mask.
+    mask: values outside it, even NaN, change nothing inside.
+    padding: more unused tokens and rows change nothing.
+    rows: a row does not depend on other rows or their order.
+    packing: several sequences in one row give the same as in rows of their own.
     direction: at ratio 1 a step downhill favours tokens with a positive advantage.
-    optional inputs: `ref_logps` and `entropies` may be None, or an InputError says that it needs them.
+    optional inputs: `ref_logps` and `entropies` may be None, or an InputError says that the loss needs them.
     """
-    found = Findings("policy loss", loss)
-    loss = made(found, POLICY_LOSS, loss)
-    with found.property("component"):
+    findings = Findings("policy loss", loss)
+    loss = make_component(findings, POLICY_LOSS, loss)
+    with findings.property("component"):
         for name in POLICY_LOSS.attributes:
             POLICY_LOSS.attribute(loss, name)
-    hashes(found, loss)
+    check_hash(findings, loss)
     base = example()
-    with found.property("output"):
+    with findings.property("output"):
         require_output(loss(base), base.mask.shape, "token")
-    found.stop_if_broken()
-    _outputs(found, loss, base)
-    run = _program(found, loss, base)
+    findings.stop_if_broken()
+    _outputs(findings, loss, base)
+    run = _program(findings, loss, base)
     value, gradient = run(base)
     for name, inputs in cases(base).items():
         at, slope = run(inputs)
-        with found.property("finite value"):
+        with findings.property("finite value"):
             require_finite(at[_used(inputs)], name)
-        with found.property("finite gradient"):
+        with findings.property("finite gradient"):
             require_finite(slope[_used(inputs)], name)
-    _layouts(found, run, base, value, gradient)
-    with found.property("direction"):
+    _layouts(findings, run, base, value, gradient)
+    with findings.property("direction"):
         _direction(run(dataclasses.replace(base, old_logps=base.logps))[1], base)
     for absent in ("ref_logps", "entropies"):
-        with found.property("optional inputs"):
+        with findings.property("optional inputs"):
             without: dict[str, Any] = {absent: None}
             try:
                 loss(dataclasses.replace(base, **without))
@@ -81,14 +81,14 @@ def check_policy_loss(loss: Any) -> None:
                 pass  # it says what it needs
             except Exception as error:
                 raise Broken(
-                    f"{absent}=None: raised {type(error).__name__}: {error}; do without it, or raise an InputError "
+                    f"{absent}=None: raised {type(error).__name__}: {error}; work without it, or raise an InputError "
                     "that says which option of the trainer provides it"
                 ) from error
-    found.end()
+    findings.end()
 
 
 def example() -> PolicyInputs:
-    """Four sequences of up to seven tokens with a hole; float32, and nothing special about any number."""
+    """Make four sequences of up to seven tokens with a hole in the mask; float32, no special values."""
     draw = np.random.default_rng(0)
     shape = (len(LENGTHS), max(LENGTHS))
     logps = -draw.exponential(1.0, shape)
@@ -107,7 +107,7 @@ def example() -> PolicyInputs:
 
 
 def cases(base: PolicyInputs) -> dict[str, PolicyInputs]:
-    """Inputs at which value and gradient must be finite, by what messages call them."""
+    """Return inputs at which value and gradient must be finite: {words for messages: inputs}."""
     shape = base.logps.shape
     sign = np.where(np.indices(shape).sum(0) % 2, 1.0, -1.0).astype(np.float32)
     one = {name: x[:1, :1] for name, x in _arrays(base).items()}
@@ -121,8 +121,8 @@ def cases(base: PolicyInputs) -> dict[str, PolicyInputs]:
     }
 
 
-def _program(found: Findings, loss: Any, base: PolicyInputs) -> Measured:
-    """The loss with its gradient, compiled: the property `jit`."""
+def _program(findings: Findings, loss: Any, base: PolicyInputs) -> Measured:
+    """Compile the loss with its gradient, and check the property `jit`."""
 
     def measure(arrays: Mapping[str, Any], sequences: int) -> tuple[jax.Array, jax.Array]:
         def total(logps: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,10 +133,10 @@ def _program(found: Findings, loss: Any, base: PolicyInputs) -> Measured:
         return value, gradient
 
     compiled = jax.jit(measure, static_argnums=1)
-    with found.property("jit"):
+    with findings.property("jit"):
         require_close(compiled(_arrays(base), 1)[0], loss(base).loss, "under jax.jit")
-    if "jit" in found.failures:
-        found.stop_if_broken()
+    if "jit" in findings.failures:
+        findings.stop_if_broken()
 
     def run(inputs: PolicyInputs) -> tuple[Array, Array]:
         arrays = _arrays(inputs) | ({} if inputs.sequence is None else {"sequence": inputs.sequence})
@@ -146,25 +146,25 @@ def _program(found: Findings, loss: Any, base: PolicyInputs) -> Measured:
     return run
 
 
-def _outputs(found: Findings, loss: Any, base: PolicyInputs) -> None:
+def _outputs(findings: Findings, loss: Any, base: PolicyInputs) -> None:
     out: LossOutput = loss(base)
-    with found.property("dtype"):
+    with findings.property("dtype"):
         if out.loss.dtype != jnp.float32:
             raise Broken(f"the loss is {out.loss.dtype}; return float32")
-    with found.property("metrics"):
+    with findings.property("metrics"):
         metrics: Mapping[str, Any] = out.metrics
         for name, x in metrics.items():
             if jnp.shape(x) != base.mask.shape:
                 raise Broken(
-                    f"'{name}' has shape {list(jnp.shape(x))}; give one value a token, {list(base.mask.shape)}, and "
-                    "leave the mean to the trainer"
+                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per token, {list(base.mask.shape)}; "
+                    "the trainer takes the mean"
                 )
             require_finite(np.asarray(x, np.float32)[_used(base)], f"'{name}'")
-    with found.property("repeatable"):
+    with findings.property("repeatable"):
         require_close(loss(base).loss, out.loss, "called again with the same inputs", rtol=0.0)
 
 
-def _layouts(found: Findings, run: Measured, base: PolicyInputs, value: Array, gradient: Array) -> None:
+def _layouts(findings: Findings, run: Measured, base: PolicyInputs, value: Array, gradient: Array) -> None:
     used = _used(base)
 
     def same(inputs: PolicyInputs, where: Any, expected: tuple[Array, Array], what: str) -> None:
@@ -172,9 +172,9 @@ def _layouts(found: Findings, run: Measured, base: PolicyInputs, value: Array, g
             require_close(x[where], y, f"{what}, {name}")
 
     whole = (value[used], gradient[used])
-    with found.property("mask"):
+    with findings.property("mask"):
         for what, garbage in (("other numbers", 5.0), ("NaN", np.nan), ("infinity", np.inf)):
-            # An advantage is the trainer's own and always a number.
+            # Advantages come from the trainer and are always finite.
             names = [name for name in FIELDS if name != "advantages" or np.isfinite(garbage)]
             arrays = _arrays(base)
             filled: dict[str, Any] = {
@@ -184,27 +184,27 @@ def _layouts(found: Findings, run: Measured, base: PolicyInputs, value: Array, g
                 dataclasses.replace(base, **filled),
                 used,
                 whole,
-                f"with {what} outside the mask (a sum or mean over it is inputs.sequence_sum or .sequence_mean)",
+                f"with {what} outside the mask (sum or average with inputs.sequence_sum or .sequence_mean)",
             )
-    with found.property("padding"):
+    with findings.property("padding"):
         n, t = base.mask.shape
         wider = ((0, 2), (0, 3))
         padded: dict[str, Any] = {name: jnp.pad(x, wider) for name, x in _arrays(base).items()}
         inside = np.pad(used, ((0, 2), (0, 3)))
         same(PolicyInputs(**padded), inside, whole, f"with {n + 2} × {t + 3} tokens in place of {n} × {t}")
-    with found.property("rows"):
+    with findings.property("rows"):
         for rows in ([3, 1, 0, 2], [0, 2]):
             taken = PolicyInputs(**{name: x[np.array(rows)] for name, x in _arrays(base).items()})
             inside = used[rows]
             expected = (value[rows][inside], gradient[rows][inside])
-            same(taken, inside, expected, f"of rows {rows} (a token's loss is of its own sequence alone)")
-    with found.property("packing"):
+            same(taken, inside, expected, f"of rows {rows} (a token's loss may use its own sequence only)")
+    with findings.property("packing"):
         packed, inside = _packed(base)
         same(packed, inside, whole, "with all sequences in one row (inputs.sequence_mean knows about rows)")
 
 
 def _packed(base: PolicyInputs) -> tuple[PolicyInputs, Any]:
-    """All sequences one after another in a single row, and where their tokens are."""
+    """Pack all sequences into one row; return it and the mask of their tokens."""
     flat = {name: x.reshape(1, -1) for name, x in _arrays(base).items()}
     n, t = base.mask.shape
     sequence = jnp.repeat(jnp.arange(n, dtype=jnp.int32), t)[None]
@@ -216,12 +216,12 @@ def _direction(gradient: Array, base: PolicyInputs) -> None:
     along = float(-(gradient * np.asarray(base.advantages)).sum())
     if along == 0:
         raise Broken(
-            "at ratio 1 the gradient by logps is 0: nothing would be learned; is logps left out, or behind a "
+            "at ratio 1 the gradient of logps is 0: nothing would be learned; is logps unused, or behind a "
             "stop_gradient?"
         )
     if along < 0:
         raise Broken(
-            f"at ratio 1 a step downhill makes tokens with a negative advantage likelier (−Σ gradient × advantage = "
+            f"at ratio 1 a step downhill makes tokens with a negative advantage more likely (−Σ gradient × advantage = "
             f"{along:.3g}); losses are minimised: return the negative"
         )
 

@@ -1,4 +1,4 @@
-"""The kit for rewards."""
+"""Check rewards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.errors import near
-from rlhf_core.testing.findings import Broken, Findings, made, require_close
+from rlhf_core.testing.findings import Broken, Findings, make_component, require_close
 from rlhf_core.testing.fixtures import a_stage
 
 ODD = ("", " ", "\n", "é 漢 🙂 \u200b", "a" * 5000, "{[(<\\", "1e999 -0 ½")
-"""Completions that models write sooner or later."""
+"""Unusual completions that models write sooner or later."""
 ROWS = (
     {"prompt": "What is 2 + 2?", "completion": " 4"},
     {"prompt": "What is 2 + 2?", "completion": " It is five, I think."},
@@ -32,33 +32,33 @@ ROWS = (
 
 
 def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group: int = 1) -> None:
-    """Raise AssertionError with every property of a reward that `reward` lacks.
+    """Raise AssertionError that lists every property that `reward` breaks.
 
-    reward: a function, plain or async, a class with defaults, or an object with that call, `setup(stage)` included.
-    rows: each with `prompt`, `completion` and whatever columns the reward reads; at least two, a multiple of `group`.
-    group: so many completions of a prompt lie next to each other and are compared on purpose; 1: none are.
+    reward: a function, plain or async, a class with defaults, or a callable object, which may have `setup(stage)`.
+    rows: each with `prompt`, `completion` and the columns that the reward reads; at least two, a multiple of `group`.
+    group: adjacent completions of one prompt that the reward compares on purpose; 1: it compares none.
 
     component: it can be registered.
-    columns: it asks for nothing that the rows lack.
-    check: where it has `check(columns)`, that gives {row: what is wrong} of the rows' columns.
-    values: a list of finite numbers, or None where it does not apply, one per completion.
-    order, split: a completion's value does not depend on the other ones, nor on their order.
-    odd completions: empty, very long and unusual text is scored too.
-    inputs: what it is given stays as it is. repeatable: called again, it gives the same.
+    columns: it needs no column that the rows lack.
+    check: `check(columns)`, if it has one, returns {row: what is wrong}.
+    values: one per completion, a finite number, or None where it does not apply.
+    order, split: a completion's value does not depend on the others or their order.
+    odd completions: it also scores empty, very long and unusual text.
+    inputs: a call does not change them. repeatable: a second call gives the same.
     """
-    found = Findings("reward", reward)
-    reward = made(found, REWARD, reward)
+    findings = Findings("reward", reward)
+    reward = make_component(findings, REWARD, reward)
     rows = [{"completion_ids": [5 + i % 7, 4, 1], **row} for i, row in enumerate(rows)]
-    with found.property("columns"):
+    with findings.property("columns"):
         _require_columns(reward, rows[0])
-    with found.property("check"):
+    with findings.property("check"):
         _require_check(reward, rows)
-    found.stop_if_broken()
+    findings.stop_if_broken()
     with _ready(reward):
-        with found.property("values"):
+        with findings.property("values"):
             base = scores(reward, rows)
-        found.stop_if_broken()
-        with found.property("order"):
+        findings.stop_if_broken()
+        with findings.property("order"):
             turned = _groups(rows, group)[::-1]
             expected = np.concatenate(_groups(base, group)[::-1])
             require_close(
@@ -67,34 +67,34 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
                 "with the rows in another order",
                 rtol=1e-4,
             )
-        with found.property("split"):
+        with findings.property("split"):
             alone = [scores(reward, part) for part in _groups(rows, group)]
             what = "with each completion alone" if group == 1 else f"with each {group} completions alone"
             require_close(np.concatenate(alone), base, what, rtol=1e-4)
-        with found.property("odd completions"):
+        with findings.property("odd completions"):
             if all(isinstance(row["completion"], str) for row in rows):
                 scores(reward, [{**rows[0], "completion": text} for text in ODD * group])
-        with found.property("inputs"):
+        with findings.property("inputs"):
             kept = copy.deepcopy(rows)
             arguments = _arguments(reward, rows)
             before = copy.deepcopy(arguments)
-            _called(reward, arguments)
+            _call(reward, arguments)
             changed = [name for name in arguments if arguments[name] != before[name]] + (
                 ["rows"] if rows != kept else []
             )
             if changed:
-                raise Broken(f"{', '.join(changed)} changed by the call; copy what you change")
-        with found.property("repeatable"):
+                raise Broken(f"the call changes {', '.join(changed)}; copy what you change")
+        with findings.property("repeatable"):
             require_close(scores(reward, rows), base, "called again with the same completions", rtol=0.0)
-    found.end()
+    findings.end()
 
 
 def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """float64 [rows], NaN where the reward does not apply. Raises Broken for anything but numbers and None."""
-    values = _called(reward, _arguments(reward, rows))
+    """Score rows: float64 [rows], NaN where the reward does not apply. Raises Broken for invalid values."""
+    values = _call(reward, _arguments(reward, rows))
     if not isinstance(values, Sequence | np.ndarray):
         raise Broken(
-            f"it returned {type(values).__name__}; return a list of {len(rows)} numbers, one a completion"
+            f"it returned {type(values).__name__}; return a list of {len(rows)} numbers, one per completion"
         )
     if len(values) != len(rows):
         raise Broken(
@@ -114,7 +114,7 @@ def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64
     return np.array([np.nan if value is None else float(value) for value in values])
 
 
-def _called(reward: Any, arguments: Mapping[str, Any]) -> Any:
+def _call(reward: Any, arguments: Mapping[str, Any]) -> Any:
     async def call() -> Any:
         values = reward(**arguments)
         while inspect.isawaitable(values):
@@ -126,7 +126,7 @@ def _called(reward: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _arguments(reward: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What the reward names, and every column where it takes any."""
+    """Return the arguments that the reward names, or all of them where it takes **kwargs."""
     offered = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     offered["prompts"] = [row["prompt"] for row in rows]
     offered["completions"] = [row["completion"] for row in rows]
@@ -146,8 +146,8 @@ def _require_columns(reward: Any, row: Mapping[str, Any]) -> None:
     if missing:
         meant = "".join(near(name, sorted(there)) for name in missing)
         raise Broken(
-            f"it asks for {', '.join(missing)}, which the rows lack.{meant} A reward takes prompts, completions, "
-            "completion_ids, a list of each, and columns of the data: give the kit rows that have them"
+            f"it needs {', '.join(missing)}, which the rows lack.{meant} A reward takes lists of prompts, completions, "
+            "completion_ids, and columns of the data: give the kit rows that have them"
         )
 
 
@@ -170,7 +170,7 @@ def _require_check(reward: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def _ready(reward: Any) -> Iterator[None]:
-    """After `setup(stage)`, where the reward has one."""
+    """Call `setup(stage)` before the block if the reward has it."""
     if not hasattr(reward, "setup"):
         yield
         return

@@ -1,4 +1,4 @@
-"""The kit for trainers: short runs of a tiny model, one of them interrupted twice."""
+"""Check trainers with short runs of a tiny model, one of them interrupted twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhf_core.contracts import TRAINER, Forecast, Trainer
 from rlhf_core.errors import Stopped
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
-from rlhf_core.testing.findings import Broken, Findings, made, require_finite
+from rlhf_core.testing.findings import Broken, Findings, make_component, require_finite
 from rlhf_core.testing.fixtures import CRASH_AT, STOP_AT, Case, Ran, clockless
 
 SMALL = {
@@ -32,7 +32,7 @@ SMALL = {
 }
 HEADS: Mapping[str, Any] = {"language_model": "lm", "reward_model": "score"}
 NEAR = 1e-2
-"""Of the norm of all parameters; a few updates of Adam move them by several times their norm, or turn signs."""
+"""Relative to the norm of all parameters; a few Adam updates move them by several times that, or flip signs."""
 
 
 def check_trainer(
@@ -42,63 +42,63 @@ def check_trainer(
     rows: Sequence[Mapping[str, Any]],
     **inputs: Any,
 ) -> None:
-    """Raise AssertionError with every property of a trainer that `trainer` lacks.
+    """Raise AssertionError that lists every property that `trainer` breaks.
 
     trainer: a registered name, or the `Trainer`. Raises InputError for an unknown name.
-    config: of its class; fields that it leaves alone are made small, as in `SMALL`.
-    rows: the training data; `texts()`, `pairs()` and `prompts()` of this package are some.
-    inputs: other objects that `Stage.inputs` may hold, such as `rewards`. `model` and `tokenizer` are the kit's own
-    where they are not given, and `eval_dataset` is the first few rows.
+    config: of the trainer's class; fields that it does not set get the small values of `SMALL`.
+    rows: the training data, such as `texts()`, `pairs()` or `prompts()` of this package.
+    inputs: other objects for `Stage.inputs`, such as `rewards`. By default `model` and `tokenizer` are the kit's own,
+    and `eval_dataset` is the first few rows.
 
     component: it can be registered.
-    config: it survives being written and read.
-    forecast: it says what would happen, and writes nothing.
+    config: it survives writing and reading.
+    forecast: it describes the run, and writes nothing.
     finishes: a run of a few updates ends.
     outputs: every output is saved, announced and finite, and opens again; a reward model as rewards open it.
-    metrics: finite numbers, `loss` among them, at rising steps.
-    stop: a SIGTERM ends it after the update, with its state saved (tried in a process's main thread).
-    resume: interrupted, it goes on where it was, to the same bits.
-    mesh: all devices there are give the same, to rounding. With a single device it is not tried, and a warning says so.
+    metrics: finite numbers, `loss` among them, at increasing steps.
+    stop: a SIGTERM ends it after the update, with its state saved (only checked in a process's main thread).
+    resume: after an interruption it continues to bit-identical results.
+    mesh: all available devices give the same up to rounding. Skipped with a warning if there is only one device.
     """
-    found = Findings("trainer", trainer)
+    findings = Findings("trainer", trainer)
     known = plugins.load().registry.get(TRAINER, trainer) if isinstance(trainer, str) else trainer
-    made(found, TRAINER, known)
+    make_component(findings, TRAINER, known)
     with tempfile.TemporaryDirectory() as directory:
         case = Case.of(known, config, rows, inputs, SMALL, Path(directory))
-        _settings(found, case)
+        _settings(findings, case)
         whole = None
-        with found.property("finishes"):
+        with findings.property("finishes"):
             whole = case.run("whole")
-        found.stop_if_broken()
+        findings.stop_if_broken()
         assert whole is not None
-        with found.property("outputs"):
+        with findings.property("outputs"):
             _outputs(case, whole)
-        with found.property("metrics"):
+        with findings.property("metrics"):
             _metrics(whole)
-        found.stop_if_broken()
-        _interrupted(found, case, whole)
+        findings.stop_if_broken()
+        _interrupted(findings, case, whole)
         if len(jax.devices()) > 1:
-            with found.property("mesh"):
+            with findings.property("mesh"):
                 _mesh(case, whole)
         else:
             warnings.warn(
-                "check_trainer: 'mesh' was not tried, there is one device; put "
+                "check_trainer: 'mesh' was not checked, there is only one device; put "
                 "jax.config.update('jax_num_cpu_devices', 2) first",
                 stacklevel=2,
             )
-    found.end()
+    findings.end()
 
 
-def _settings(found: Findings, case: Case) -> None:
-    with found.property("config"):
+def _settings(findings: Findings, case: Case) -> None:
+    with findings.property("config"):
         again = type(case.config).from_json(case.config.to_json())
         if again != case.config:
             raise Broken(
-                f"read again from JSON it is {again}, not {case.config}; use fields that JSON can hold"
+                f"after a round trip through JSON it is {again}, not {case.config}; use fields that JSON can hold"
             )
     if case.trainer.forecast is None:
         return
-    with found.property("forecast"):
+    with findings.property("forecast"):
         stage = case.stage("forecast", mesh=None)
         result = case.trainer.forecast(case.config, stage)
         lines = result.printed() if isinstance(result, Forecast) else result
@@ -106,13 +106,13 @@ def _settings(found: Findings, case: Case) -> None:
             raise Broken(f"forecast returned {lines!r:.80}; return a list of lines")
         if stage.dir.exists() and any(stage.dir.iterdir()):
             raise Broken(
-                f"forecast wrote {sorted(p.name for p in stage.dir.iterdir())}; it only says what run would do"
+                f"forecast wrote {sorted(p.name for p in stage.dir.iterdir())}; it must only describe what run would do"
             )
 
 
 def _outputs(case: Case, whole: Ran) -> None:
     if not case.trainer.outputs:
-        raise Broken("it declares no outputs; name what run saves, {'model': 'language_model'}")
+        raise Broken("it declares no outputs; declare what run saves, {'model': 'language_model'}")
     for name, kind in case.trainer.outputs.items():
         if name not in whole.announced:
             raise Broken(
@@ -127,8 +127,8 @@ def _outputs(case: Case, whole: Ran) -> None:
             mesh = make_mesh(devices=jax.devices()[:1])
             model = load_model(path, HEADS[kind], mesh=mesh, registry=plugins.installed())
             ids, mask = np.array([[3, 4, 5]]), np.ones((1, 3), int)
-            read = model.logits if kind == "language_model" else model.scores
-            require_finite(read(ids, mask), f"'{name}': what it computes")
+            compute = model.logits if kind == "language_model" else model.scores
+            require_finite(compute(ids, mask), f"'{name}': its outputs")
 
 
 def _metrics(whole: Ran) -> None:
@@ -137,13 +137,13 @@ def _metrics(whole: Ran) -> None:
         raise Broken("no metrics: call stage.hook.rlhf_step_end(stage=…, step=…, metrics=…), as fit does")
     steps = [step for step, _ in whole.rows]
     if steps != sorted(steps) or min(steps) < 0:
-        raise Broken(f"steps {steps}: they are the updates done so far, and rise")
+        raise Broken(f"steps {steps}: they must be the updates done so far, and increase")
     for step, row in logged.items():
         for name, value in row.items():
             if not isinstance(value, float | int | np.floating | np.integer):
                 raise Broken(f"step {step}: '{name}' is {type(value).__name__}; report plain floats")
             if not math.isfinite(value):
-                raise Broken(f"step {step}: '{name}' is {value}; leave out what has no value")
+                raise Broken(f"step {step}: '{name}' is {value}; leave out metrics without a value")
         json.dumps({name: float(value) for name, value in row.items()}, allow_nan=False)
     if not any("loss" in row for row in logged.values()):
         raise Broken(
@@ -151,26 +151,26 @@ def _metrics(whole: Ran) -> None:
         )
 
 
-def _interrupted(found: Findings, case: Case, whole: Ran) -> None:
+def _interrupted(findings: Findings, case: Case, whole: Ran) -> None:
     parts, stopped_before = "fresh", False
     if threading.current_thread() is threading.main_thread():  # others get no signals
-        with found.property("stop"):
+        with findings.property("stop"):
             stopped = case.run("stopped", stop=STOP_AT)
             if not isinstance(stopped.error, Stopped) or stopped.ignored:
                 raise Broken(
                     f"a SIGTERM after update {STOP_AT} did not stop it: use fit, or "
                     "rlhf_core.runtime.signals.stop_signals(), save after the update and raise Stopped"
                 )
-        stopped_before = "stop" not in found.failures
+        stopped_before = "stop" not in findings.failures
         parts = "stopped" if stopped_before else "fresh"
-    with found.property("resume"):
+    with findings.property("resume"):
         crashed = case.run(parts, crash=CRASH_AT)
         rest = case.run(parts)
         for at, ran in [(STOP_AT, crashed)] * stopped_before + [(CRASH_AT, rest)]:
             begun = ran.rows[0][0] if ran.rows else 0
             if begun <= 1:
                 raise Broken(
-                    f"it was interrupted after update {at} and begins again at update {begun}; restore "
+                    f"it was interrupted after update {at} and starts over at update {begun}; restore "
                     "the newest checkpoint below stage.dir, as fit does"
                 )
         for name, artifact in whole.outputs.items():
@@ -178,15 +178,13 @@ def _interrupted(found: Findings, case: Case, whole: Ran) -> None:
             changed = sorted(file for file in {*files, *others} if files.get(file) != others.get(file))
             if changed:
                 raise Broken(
-                    f"'{name}' of a run that was interrupted differs in {', '.join(changed)}; whatever changes from "
+                    f"'{name}' of an interrupted run differs in {', '.join(changed)}; whatever changes from "
                     "update to update (order of the data, random keys, counters) belongs in the checkpoint"
                 )
         before, after = dict(map(clockless, whole.rows)), dict(map(clockless, rest.rows))
         differ = [step for step, row in after.items() if before.get(step) != row]
         if differ:
-            raise Broken(
-                f"the metrics of updates {differ} differ from those of a run that was not interrupted"
-            )
+            raise Broken(f"the metrics of updates {differ} differ from those of an uninterrupted run")
 
 
 def _mesh(case: Case, whole: Ran) -> None:
@@ -201,17 +199,17 @@ def _mesh(case: Case, whole: Ran) -> None:
         apart = math.sqrt(sum(float(np.square(x - many[n]).sum()) for n, x in one.items()))
         if apart > NEAR * size:
             raise Broken(
-                f"'{name}' on {count} devices is {apart / size:.2g} of its norm away from that on one"
+                f"'{name}' on {count} devices differs from one device by {apart / size:.2g} of its norm"
             )
 
 
 def weights(path: Any) -> dict[str, Any]:
-    """Every parameter of an artifact's safetensors files, float64."""
+    """Return every parameter of an artifact's safetensors files, float64."""
     from safetensors import safe_open
 
-    found = {}
+    parameters = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="flax") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
-                found[name] = np.asarray(tensors.get_tensor(name), np.float64)
-    return found
+                parameters[name] = np.asarray(tensors.get_tensor(name), np.float64)
+    return parameters

@@ -21,7 +21,7 @@ FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 
 
 def typed(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
+    """Run the command in a separate process."""
     environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo,dpo", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-m", "rlhf_core.cli", *arguments],
@@ -36,7 +36,7 @@ def typed(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def wide(rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The command in this process, on a terminal that cuts nothing off."""
+    """Run the command in this process, on a wide terminal."""
     monkeypatch.setenv("COLUMNS", "120")
     return rlhf
 

@@ -112,7 +112,7 @@ def test_scoring_refuses_the_adapter_of_a_language_model(rlhf: Any, adapter: Pat
 
 @pytest.fixture
 def reward_adapter(adapter: Path, tmp_path: Path) -> Path:
-    """A language model's adapter, opened as a reward model and saved again: what a reward stage does."""
+    """Open a language model's adapter as a reward model and save it again, as a reward stage does."""
     with pytest.warns(UserWarning, match="its reward head is new"):
         load_model(adapter, head="score", seed=3).save(tmp_path / "rm")
     return tmp_path / "rm"

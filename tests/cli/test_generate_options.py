@@ -1,4 +1,4 @@
-"""`rlhf generate` with what bends and ends completions."""
+"""`rlhf generate` with options that change how completions are sampled and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is asked in `rlhf generate`, and that texts for chat models and empty completions are warned of."""
+"""The prompts of `rlhf generate`, and its warnings about texts for chat models and empty completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The prompts that the sampler gets; it answers "a b" and, where it was told of one, a stop token of its own."""
+    """Collect the sampler's prompts; it writes "a b", and its extra stop token if it has one."""
     prompts: list[list[int]] = []
 
     def sample(self: Any, params: Any, given: Any, key: Any) -> Rollouts:

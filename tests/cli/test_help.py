@@ -1,4 +1,4 @@
-"""`help` on what authors are given says what every field is: the class's own text names each."""
+"""`help` documents every field of the classes for authors: the class's docstring names each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core import AdvantageInputs, PairInputs, PolicyInputs, RewardInputs, R
 
 GIVEN = (PolicyInputs, PairInputs, AdvantageInputs, RewardInputs, SamplerInputs, Rows, DPOInputs)
 PLAIN = {"tokenizer"}
-"""Fields whose name and type say all."""
+"""Fields that their name and type document."""
 
 
 @pytest.mark.parametrize("struct", GIVEN, ids=lambda struct: struct.__name__)

@@ -1,4 +1,4 @@
-"""`rlhf new`: a package of each kind installs, is listed, is clean and passes its own tests; mistakes are told."""
+"""`rlhf new`: a package of each kind installs, is listed, is clean and passes its tests; mistakes are reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name_of(kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a new package of every kind."""
+    """Write a new package of every kind into one directory."""
     directory = tmp_path_factory.mktemp("new")
     for kind in new.KINDS:
         new.write(kind, name_of(kind), directory / kind, bare().registry)
@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(sources: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they are installed, and two of the repository's examples with them."""
+    """Install them together with two of the repository's examples; return the directory."""
     work, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
     examples = [repository / "examples/plugins" / name for name in EXAMPLES]
     found: Path = packages.install([*sorted(sources.iterdir()), *examples], work, target)
@@ -71,7 +71,7 @@ def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> N
 
 
 def test_they_are_clean(sources: Path, repository: Path) -> None:
-    """Under this repository's rules; each decides by itself what belongs to it."""
+    """Check them with this repository's rules; each package sorts its own imports."""
     ruff = [sys.executable, "-m", "ruff"]
     rules = "E,F,W,I,UP,B,C4,SIM,RUF,PT,RET,PIE,N"
     for command in (
@@ -121,13 +121,13 @@ MISTAKES = {
     (
         "policy-loss",
         "Steady Loss",
-    ): "rlhf new: 'Steady Loss' cannot be a name: it is made of lower-case letters",
-    ("reward", "2fast"): "and starts with a letter, such as my-loss",
-    ("reward", "class"): "rlhf new: 'class' is a word of Python; choose another",
+    ): "rlhf new: 'Steady Loss' cannot be a name: use lower-case letters",
+    ("reward", "2fast"): "starting with a letter, such as my-loss",
+    ("reward", "class"): "rlhf new: 'class' is a keyword of Python; choose another",
     (
         "policy-loss",
         "dapo",
-    ): "rlhf new: policy loss 'dapo' is there already, by rlhf-grpo 0.1.0; choose another",
+    ): "rlhf new: policy loss 'dapo' exists already, in rlhf-grpo 0.1.0; choose another",
     ("logger", "grpo"): "rlhf new: a distribution rlhf-grpo is installed already; choose another name",
     ("logger", "full"): "rlhf new: rlhf-full exists already; give another with --dir, or delete it",
 }

@@ -1,4 +1,4 @@
-"""`rlhf score` in parts: interrupted and continued, it writes what it writes at once."""
+"""`rlhf score` in parts: interrupted and resumed, it writes the same as in one go."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(tiny, tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of `score_ids`, of which the one numbered `calls.stop` is interrupted."""
+    """Record the calls of `score_ids`, and interrupt call number `calls.stop`."""
 
     class Calls(list):
         stop = None
@@ -67,7 +67,7 @@ def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, 
         commands.score(str(model), rows, tmp_path / "parts.jsonl")
         assert len(calls) == 4 - stop
         told = capsys.readouterr()
-        assert (f"going on after {3 * stop} rows" in told.err) == (stop > 0)
+        assert (f"resuming after {3 * stop} rows" in told.err) == (stop > 0)
         assert told.out == said
         assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
         (tmp_path / "parts.jsonl").unlink()

@@ -22,7 +22,7 @@ def test_the_page_can_be_followed(
     assert (tmp_path / "both.html").stat().st_size < 2_000_000
     page = (tmp_path / "runs/rm/report.html").read_text(encoding="utf-8")
     for told in (
-        "Calibration: share right over confidence",
+        "Calibration: accuracy over confidence",
         "Scores of held-out pairs, update 6",
         "Held-out pairs",
     ):

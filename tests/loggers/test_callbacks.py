@@ -1,4 +1,4 @@
-"""Callbacks of trainers that are run from Python: any object with the hooks' methods."""
+"""Callbacks of trainers called from Python: any object with methods named like hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhf_core.loggers.callbacks import listen
 
 
 class Plain:
-    """Without decorators, and with fewer arguments than the hooks have."""
+    """A callback without decorators, with fewer arguments than the hooks have."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

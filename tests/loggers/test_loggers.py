@@ -45,7 +45,7 @@ def make_stage(directory: Path, *, is_main: bool = True) -> Stage:
 
 
 def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
-    """What a stage of 40 updates tells its listeners."""
+    """Send loggers the events of a stage of 40 updates."""
     manager = pluggy.PluginManager("rlhf")
     manager.add_hookspecs(hooks)
     manager.register(logger)
@@ -63,7 +63,7 @@ def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
 
 
 class Terminal:
-    """A pseudo terminal of 80 columns in the place of stderr."""
+    """Replace stderr by a pseudo terminal of 80 columns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
@@ -75,7 +75,7 @@ class Terminal:
         self.reader.start()
 
     def attach(self) -> None:
-        """Make it sys.stderr; called in the test, because pytest sets its own after the fixtures."""
+        """Install it as sys.stderr, in the test itself: pytest sets its own after the fixtures."""
         self.monkeypatch.setattr(sys, "stderr", self.file)
 
     def read(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases for real, offline."""
+"""The real Weights & Biases, offline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ wandb = pytest.importorskip("wandb")
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key, no settings of the user's, nothing written outside of the test's directory."""
+    """Remove keys and user settings, and write only to the test's directory."""
     for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

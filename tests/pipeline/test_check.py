@@ -84,7 +84,7 @@ def test_every_mistake_is_told_at_once(fake: ModuleType) -> None:
         assert expected in told, f"{expected}\n--- not in ---\n{told}"
     stages = [line.split("'")[1] for line in told.splitlines() if line.startswith("stage '")]
     assert stages == sorted(stages, key=["base", "rm", "policy", "last"].index)
-    # A stage whose trainer is unknown makes no errors of its own in the stages that use it.
+    # A stage with an unknown trainer causes no further errors in the stages that use it.
     assert told.count("stage 'rm'") == 2
 
 

@@ -1,4 +1,4 @@
-"""`rlhf check --devices N`: memory of each device, of every trainer's stage, without touching one."""
+"""`rlhf check --devices N`: memory per device for every trainer's stage, without using a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ max_sequence_length = 32
 
 
 def memory(rlhf: Callable[..., Any], pipeline: str, *more: str) -> tuple[str, dict[str, float]]:
-    """(where, {part: bytes}) as `rlhf check` tells it, its lines joined."""
+    """Parse (where, {part: bytes}) from the output of `rlhf check`, its lines joined."""
     ended = rlhf("check", pipeline, *more)
     assert ended.code == cli.DONE, ended.message
     said = " ".join(ended.out.split())
@@ -47,7 +47,7 @@ def memory(rlhf: Callable[..., Any], pipeline: str, *more: str) -> tuple[str, di
     ("pipeline", "head"), [("base", "lm"), ("rm", "score"), ("policy", "lm"), ("direct", "lm")]
 )
 def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) -> None:
-    """Parameters as eight devices hold them; and the same stage on one device, where nothing is divided."""
+    """Parameters match what eight devices hold; on one device nothing is divided."""
     place.write("direct.toml", DPO)
     mesh = ("--set", "mesh.data=2", "--set", "mesh.fsdp=-1", "--set", "mesh.tensor=2")
     where, parts = memory(rlhf, f"{pipeline}.toml", "--devices", "8", *mesh)
@@ -63,7 +63,7 @@ def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) 
     for part in (
         "copies while saving",
         "process",
-    ):  # which this machine's process has beside a device's arrays
+    ):  # memory of the process on this machine besides the device's arrays
         assert whole.pop(part) > 0
     if pipeline == "policy":
         assert whole.pop("sampler") == whole["parameters"]

@@ -1,4 +1,4 @@
-"""Mutated pipeline files: whatever is in them, the answer is InputError or a plan, never a traceback."""
+"""Mutated pipeline files: the result is InputError or a plan, never a traceback."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def host() -> Host:
 
 
 def mutated(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
-    """A pipeline file with a value replaced, a nested value replaced or bytes changed; or a `--set`."""
+    """Replace a value, a nested value or bytes of a pipeline file; or make a `--set`."""
     lines, kind = PIPELINE.split("\n"), rng.randrange(4)
     if kind == 0:
         content = bytearray(PIPELINE.encode())
@@ -88,7 +88,7 @@ def test_mutated_pipelines(seed: int, host: Host, tmp_path: Path, monkeypatch: p
                 plan(read("p.toml", sets=sets), host)
             except InputError:
                 refused += 1
-    assert refused > 40  # the mutations bite
+    assert refused > 40  # the mutations have an effect
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.pipeline import Results, read, run
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.files import unsealed
-from rlhf_core.stage import record
+from rlhf_core.stage.record import StageRecord
+from rlhf_core.stage.record import write as write_record
 
 
 def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str = "runs/a") -> Results:
@@ -38,7 +39,7 @@ def test_chain_runs_in_order_with_its_events(pipeline: Path, fake: ModuleType) -
     policy = results.stages["policy"]
     assert not policy.skipped
     assert policy.metrics["size"] == 3
-    # The seed is the pipeline's, or the stage's own; the input is what the reference names.
+    # The seed is the pipeline's or the stage's own; the input is the referenced artifact.
     assert (policy.artifacts["model"].path / "weights.txt").read_text() == "xxx7xxx3"
     assert results.stages["rm"].artifacts["model"].kind == "reward_model"
 
@@ -134,7 +135,7 @@ def test_watching_differently_is_no_change(pipeline: Path, fake: ModuleType) -> 
 
 
 def test_a_failed_stage_ends_last_and_continues(pipeline: Path, fake: ModuleType) -> None:
-    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)  # there is something to continue
+    Path("runs/a/rm/checkpoints/1").mkdir(parents=True)  # a checkpoint to continue from
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, "rm.fail=error")
     assert fake.EVENTS[-3:] == [("start", "rm"), ("run", "rm"), ("end", "RunError")]
@@ -228,7 +229,7 @@ def test_every_flipped_bit_of_a_stage_record_is_told(pipeline: Path, fake: Modul
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=r"stage.json is damaged"):
-            record.StageRecord(path.parent, "rm", fix="")
+            StageRecord(path.parent, "rm", fix="")
 
 
 def test_the_results_of_a_finished_stage_do_not_depend_on_its_log(pipeline: Path, fake: ModuleType) -> None:
@@ -254,8 +255,8 @@ def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: 
     path = Path("runs/a/rm/stage.json")
     record = unsealed(path.read_bytes())
     record["versions"]["rlhf-core"] = "0.0.1"
-    del record["versions"]["rlhf-sft"]  # installed since: the stage has run without it
-    record.write(path.parent, record)
+    del record["versions"]["rlhf-sft"]  # installed since: the stage ran without it
+    write_record(path.parent, record)
     with pytest.warns(UserWarning, match=r"stage 'rm' was begun with rlhf-core 0\.0\.1, now [^;]*$"):
         assert go(pipeline, fake).stages["rm"].skipped
 

@@ -1,4 +1,4 @@
-"""Run directories in which anything may stand: the report is written, and names what it could not read."""
+"""Damaged run directories: the report is written, and names the files it could not read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINES = [
 
 
 def changed(value: Any, rng: random.Random) -> Any:
-    """`value` with something odd in place of one of its parts, or of itself."""
+    """Replace `value`, or one of its parts, by something odd."""
     if isinstance(value, dict | list) and value and rng.random() < 0.75:
         at = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
         value[at] = changed(value[at], rng)

@@ -1,4 +1,4 @@
-"""rlhf report and rlhf compare: what the pages hold, and how the commands end."""
+"""rlhf report and rlhf compare: the contents of the pages, and how the commands end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(tmp_p
             assert f"completion {step} {i} " in page.text
     assert "completion 0 1 " not in page.text
     assert "brevity –" in page.text
-    assert "3 tokens, cut" in page.text
+    assert "3 tokens, truncated" in page.text
 
 
 def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> N
 
 
 def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str, Any]]:
-    """Rows of fixed prompts; the rewards of one prompt's completions are v, v + 1, …"""
+    """Return rows of fixed prompts; a prompt's completions have rewards v, v + 1, …"""
     return [
         {
             "prompt": f"asked {i}",
@@ -117,7 +117,7 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
     for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
     page = page_of(run)
-    assert "at update 0 and at update 20, each with the middle one of its 3 completions" in page.text
+    assert "at update 0 and at update 20, each with the completion of median reward among its 3" in page.text
     for i in range(2):
         assert page.text.count(f"asked {i}") == 1
         for step in (0, 20):
@@ -154,7 +154,7 @@ def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
     page = page_of(run)
-    assert "Update 0, the only one that was kept." in page.text
+    assert "Update 0, the only one that was stored." in page.text
     assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
 
 
@@ -169,7 +169,7 @@ def test_ten_thousand_steps_stay_small_and_keep_their_extremes(tmp_path: Path) -
     path = reporting.report(run)
     assert path.stat().st_size < 2_000_000
     page = runs.Page(path.read_text(encoding="utf-8"))
-    assert "Up to 10,000 values a curve were logged" in page.text
+    assert "Up to 10,000 values per curve were logged" in page.text
     chart = next(
         c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
     )
@@ -183,7 +183,7 @@ def label(page: Any, id: str) -> str:
 
 
 def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
-    """(column, array) of every array in a Bokeh document."""
+    """Yield (column, array) of every array in a Bokeh document."""
     if isinstance(value, dict) and value.get("type") == "ndarray":
         raw = base64.b64decode(value["array"]["data"])
         raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw

@@ -1,4 +1,4 @@
-"""What a trainer that is called from Python leaves, and what rlhf report makes of it."""
+"""rlhf report on the files of a trainer called from Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rlhf report makes of a run directory, whole or half: states, times, curves, the picture of the pipeline."""
+"""Reading complete and partial run directories: states, times, curves, the picture of the pipeline."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_torn_line_is_left_out_and_told(tmp_path: Path) -> None:
     found = read_run(run)
     assert found.stages[1].updates == 19
     page = page_of(run)
-    for told in ("policy/metrics.jsonl: 1 line not whole", "rm/stage.json is not readable", "000020.json"):
+    for told in ("policy/metrics.jsonl: 1 damaged line", "rm/stage.json is not readable", "000020.json"):
         assert told in page.text, told
 
 

@@ -1,4 +1,4 @@
-"""The reward `math_verify`: right is right whatever happens to the processes that compare."""
+"""The reward `math_verify`: correct scores whatever happens to its worker processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_workers_are_kept_and_many_comparisons_take_seconds(reward: Any) -> 
     hard = [rf"\frac{{{i}x^2+1}}{{\sqrt{{{i * i + 7}}}}}" for i in range(1, 101)]
     begin = time.perf_counter()
     assert reward([rf"\boxed{{{each}}}" for each in hard], hard) == [1] * 100
-    assert time.perf_counter() - begin < 60  # at one process per comparison it was minutes
+    assert time.perf_counter() - begin < 60  # one process per comparison would take minutes
     assert math._pool() is pool
     assert pool.processes[: len(before)] == before
 
@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed_changes_no_verdict(reward: Any) -> None:
             time.sleep(0.1)
             for pid in set(math._pool().processes) - killed:
                 killed.add(pid)
-                os.kill(pid, signal.SIGKILL)  # the second time while it starts
+                os.kill(pid, signal.SIGKILL)  # the second kill hits it while it starts
             if len(killed) >= 4:
                 break
 
@@ -113,7 +113,7 @@ def test_processes_that_die_each_time_are_an_error_and_not_a_wrong_answer(
 PROGRAM = """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda *_: None)  # as a run does, which stops after the update
+    signal.signal(number, lambda *_: None)  # like a run, which stops after the update
 from rlhf_core.rewards import MathVerify
 reward = MathVerify()
 assert reward(["4", "5"], ["4", "5"]) == [1, 1]

@@ -21,7 +21,7 @@ from rlhf_core.rollouts import Reward, WeightedReward, score
 
 processes = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
-SOON = 0.2  # seconds that the slow ones below are given
+SOON = 0.2  # timeout in seconds of the slow functions below
 
 
 FUNCTIONS = """
@@ -71,7 +71,7 @@ def arrays(completions):
 def meets(completions, *, name, directory):
     (Path(directory) / name).touch()
     end = time.monotonic() + 30
-    while len(list(Path(directory).iterdir())) < 3:  # passes only where three calls are under way at once
+    while len(list(Path(directory).iterdir())) < 3:  # needs three calls at the same time
         assert time.monotonic() < end
         time.sleep(0.01)
     return [1.0] * len(completions)
@@ -93,7 +93,7 @@ def fails(completions):
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """A file of reward functions, as users have."""
+    """Load a file of reward functions, like a user's."""
     file = tmp_path_factory.mktemp("rewards") / "mine.py"
     file.write_text(FUNCTIONS)
     yield load_file(file)
@@ -295,9 +295,7 @@ def test_a_function_may_raise_a_timeout_error_of_its_own():
     ],
 )
 def test_skipped_calls_leave_completions_unscored_and_are_counted(function, timeout, said, mine):
-    function = (
-        mine.broken if timeout == 60 else function
-    )  # a worker imports its module, and this one is large
+    function = mine.broken if timeout == 60 else function  # workers import this large module
     rewards = [Reward("r", 1.0, function, timeout, "skip"), Reward("ones", 1.0, ones)]
     with pytest.warns(UserWarning, match=said) as caught:
         table = score(rewards, INPUTS)
@@ -305,7 +303,7 @@ def test_skipped_calls_leave_completions_unscored_and_are_counted(function, time
     assert np.isnan(table[:, 0]).all()
     assert table[:, 1].tolist() == [1, 1, 1]
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # warned once
         score(rewards, INPUTS)
     assert [reward.failures for reward in rewards] == [2, 0]
 
@@ -413,7 +411,7 @@ def test_two_processes_share_one_outcome():
     bits, *failures = first[0].split()
     table = np.frombuffer(bytes.fromhex(bits)).reshape(3, 3)
     assert 0 <= table[0, 0] < 1
-    assert table[2, 0] == 1 / 3  # not float32's
+    assert table[2, 0] == 1 / 3  # in float64
     assert np.isnan(table[1, 0])
     assert np.isnan(table[:, 1]).all()
     assert table[:, 2].tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Reward functions: what they are called with, what they may return, and what is said of everything else."""
+"""Reward functions: their arguments, valid return values, and errors about all others."""
 
 import asyncio
 import warnings
@@ -78,7 +78,7 @@ def test_they_run_where_an_event_loop_runs_already():
 
 
 class Judge:
-    """An object with set-up and a call, as reward models are."""
+    """A callable object with `setup`, like reward models."""
 
     def __init__(self):
         self.stages = []

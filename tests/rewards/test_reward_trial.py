@@ -1,4 +1,4 @@
-"""What is found out about reward functions before a run: columns, rows, and a call on made-up completions."""
+"""Checks of reward functions before a run: columns, rows, and a call with made-up completions."""
 
 from __future__ import annotations
 

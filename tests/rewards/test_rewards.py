@@ -1,4 +1,4 @@
-"""Core's own rewards: their formulas, their papers' numbers, and what their options refuse."""
+"""Core's own rewards: their formulas, numbers from papers, and invalid options."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_which_number_of_a_completion_counts(completion: str, number: int | None
 
 
 def number(written: str | None) -> Number | None:
-    """Read a number as the table writes it."""
+    """Parse a number as the table writes it."""
     if written is None:
         return None
     top, _, bottom = written.rstrip("%").partition("/")

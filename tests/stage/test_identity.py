@@ -1,4 +1,4 @@
-"""Hashes of what a stage reads: every byte counts, large files are hashed once, data and code count by content."""
+"""Hashes of a stage's inputs: every byte counts, large files are hashed once, data and code count by content."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_byte_of_a_directory_counts(tmp_path: Path, at: int) -> None:
     large(tmp_path / "b" / "model.safetensors", flip=at)
     assert identify(tmp_path / "a") != identify(tmp_path / "b")
     large(tmp_path / "c" / "model.safetensors")
-    large(tmp_path / "c" / ".git" / "index")  # what a version control writes is no part of a model
+    large(tmp_path / "c" / ".git" / "index")  # files of version control are not part of a model
     assert identify(tmp_path / "a") == identify(tmp_path / "c")
 
 
@@ -190,4 +190,4 @@ def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytes
             monkeypatch.delitem(sys.modules, loaded)
     assert None not in hashes
     assert hashes[0] != hashes[1]
-    assert code_identity.of_component(identify) is None  # rlhf-core counts by its version
+    assert code_identity.of_component(identify) is None  # rlhf-core is identified by its version

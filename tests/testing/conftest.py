@@ -1,4 +1,4 @@
-"""Mutants: components with one defect, of which a kit must find that one and no other."""
+"""Mutants: components with one defect; a kit must find that defect and no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def failures() -> Callable[..., dict[str, str]]:
-    """{property: what was said} of a kit's call; empty where all hold."""
+    """Call a kit: {broken property: message}, empty if all hold."""
 
     def of(check: Callable[..., None], *given: Any, **options: Any) -> dict[str, str]:
         try:
@@ -20,7 +20,7 @@ def failures() -> Callable[..., dict[str, str]]:
             first, *lines = str(error).splitlines()
         else:
             return {}
-        assert re.search(r"breaks \d+ of the \d+ properties tried", first)
+        assert re.search(r"breaks \d+ of the \d+ properties checked", first)
         return dict(line.strip().split(": ", 1) for line in lines)
 
     return of

@@ -116,7 +116,7 @@ def test_ours_have_none(name: str, options: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class OfTheSecond:
-    """Reads the functions one by one."""
+    """Use the reward functions one by one."""
 
     def __call__(self, inputs: AdvantageInputs) -> Any:
         second = np.asarray(inputs.rewards_by_function, np.float64)[..., 1]

@@ -18,7 +18,7 @@ from rlhf_core.testing import check_model
 cases: Any = load_file(Path(__file__).parents[1] / "shared" / "mesh_cases.py")
 FAMILIES = ("llama", "gemma2", "mixtral")
 ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
-"""Enough for the kit to find a defect in, and compiled in half of the time of two."""
+"""One layer suffices for the kit to find a defect, and compiles in half the time of two."""
 
 
 def changed(**functions: Any) -> ModelFamily:
@@ -39,13 +39,13 @@ def infinite(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
 
 
 def counting_places(config: Any, params: Any, tokens: Any, *where: Any) -> Any:
-    """Positions in the row, not in the sequence."""
+    """Use positions in the row in place of those in the sequence."""
     states = DECODER.hidden(config, params, tokens, *where)
     return states + 0.1 * jnp.maximum(jnp.arange(tokens.shape[1]) - 6, 0)[None, :, None]
 
 
 def seeing_the_row(config: Any, params: Any, tokens: Any, positions: Any, until: Any) -> Any:
-    """Everything before in the row, also of other sequences."""
+    """See all earlier tokens of the row, even of other sequences."""
     return DECODER.hidden(config, params, tokens, positions, jnp.where(until > 0, tokens.shape[1], 0))
 
 

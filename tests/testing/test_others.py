@@ -100,7 +100,7 @@ def test_our_loggers_have_none(logger: Any) -> None:
 
 
 def stepping(direction: Any) -> Any:
-    """An optimizer that moves by learning_rate × direction(gradients, parameters)."""
+    """Make an optimizer that moves by learning_rate × direction(gradients, parameters)."""
 
     def make(learning_rate: Any) -> optax.GradientTransformation:
         def update(updates: Any, state: Any, params: Any = None) -> Any:

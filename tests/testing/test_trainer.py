@@ -22,7 +22,7 @@ from rlhf_core.testing import check_trainer, pairs, prompts, texts
 
 
 class Config(TrainerConfig):
-    """Of a trainer without a model: x goes to 1."""
+    """The state of a trainer without a model: x moves to 1."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ def test_what_is_said(failures: Any) -> None:
 
 
 def early(completions: list[str]) -> list[float]:
-    """The share of words in the first half of the alphabet."""
+    """Return the share of words in the first half of the alphabet."""
     return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 

@@ -1,6 +1,6 @@
-"""Packages for components of one's own, written by `rlhf new`: a small example that installs and passes its tests.
+"""`rlhf new`: write a package for a component, a small example that installs and passes its tests.
 
-Each kind has a folder of templates, in which `{{name}}` and its like are filled in; nothing else is in them.
+Each kind has a folder of templates with placeholders such as `{{name}}`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ SUFFIXES = {
     "advantage": "Advantage",
     "reward": "",
     "trainer": "",
+    "sampling-trainer": "",
     "logger": "Logger",
 }
-"""{kind on the command line: what the names of its classes end in}."""
-TRIED = {"trainer": "what a pipeline relies on", "logger": "whether it takes all that a stage may tell it"}
-"""{kind on the command line: what its kit tries}, where that is not what every trainer relies on."""
+"""{kind on the command line: suffix of its class names}."""
+CHECKED = {
+    "trainer": "what a pipeline relies on",
+    "sampling-trainer": "what a pipeline relies on",
+    "logger": "that it handles every event of a stage",
+}
+"""{kind on the command line: what its kit checks}, where it is not what every trainer relies on."""
 KINDS: Mapping[str, Kind[object]] = {
-    name: getattr(contracts, name.replace("-", "_").upper()) for name in SUFFIXES
+    name: getattr(contracts, name.removeprefix("sampling-").replace("-", "_").upper()) for name in SUFFIXES
 }
 NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
@@ -47,10 +52,10 @@ class Written:
 
 
 def write(kind: str, name: str, directory: Path | None, registry: Registry) -> Written:
-    """Write the package rlhf-NAME for a component of that kind into `directory`, by default one of its own name.
+    """Write the package rlhf-NAME for a component of that kind into `directory`, by default ./rlhf-NAME.
 
-    registry: of the installed plugins, whose names are taken. Raises InputError, with every problem, for an unknown
-    kind, a name that cannot be a package's, a class's and a component's, and a directory that is not empty.
+    registry: the installed plugins' names, which are taken. Raises InputError, with every problem, for an unknown
+    kind, a name that a package, class or component cannot have, and a directory that is not empty.
     """
     kind = kind.replace("_", "-").replace(" ", "-")
     words = name.removeprefix("rlhf-").removeprefix("rlhf_")
@@ -84,15 +89,15 @@ def _wrong(kind: str, words: str, registry: Registry) -> list[str]:
     name = words.replace("-", "_")
     if not NAME.fullmatch(words):
         problems.append(
-            f"'{words}' cannot be a name: it is made of lower-case letters, digits and single hyphens, and starts "
-            "with a letter, such as my-loss"
+            f"'{words}' cannot be a name: use lower-case letters, digits and single hyphens, starting with a letter, "
+            "such as my-loss"
         )
         return problems
     if keyword.iskeyword(name):
-        problems.append(f"'{name}' is a word of Python; choose another")
+        problems.append(f"'{name}' is a keyword of Python; choose another")
     if kind in KINDS and name in registry.names(KINDS[kind]):
         owner = registry.owner(KINDS[kind], name)
-        problems.append(f"{KINDS[kind].name} '{name}' is there already, by {owner}; choose another name")
+        problems.append(f"{KINDS[kind].name} '{name}' exists already, in {owner}; choose another name")
     elif _installed(f"rlhf-{words.replace('_', '-')}"):
         problems.append(
             f"a distribution rlhf-{words.replace('_', '-')} is installed already; choose another name"
@@ -117,7 +122,7 @@ def _installed(name: str) -> bool:
 
 
 def _values(kind: str, words: str) -> dict[str, str]:
-    """What is filled in."""
+    """Return the values of the placeholders."""
     name = words.replace("-", "_")
     camel = "".join(word.capitalize() for word in name.split("_"))
     return {
@@ -126,13 +131,13 @@ def _values(kind: str, words: str) -> dict[str, str]:
         "distribution": f"rlhf-{words.replace('_', '-')}",
         "module": f"rlhf_{name}",
         "class": camel.removesuffix(SUFFIXES[kind]) + SUFFIXES[kind],
-        "tried": TRIED.get(kind, "what every trainer relies on"),
+        "checked": CHECKED.get(kind, "what every trainer relies on"),
         "pin": pin(__version__),
     }
 
 
 def pin(version: str) -> str:
-    """The versions that keep their promises to what is written for this one: below 1.0 those of one minor version."""
+    """Return the range of compatible versions: below 1.0 one minor version, from then on one major version."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return f">={major}.{minor},<{major + 1}" if major else f">=0.{minor},<0.{minor + 1}"
 

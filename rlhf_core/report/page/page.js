@@ -24,7 +24,7 @@
     return String(Number(x.toPrecision(4)));
   };
 
-  // The centred mean over a share of the run; at the ends, over what is there. Of means of stretches of equal length.
+  // The centred mean over a share of the run, over fewer points at its ends; the stretches have equal length.
   function smoothed(x, y, share) {
     const n = y.length, half = (share * (x[n - 1] - x[0])) / 2;
     if (half <= 0 || n < 3) return Float32Array.from(y);
@@ -49,7 +49,7 @@
   }
 
   function paint(chart) {
-    const ink = css("--soft"), line = "#80808038";  // seen on paper too, which a canvas drawn for the dark does not know of
+    const ink = css("--soft"), line = "#80808038";  // legible on paper too: print does not redraw a dark canvas
     for (const renderer of chart.fig.renderers) {
       const glyph = renderer.glyph, [kind, i] = glyph.tags;
       if (kind === "stroke") glyph.line_color = { value: colour(i) };
@@ -137,7 +137,7 @@
   const ready = () => [...charts.values()].filter(Boolean);
   const key = () => document.querySelectorAll("[data-colour]").forEach((i) => { i.style.color = colour(i.dataset.colour); });
   const repaint = () => { key(); ready().forEach(paint); };
-  const near = new Set();  // what is in sight or close to it: the rest follows the slider when it comes there
+  const near = new Set();  // charts in or near the viewport: others follow the slider when they scroll into view
   const watch = new IntersectionObserver((seen) => {
     for (const { target, isIntersecting } of seen) {
       if (!isIntersecting) { near.delete(target.id); continue; }
@@ -146,7 +146,7 @@
     }
   }, { rootMargin: "300px" });
   all.forEach((figure) => watch.observe(figure));
-  // What is out of sight is drawn when there is nothing else to do, so that it is there to scroll to and to print.
+  // Charts out of sight are drawn when the browser is idle, so that they can be scrolled to and printed.
   const idle = window.requestIdleCallback ?? ((f) => setTimeout(f, 50));
   const rest = [...all];
   const next = () => { const figure = rest.shift(); if (figure) draw(figure).then(() => idle(next)); };
