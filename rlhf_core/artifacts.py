@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import distributions
-from rlhf_core.runtime.agreement import texts_of_all
+from rlhf_core.runtime.agreement import gather_texts
 from rlhf_core.runtime.disk_errors import attempt, disk_reason
-from rlhf_core.runtime.files import flush, make_directory, replace_directory, sealed, unsealed
+from rlhf_core.runtime.files import flush, make_directory, replace_directory, seal, unseal
 from rlhf_core.runtime.files import write_atomic as write_atomic
 from rlhf_core.tokenizer.chat_template import writes_date
 
@@ -56,7 +56,7 @@ def save_model(
             "name": output,
             "kind": kind,
             "stage": stage.name,
-            "files": describe(beside),
+            "files": describe_files(beside),
             "versions": versions(),
             "contract": {**day, **(contract or {})},
         }
@@ -74,7 +74,7 @@ def save_model(
     return artifact
 
 
-def read(path: str | Path, *, verify: bool = True, together: bool = False) -> Artifact:
+def open_artifact(path: str | Path, *, verify: bool = True, together: bool = False) -> Artifact:
     """Open the artifact in a directory, after every file in it was compared with the manifest.
 
     verify: without it, only the manifest is read. together: every process makes this call, and each file is compared by
@@ -90,13 +90,13 @@ def read(path: str | Path, *, verify: bool = True, together: bool = False) -> Ar
         names = sorted(files)[jax.process_index() :: jax.process_count()]
         files = {name: files[name] for name in names}
     try:
-        problems = damage(artifact.path, files)
+        problems = find_damage(artifact.path, files)
     except PermissionError as error:
         problems = [f"{error.filename} cannot be read: {disk_reason(error)}"]
         if not together:
             raise InputError(*problems) from error
     if together:
-        problems = [line for said in texts_of_all("\n".join(problems)) for line in said.splitlines()]
+        problems = [line for said in gather_texts("\n".join(problems)) for line in said.splitlines()]
     if problems:
         raise InputError(*(f"{p}; run the stage that made it again, with another --dir" for p in problems))
     return artifact
@@ -104,10 +104,10 @@ def read(path: str | Path, *, verify: bool = True, together: bool = False) -> Ar
 
 def write_manifest(directory: Path, described: Mapping[str, Any]) -> None:
     """Write an artifact's manifest, strict JSON with a checksum of its own."""
-    write_atomic(directory / MANIFEST, sealed(described))
+    write_atomic(directory / MANIFEST, seal(described))
 
 
-def recorded(path: str | Path) -> dict[str, Any]:
+def read_contract(path: str | Path) -> dict[str, Any]:
     """What the artifact in a directory says of its use, its contract; empty for a directory that is no artifact."""
     if not (Path(path) / MANIFEST).is_file():
         return {}
@@ -120,7 +120,7 @@ def identity(path: Path) -> str:
     """
     content = (path / MANIFEST).read_bytes()
     with suppress(ValueError):
-        content = json.dumps({**unsealed(content), "versions": None}, sort_keys=True).encode()
+        content = json.dumps({**unseal(content), "versions": None}, sort_keys=True).encode()
     return _digest(content)
 
 
@@ -129,7 +129,7 @@ def versions() -> dict[str, str]:
     return dict(sorted({**distributions.versions(), "rlhf-core": version("rlhf-core")}.items()))
 
 
-def describe(directory: Path) -> dict[str, dict[str, Any]]:
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
     """{relative path: {size in bytes, sha256}} of every file below `directory`, all flushed to the disk."""
 
     def one(path: Path) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def describe(directory: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What differs between `directory` and what `describe` said of it, one line per file; sizes come first.
+def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What differs between `directory` and what `describe_files` said of it, one line per file; sizes come first.
 
     Raises PermissionError where that is not for this user to see.
     """
@@ -192,7 +192,7 @@ def _open(path: Path) -> Artifact:
             "DIR/STAGE/artifacts/OUTPUT of a finished stage"
         )
     try:
-        metadata = unsealed(manifest.read_bytes())
+        metadata = unseal(manifest.read_bytes())
         if metadata["format"] == FORMAT:
             return Artifact(
                 metadata["name"], metadata["kind"], path, {**metadata, "files": {**metadata["files"]}}

@@ -27,11 +27,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
-from rlhf_core.artifacts import damage, describe
+from rlhf_core.artifacts import describe_files, find_damage
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.disk_errors import GOES_ON, attempt, disk_reason
-from rlhf_core.runtime.files import make_directory, replace_directory, sealed, unsealed, write_atomic
-from rlhf_core.runtime.peers import writing
+from rlhf_core.runtime.files import make_directory, replace_directory, seal, unseal, write_atomic
+from rlhf_core.runtime.peers import hold_end
 
 PLAIN_KINDS = "biufcSU"
 """Kinds of numpy dtypes that an .npz holds without pickle."""
@@ -51,7 +51,7 @@ def shape(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     """Describe the array that a leaf is to be read as."""
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -61,10 +61,10 @@ def on_sharding(leaf: Any, wanted: Any) -> Any:
     """Place a typed key as wanted: orbax gives it the sharding of its data, which has one axis more."""
     if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
-    return jax.jit(lambda key: key, out_shardings=abstract(wanted).sharding)(leaf)
+    return jax.jit(lambda key: key, out_shardings=abstract_leaf(wanted).sharding)(leaf)
 
 
-def plain(name: str, array: Any) -> np.ndarray:
+def copy_array(name: str, array: Any) -> np.ndarray:
     """Copy an array for an .npz. Raises TypeError for a dtype that needs pickle."""
     copy = np.array(array)
     if copy.dtype.kind not in PLAIN_KINDS:
@@ -155,7 +155,7 @@ class Checkpoints:
         """
         self.wait()
         arrays_of_state = leaves(state)
-        kept = {name: plain(name, array) for name, array in (arrays or {}).items()}
+        kept = {name: copy_array(name, array) for name, array in (arrays or {}).items()}
         shapes = {name: shape(leaf) for name, leaf in arrays_of_state.items()}
         described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=scalar)
         beside = self.directory / f".{step}.tmp"
@@ -167,7 +167,7 @@ class Checkpoints:
             with _CONTEXT:
                 return v1.save_async(beside / "state", arrays_of_state)
 
-        @writing()
+        @hold_end()
         def finish(response: v1.AsyncResponse[None]) -> None:
             response.result()
             if jax.process_index() == 0:
@@ -175,8 +175,8 @@ class Checkpoints:
                     before()
                 np.savez(beside / "arrays.npz", **{f"arrays/{name}": array for name, array in kept.items()})  # type: ignore[arg-type]
                 write_atomic(beside / "host.json", described)
-                manifest = {"format": FORMAT, "files": describe(beside)}
-                write_atomic(beside / "manifest.json", sealed(manifest))
+                manifest = {"format": FORMAT, "files": describe_files(beside)}
+                write_atomic(beside / "manifest.json", seal(manifest))
                 replace_directory(beside, final)
 
         def complete(response: v1.AsyncResponse[None]) -> list[str]:
@@ -223,7 +223,7 @@ class Checkpoints:
         wanted = leaves(abstract_state)
         compare(directory, saved["leaves"], {name: shape(leaf) for name, leaf in wanted.items()})
         try:
-            found = v1.load(directory / "state", {name: abstract(leaf) for name, leaf in wanted.items()})
+            found = v1.load(directory / "state", {name: abstract_leaf(leaf) for name, leaf in wanted.items()})
         except Exception as error:  # its bytes are as they were written: an older one would fail as well
             raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
         found = {name: on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
@@ -336,10 +336,10 @@ def _problem(directory: Path) -> str | None:
     """Why a checkpoint is not whole, None where it is. Raises PermissionError where this user may not see that."""
     manifest = directory / "manifest.json"
     try:
-        described = unsealed(manifest.read_bytes())
+        described = unseal(manifest.read_bytes())
         if described["format"] != FORMAT:
             return f"{manifest} has format {described['format']}, this version reads {FORMAT}"
-        problems = damage(directory, described["files"])
+        problems = find_damage(directory, described["files"])
     except PermissionError:
         raise
     except OSError as error:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 
 if TYPE_CHECKING:
     import jax
@@ -60,7 +60,7 @@ class Kind(Generic[T]):
             return value
         raise InputError(
             f"{name} of {self.name} {_called(component)} is {value!r}; it is one of {', '.join(values)}."
-            f"{near(value, values) if isinstance(value, str) else ''}".rstrip(".")
+            f"{suggest(value, values) if isinstance(value, str) else ''}".rstrip(".")
         )
 
     def attribute_problems(self, thing: Any, options: Collection[str]) -> Iterator[str]:
@@ -71,7 +71,7 @@ class Kind(Generic[T]):
         for name in sorted(names - set(self.attributes)):
             known = f"; a {self.name} has {' and '.join(self.attributes)}" if self.attributes else ""
             yield (
-                f"nothing reads its attribute '{name}'{known}.{near(name, self.attributes)} A constant of its own "
+                f"nothing reads its attribute '{name}'{known}.{suggest(name, self.attributes)} A constant of its own "
                 "begins with an underscore, an option is a field of the dataclass"
             )
         for name in sorted((set(options) | _state(thing)) - set(self.attributes)):

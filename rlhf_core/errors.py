@@ -37,16 +37,16 @@ class Stopped(Exception):
     """A signal or time limit ended the run after its state was saved (exit code 75)."""
 
 
-def near(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the closest of `known`, else an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
 
 
-def near_file(path: Path) -> str:
-    """As `near`, of what stands beside a file that is missing; else which directory is missing too."""
+def suggest_file(path: Path) -> str:
+    """As `suggest`, of what stands beside a file that is missing; else which directory is missing too."""
     try:
-        return near(path.name, [entry.name for entry in path.parent.iterdir()])
+        return suggest(path.name, [entry.name for entry in path.parent.iterdir()])
     except OSError:
         return f" There is no directory {path.parent} either." if not exists(path.parent) else ""
 
@@ -66,13 +66,13 @@ def disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def raised(error: BaseException, *callers: str) -> str:
-    """What a component raised, in one line, with the `place`."""
+def error_line(error: BaseException, *callers: str) -> str:
+    """What a component raised, in one line, with the `code_location`."""
     text = textwrap.shorten(str(error), 300, placeholder=" …")
-    return f"raised {type(error).__name__}: {text}{place(error, *callers)}"
+    return f"raised {type(error).__name__}: {text}{code_location(error, *callers)}"
 
 
-def place(error: BaseException, *callers: str) -> str:
+def code_location(error: BaseException, *callers: str) -> str:
     """` (FILE line N)`: where in its own code a component raised; empty where none of it is in the traceback.
 
     callers: files and directories that it was called from: like Python's and the libraries', none of its own.

@@ -85,7 +85,7 @@ def param_shardings(mesh: AnyMesh, axes: Any, abstract: Any) -> Any:
     return jax.tree.map(one, abstract, axes)
 
 
-def replicated(mesh: AnyMesh) -> NamedSharding:
+def replicated_sharding(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -119,7 +119,7 @@ def row_multiple(mesh: AnyMesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
-def rows_a_device(mesh: AnyMesh | None, rows: int) -> int:
+def rows_per_device(mesh: AnyMesh | None, rows: int) -> int:
     """How many of `rows` rows each device computes, the empty ones that fill them up included; all without a mesh."""
     return rows if mesh is None else -(-rows // row_multiple(mesh))
 

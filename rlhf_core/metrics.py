@@ -129,12 +129,12 @@ def merge(a: Metrics, b: Metrics) -> dict[str, Metric]:
     return {k: a[k].merge(b[k]) if k in a and k in b else (a[k] if k in a else b[k]) for k in {**a, **b}}  # type: ignore[arg-type]
 
 
-def nothing(like: Metric) -> Metric:
+def empty_metric(like: Metric) -> Metric:
     """The metric of that kind of no elements: merged with another it leaves the other as it is."""
     return type(like).of(jnp.zeros(0))
 
 
-def read(metrics: Metrics) -> dict[str, float]:
+def fetch_metrics(metrics: Metrics) -> dict[str, float]:
     """Floats, after one transfer from the device."""
     host = jax.device_get(dict(metrics))
     return {name: float(metric.result()) for name, metric in host.items()}

@@ -23,7 +23,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 """Of a running average: what is kept of it at an update."""
 
 
-def decays(params: Any) -> Any:
+def decay_mask(params: Any) -> Any:
     """True where weight decay applies: not on norms and biases, told by the last two names of a parameter's path."""
 
     def one(path: Any, _: Any) -> bool:
@@ -42,7 +42,7 @@ def adamw(
     eps: NotNegative = 1e-8,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019)."""
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
 
 
 def adafactor(learning_rate: Any, *, weight_decay: NotNegative = 0.0) -> optax.GradientTransformation:
@@ -56,7 +56,7 @@ def lion(
     learning_rate: Any, *, weight_decay: NotNegative = 0.01, b1: Decay = 0.9, b2: Decay = 0.99
 ) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
-    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
+    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask)
 
 
 def muon(
@@ -101,7 +101,7 @@ def _decoupled(
     """A step of learning_rate × (direction + weight_decay × parameters) downhill (Loshchilov and Hutter 2019)."""
     return optax.chain(
         direction,
-        optax.add_decayed_weights(weight_decay, mask=decays),
+        optax.add_decayed_weights(weight_decay, mask=decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -138,7 +138,7 @@ def schedule(
     return shape
 
 
-def make(
+def make_optimizer(
     config: TrainerConfig, registry: Registry, total: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """The optimizer a trainer's config asks for, and its schedule.

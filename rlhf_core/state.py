@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.errors import InputError, near
-from rlhf_core.mesh import AnyMesh, replicated
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import AnyMesh, replicated_sharding
 from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.models.params import Path, join, matching, named, paths, split
 
@@ -125,7 +125,7 @@ def create_state(
     else:
         opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, trained), trained, shardings, mesh)
     opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
-    whole = replicated(mesh)
+    whole = replicated_sharding(mesh)
     step, guard = jax.device_put((np.int32(0), np.int32(-1)), (whole, whole))
     key = jax.jit(lambda: jax.random.key(seed), out_shardings=whole)()
     return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
@@ -155,7 +155,7 @@ def _fixed_of_all(
     }
     if isinstance(frozen, Mapping):
         if unknown := [name for name in frozen if name not in models]:
-            raise InputError(f"frozen: no model is called '{unknown[0]}'.{near(unknown[0], models)}")
+            raise InputError(f"frozen: no model is called '{unknown[0]}'.{suggest(unknown[0], models)}")
         for name, patterns in frozen.items():
             fixed |= {(name, *path) for path in named(models[name].params, patterns)}
     elif frozen:
@@ -177,7 +177,7 @@ def _shared_mesh(models: Mapping[str, Model]) -> Any:
 def _require_names(tx: Mapping[str, Any], params: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
     unknown = [name for name in tx if name not in params]
     missing = [name for name in trained if name not in tx]
-    problems = [f"tx: no model is called '{name}'.{near(name, params)}" for name in unknown]
+    problems = [f"tx: no model is called '{name}'.{suggest(name, params)}" for name in unknown]
     problems += [f"tx: none for '{name}', which is trained" for name in missing]
     if problems:
         raise InputError(*problems)
@@ -241,7 +241,7 @@ def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: AnyMes
             jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
         )
     }
-    whole = replicated(mesh)
+    whole = replicated_sharding(mesh)
 
     def place(path: Any, leaf: Any) -> Any:
         names = _names(path)

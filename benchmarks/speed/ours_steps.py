@@ -138,7 +138,7 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
     )
     loss = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
-    tx, _ = optimizers.make(config, stage.registry, feed.total)
+    tx, _ = optimizers.make_optimizer(config, stage.registry, feed.total)
     return reward_objective(model.definition, measure), feed, create_state(model, tx, seed=stage.seed)
 
 
@@ -196,7 +196,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, Feed, T
         getattr(loss, "aggregation", "token_mean"),
     )
     feed.compile(model.params)
-    tx, _ = optimizers.make(config, stage.registry, feed.total)
+    tx, _ = optimizers.make_optimizer(config, stage.registry, feed.total)
     objective = grpo_objective(model.definition, loss, terms, temperature=1.0)
     return objective, feed, create_state(model, tx, seed=stage.seed)
 

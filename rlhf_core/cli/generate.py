@@ -69,7 +69,7 @@ def generate(
     loaded = dataclasses.replace(loaded, tokenizer=settled(loaded.tokenizer, chat_template, loaded.source))
     says = file is None and not raw and template_text(loaded.tokenizer) is not None
     asked = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
-    day = artifacts.recorded(local_directory(model)).get("template_date")
+    day = artifacts.read_contract(local_directory(model)).get("template_date")
     encoded = data.encode_prompts(
         data.load(asked) if says else as_prompts(records),
         loaded.tokenizer,

@@ -18,7 +18,7 @@ from rlhf_core.data.kinds import (
 )
 from rlhf_core.data.source import Source, digest
 from rlhf_core.data.views import Changed
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 
 READ = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
@@ -48,7 +48,7 @@ def with_columns(source: Source, columns: Any) -> Source:
     have = source.columns
     problems = [
         f"{source.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
-        f"{near(theirs, have)}"
+        f"{suggest(theirs, have)}"
         for ours, theirs in columns.items()
         if theirs not in have
     ]

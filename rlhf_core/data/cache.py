@@ -133,7 +133,7 @@ def cached(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
 def _open(directory: Path) -> Arrays | None:
     try:
         said = json.loads((directory / MANIFEST).read_bytes())
-        if said["format"] != FORMAT or artifacts.damage(directory, said["files"]):
+        if said["format"] != FORMAT or artifacts.find_damage(directory, said["files"]):
             return None
         loaded = {
             name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in said["files"]
@@ -160,7 +160,7 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
                 growing[name].add(array)
         for file in growing.values():
             file.close()
-        manifest = {"format": FORMAT, "files": artifacts.describe(beside)}
+        manifest = {"format": FORMAT, "files": artifacts.describe_files(beside)}
         (beside / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         if directory.exists() and _open(directory) is None:
             with suppress(OSError):  # another process may have done so

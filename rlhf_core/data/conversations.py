@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_core.data.source import Source
 from rlhf_core.data.unicode import text_problem
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.text_options import kwargs_problem
 
@@ -147,7 +147,7 @@ def missing(source: Source, wanted: Sequence[str], accepted: str) -> InputError:
     """The error for columns that are not there. `accepted`: the formats that would do."""
     have = source.columns
     absent = [column for column in wanted if column not in have]
-    hints = "".join(near(column, have) for column in absent)
+    hints = "".join(suggest(column, have) for column in absent)
     columns = ", ".join(f"'{column}'" for column in absent)
     return InputError(
         f"{source.name} has no column {columns}; it has {', '.join(have)}.{hints} Accepted: {accepted}"

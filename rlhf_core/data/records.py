@@ -13,7 +13,7 @@ from rlhf_core.data.adapting import adapted, with_columns
 from rlhf_core.data.files import FORMATS, format_of, read
 from rlhf_core.data.memory import from_memory
 from rlhf_core.data.source import Records, Source
-from rlhf_core.errors import InputError, near, reading
+from rlhf_core.errors import InputError, reading, suggest
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
@@ -103,11 +103,13 @@ def _from_table(
         if unknown := [key for key in options if key not in HUB_OPTIONS]:
             known = ["name", "path", "weight", "columns", *HUB_OPTIONS]
             raise InputError(
-                *(f"data table {name or path}: no option '{k}'.{near(k, known)}" for k in unknown)
+                *(f"data table {name or path}: no option '{k}'.{suggest(k, known)}" for k in unknown)
             )
         if path is not None:
             if name is not None and name not in FORMATS:
-                raise InputError(f"'{name}' is no file format ({', '.join(FORMATS)}).{near(name, FORMATS)}")
+                raise InputError(
+                    f"'{name}' is no file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
+                )
             source = _from_file(_resolve(str(path), base), str(path), name, options)
         elif name in FORMATS:
             raise InputError(
@@ -142,9 +144,9 @@ def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None,
 def _missing(path: Path, name: str) -> str:
     if not path.parent.is_dir():
         above = path.parent.parent
-        hint = near(path.parent.name, [p.name for p in above.iterdir()]) if above.is_dir() else ""
+        hint = suggest(path.parent.name, [p.name for p in above.iterdir()]) if above.is_dir() else ""
         return f"no file {name}: its directory does not exist.{hint}"
-    return f"no file {name}.{near(path.name, [p.name for p in path.parent.iterdir()])}"
+    return f"no file {name}.{suggest(path.name, [p.name for p in path.parent.iterdir()])}"
 
 
 def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Source:
@@ -210,7 +212,7 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
 
     here = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
-    hint = near(path.name, here) or near(name, registered)
+    hint = suggest(path.name, here) or suggest(name, registered)
     offline = any(os.environ.get(v, "0") not in ("", "0") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
     try:
         revision = options.get("revision")

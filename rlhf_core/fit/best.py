@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.errors import InputError, RunError, near
+from rlhf_core.errors import InputError, RunError, suggest
 from rlhf_core.stage.files import BEST
 from rlhf_core.state import TrainState, abstract_state
 
@@ -61,7 +61,7 @@ class Best:
         if name is None:
             raise InputError(
                 f"stage '{self.stage.name}'.metric_for_best_model: the evaluation does not report "
-                f"{asked or ' or '.join(DEFAULTS)}.{near(asked or '', found)} It reports: {', '.join(found)}"
+                f"{asked or ' or '.join(DEFAULTS)}.{suggest(asked or '', found)} It reports: {', '.join(found)}"
             )
         return name
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def listen(host: Host, callbacks: Sequence[Any]) -> None:
         methods = [name for name in dir(each) if name.startswith("rlhf_") and callable(getattr(each, name))]
         if unknown := [name for name in methods if name not in EVENTS]:
             raise InputError(
-                f"{at}: no event is called {unknown[0]}.{near(unknown[0], EVENTS)} Events: {', '.join(EVENTS)}"
+                f"{at}: no event is called {unknown[0]}.{suggest(unknown[0], EVENTS)} Events: {', '.join(EVENTS)}"
             )
         if not methods:
             raise InputError(

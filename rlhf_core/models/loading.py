@@ -11,7 +11,7 @@ import jax
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import MODEL, ModelFamily
-from rlhf_core.errors import InputError, near, read_json_object, reading
+from rlhf_core.errors import InputError, read_json_object, reading, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
@@ -26,7 +26,7 @@ from rlhf_core.models.model import Model
 from rlhf_core.models.places import local_directory as local_directory
 from rlhf_core.models.places import model_places
 from rlhf_core.models.room import require_room
-from rlhf_core.plugins import installed
+from rlhf_core.plugins import installed_registry
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -68,7 +68,7 @@ def load_model(
         together = len({device.process_index for device in mesh.devices.flat}) > 1
         for each in (directory, beside):
             if each is not None and (each / artifacts.MANIFEST).is_file():
-                artifacts.read(each, together=together)
+                artifacts.open_artifact(each, together=together)
     definition, hf_config = _define(directory, head, registry, dtype)
     adapters = None if beside is None else Adapter(beside)
     params = definition.family.load(definition.config, directory, definition.shardings(mesh))
@@ -203,7 +203,7 @@ def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamil
 
     registry: has the families; default: those of all installed plugins.
     """
-    registry = installed() if registry is None else registry
+    registry = installed_registry() if registry is None else registry
     families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
     found = [name for name, family in families.items() if model_type in family.name]
     if len(found) == 1:
@@ -213,7 +213,7 @@ def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamil
             f"model_type {model_type!r} is read by {' and '.join(found)}: uninstall or disable one of them"
         )
     known = sorted(name for family in families.values() for name in family.name)
-    hint = near(str(model_type), known)
+    hint = suggest(str(model_type), known)
     raise InputError(f"model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.models import peft
 from rlhf_core.models.model import TOKENIZER_FILES
 
@@ -42,7 +42,7 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
         beside = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
         raise InputError(
             f"{path}: no such directory; give a directory in Hugging Face layout, or a hub name OWNER/NAME."
-            f"{near(directory.name, beside)}"
+            f"{suggest(directory.name, beside)}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError

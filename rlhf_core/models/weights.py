@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
@@ -185,7 +185,7 @@ def _mismatches(
         yield f"{directory}: a reward model (score.weight, no lm_head.weight): load it with head='score'"
         return
     for name in missing[:5]:
-        yield f"{directory}: '{name}' is missing from its safetensors.{near(name, readers)}"
+        yield f"{directory}: '{name}' is missing from its safetensors.{suggest(name, readers)}"
     if len(missing) > 5:
         yield f"{directory}: and {len(missing) - 5} other tensors are missing; is config.json of this model?"
     unneeded = ["rotary_emb.inv_freq"]  # older files carry a table that the config determines

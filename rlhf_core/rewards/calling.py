@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.rewards.function import part_of
 from rlhf_core.rewards.unreadable import UnreadableError
 from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
@@ -95,7 +95,7 @@ def failure(reward: Reward, outcome: Outcome) -> str:
     elif isinstance(outcome, RaisedError):
         how = str(outcome)
     elif isinstance(outcome, BaseException):
-        how = raised(outcome, HERE)
+        how = error_line(outcome, HERE)
     else:
         how = "failed in another process, whose output says why"
     return f"reward '{reward.label}' {how}"

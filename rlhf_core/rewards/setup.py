@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import InputError, raised
+from rlhf_core.errors import InputError, error_line
 from rlhf_core.rewards.function import Reward
-from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.runtime.agreement import broadcast_text
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
@@ -44,7 +44,7 @@ def checked(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
         problems, skipped = check_rows(rewards, columns)
     else:
         found = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
-        problems, skipped = json.loads(text_of_first(found))
+        problems, skipped = json.loads(broadcast_text(found))
     if problems:
         raise InputError(*problems)
     return skipped
@@ -66,7 +66,7 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
             problems += [f"reward '{reward.label}': {each}" for each in error.problems]
             continue
         except Exception as error:  # on one process of several: the others learn it
-            problems.append(f"reward '{reward.label}': its check(columns) {raised(error, HERE)}")
+            problems.append(f"reward '{reward.label}': its check(columns) {error_line(error, HERE)}")
             continue
         lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in sorted(found.items())]
         lines = list(dict.fromkeys(lines))

@@ -20,7 +20,7 @@ SHARED_SECONDS = 5.0
 """How long a network disk may take to show a file that another host has just written."""
 
 
-def any_of(*flags: bool) -> list[bool]:
+def any_process(*flags: bool) -> list[bool]:
     """Each flag as it is on any process: clocks and signals differ, collectives must not."""
     if jax.process_count() == 1:
         return list(flags)
@@ -31,11 +31,11 @@ def any_of(*flags: bool) -> list[bool]:
 
 def stop_together(where: str) -> None:
     """Raise Stopped, on every process, where one of them was asked to stop: at a place where nothing is lost by it."""
-    if any_of(signals.asked())[0]:
-        raise signals.stopped(where)
+    if any_process(signals.stop_requested())[0]:
+        raise signals.stopped_error(where)
 
 
-def texts_of_all(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """The text of every process, in their order; every process makes this call and gets the same list."""
     if jax.process_count() == 1:
         return [text]
@@ -49,13 +49,13 @@ def texts_of_all(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def text_of_first(text: str) -> str:
+def broadcast_text(text: str) -> str:
     """The text of the first process, on every one of them."""
-    return texts_of_all(text)[0]
+    return gather_texts(text)[0]
 
 
 @contextmanager
-def entered_by_first(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def enter_on_first(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Enter a context on the first process alone. Where that raises InputError, every process raises it."""
     problems: tuple[str, ...] = ()
     entered = context() if jax.process_index() == 0 else None
@@ -64,7 +64,7 @@ def entered_by_first(context: Callable[[], AbstractContextManager[None]]) -> Ite
             entered.__enter__()
         except InputError as error:
             problems = error.problems
-    told = text_of_first("\n".join(problems))
+    told = broadcast_text("\n".join(problems))
     if told:
         raise InputError(*told.split("\n"))
     try:
@@ -74,7 +74,7 @@ def entered_by_first(context: Callable[[], AbstractContextManager[None]]) -> Ite
             entered.__exit__(None, None, None)
 
 
-def require_shared(directory: Path, field: str = "dir") -> None:
+def require_shared_directory(directory: Path, field: str = "dir") -> None:
     """Raise InputError, on every process, where `directory` is not one directory for all of them.
 
     The first process, for whom it exists, writes a file there that the others look for.
@@ -84,17 +84,17 @@ def require_shared(directory: Path, field: str = "dir") -> None:
     token = secrets.token_hex(8)
     if jax.process_index() == 0:
         (directory / f".shared-{token}").touch()
-    token = text_of_first(token)
+    token = broadcast_text(token)
     seen, until = False, time.monotonic() + SHARED_SECONDS
     while not seen and time.monotonic() < until:
         seen = (directory / f".shared-{token}").exists()
         time.sleep(0 if seen else 0.1)
     mine = "" if seen else f"{directory} on {socket.gethostname()}"
-    views = texts_of_all(mine)
+    views = gather_texts(mine)
     if jax.process_index() == 0:
         with suppress(OSError):
             os.unlink(directory / f".shared-{token}")
-    first = text_of_first(f"{directory} on {socket.gethostname()}")
+    first = broadcast_text(f"{directory} on {socket.gethostname()}")
     problems = [
         f"{field}: process {number} does not find in {view} what process 0 wrote to {first}; give a run directory "
         "that all processes share, under the same path"

@@ -24,7 +24,7 @@ class Cause:
     def __init__(self, process: int, code: int, run: int = 0, *, killed: bool = False) -> None:
         self.process, self.run, self.killed = process, run, killed
         self.code = code if code in _CODES else 1
-        if killed and signals.asked():
+        if killed and signals.stop_requested():
             self.code = 75
 
     def line(self, me: int, count: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime import peers, signals
 from rlhf_core.runtime.causes import code_of
-from rlhf_core.runtime.launchers import Place, find
+from rlhf_core.runtime.launchers import Place, find_place
 from rlhf_core.runtime.links import is_gone, receive, send
 
 JOIN_SECONDS = "RLHF_JOIN_SECONDS"
@@ -45,7 +45,7 @@ def join() -> bool:
     if jax.distributed.is_initialized():
         _watch_joined()
         return True
-    place = find(os.environ)
+    place = find_place(os.environ)
     if place is None:
         return False
     from jax._src import xla_bridge
@@ -245,7 +245,7 @@ def _numbers(numbers: set[int]) -> str:
 
 def _watch_joined() -> None:
     """Watch the other processes of a job that was joined before, by a script's own `jax.distributed.initialize`."""
-    if peers.watched():
+    if peers.is_watching():
         return
     from jax._src import distributed
 

@@ -35,7 +35,7 @@ class Place:
         return f"process {self.process} of {self.count}"
 
 
-def find(env: Mapping[str, str]) -> Place | None:
+def find_place(env: Mapping[str, str]) -> Place | None:
     """The place of this process, as its launcher says; None where it was started alone.
 
     Raises InputError for variables that cannot be right, naming them.

@@ -38,7 +38,7 @@ def receive(link: socket.socket, seconds: float) -> dict[str, Any] | None:
         if not line:
             until = time.monotonic() + LINE_SECONDS
         line += byte
-    return parsed(line)
+    return parse_message(line)
 
 
 def is_gone(link: socket.socket) -> bool:
@@ -49,7 +49,7 @@ def is_gone(link: socket.socket) -> bool:
         return True
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_message(line: bytes) -> dict[str, Any] | None:
     """The object in a line; None where there is none."""
     try:
         found = json.loads(line)

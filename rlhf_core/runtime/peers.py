@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from rlhf_core.runtime import signals
 from rlhf_core.runtime.causes import Cause, code_of
-from rlhf_core.runtime.links import is_gone, parsed, receive, send
+from rlhf_core.runtime.links import is_gone, parse_message, receive, send
 
 PROTOCOL = 1
 POLL_SECONDS = 0.3
@@ -39,7 +39,7 @@ class _Watch:
         self.cause: Cause | None = None
         self.said: set[str] = set()
         self.answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.running = 0  # how many `running` are entered, each inside the other
+        self.running = 0  # how many `joint_run` are entered, each inside the other
         self.run, self.left_run = 0, -1  # the number of the newest run, and of the last one that raised
         self.writing = 0
         self.ended = False
@@ -57,7 +57,7 @@ class _Watch:
     def _listen(self, number: int, link: socket.socket) -> None:
         with suppress(OSError), link.makefile("rb") as lines:
             for line in lines:
-                self._hear(number, parsed(line) or {})
+                self._hear(number, parse_message(line) or {})
         self.answers.put(True)  # who is gone prints nothing more
         if number not in self.left:
             self.left.add(number)
@@ -97,7 +97,7 @@ class _Watch:
                 return
             self.cause = cause
         if cause.code == 75:
-            signals.ask()
+            signals.request_stop()
         threading.Thread(target=self._end, args=(cause,), daemon=True, name="peer's end").start()
 
     def _end(self, cause: Cause) -> None:
@@ -151,7 +151,7 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def watched() -> bool:
+def is_watching() -> bool:
     """Whether this is one of several processes that watch each other."""
     return _watch is not None
 
@@ -194,7 +194,7 @@ def meet(client: Any, host: str, process: int, count: int) -> None:
 
 
 @contextmanager
-def running() -> Iterator[None]:
+def joint_run() -> Iterator[None]:
     """A run of this process, which ends with those of the others; what it raises is told to them."""
     if _watch is None:
         yield
@@ -215,7 +215,7 @@ def running() -> Iterator[None]:
 
 
 @contextmanager
-def writing() -> Iterator[None]:
+def hold_end() -> Iterator[None]:
     """Files are being written that need no other process: an end that another one causes waits for them."""
     if _watch is None:
         yield
@@ -240,7 +240,7 @@ def end(code: int, message: str) -> None:
         cause = _watch.cause
     if cause is not None and (cause.killed or code not in (2, 75)):
         _watch.leave(cause.code, cause.line(_watch.process, _watch.count))
-    if cause is not None and code == 75 and not signals.received():
+    if cause is not None and code == 75 and not signals.signal_received():
         message = cause.line(
             _watch.process, _watch.count
         )  # the process that was sent the signal says the rest

@@ -16,7 +16,14 @@ from pydantic import Field
 
 from rlhf_core.config import Options
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
+from rlhf_core.mesh import (
+    AnyMesh,
+    abstract_rows,
+    put_rows,
+    replicated_sharding,
+    row_multiple,
+    rows_per_device,
+)
 from rlhf_core.runtime.background import Ahead
 from rlhf_core.sampling.loop import Plan, generate, read
 from rlhf_core.sampling.stop_strings import stop_table
@@ -87,7 +94,7 @@ class Sampler:
     definition: a language model; its parameters are given with every call and may be spread over `mesh`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        are sampled in `slots_a_device` slots a device, one after another.
+        are sampled in `slots_per_device` slots per device, one after another.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: needed for options.stop_strings only. They are looked for in a completion's bytes as `token_bytes`
         gives them, wherever token borders lie, and never across the border of prompt and completion.
@@ -191,7 +198,7 @@ class Sampler:
         return read(written, step, slot, self.options.max_completion_length)
 
     def _plan(self, key: jax.Array) -> tuple[np.ndarray, Plan]:
-        slots = slots_a_device(self.mesh, self.prompts_per_call * self.num_generations)
+        slots = slots_per_device(self.mesh, self.prompts_per_call * self.num_generations)
         plan = Plan(
             self.definition,
             self.options,
@@ -219,7 +226,9 @@ class Sampler:
                 "sampling.stop_token_ids"
             )
         table = stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
-        return jax.make_array_from_callback(table.shape, replicated(self.mesh), lambda index: table[index])
+        return jax.make_array_from_callback(
+            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
+        )
 
     def _check(self, lengths: np.ndarray) -> None:
         problems = [f"prompt {i + 1} has no tokens" for i in np.flatnonzero(lengths == 0)]
@@ -257,10 +266,10 @@ class Sampler:
         return i % shards * (self.prompts_per_call // shards) + i // shards
 
 
-def slots_a_device(mesh: AnyMesh | None, sequences: int) -> int:
+def slots_per_device(mesh: AnyMesh | None, sequences: int) -> int:
     """How many of `sequences` each device of a mesh decodes at once; None: of one device."""
     most = SLOTS.get(jax.default_backend(), SLOTS_ACCELERATOR)
-    return min(rows_a_device(mesh, sequences), most)
+    return min(rows_per_device(mesh, sequences), most)
 
 
 def bucket(length: int, longest: int) -> int:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.logprobs import unembed
-from rlhf_core.mesh import replicated, row_multiple, row_sharding
+from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
 from rlhf_core.sampling.filters import draw, min_p_filter, repetition_penalty, top_k_filter, top_p_filter
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def generate(
     # Replicated, so that every process of a multi-process run can read all of it.
     slot = end.queue.slot + plan.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
     out = (end.written, end.queue.step.reshape(-1), slot.reshape(-1))
-    return lax.with_sharding_constraint(out, replicated(plan.mesh))
+    return lax.with_sharding_constraint(out, replicated_sharding(plan.mesh))
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.source import json_text
 from rlhf_core.errors import RunError, exists
-from rlhf_core.runtime.files import sealed, unsealed, write_atomic
+from rlhf_core.runtime.files import seal, unseal, write_atomic
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Hashes:
         directory = Path(root).expanduser() if root else runtime.cache_directory().parent
         file = directory / "hashes.json"
         try:
-            kept = unsealed(file.read_bytes())["files"]
+            kept = unseal(file.read_bytes())["files"]
         except (OSError, ValueError, KeyError):  # not there, or damaged: hashes are made again
             kept = {}
         return cls(file, kept)
@@ -92,7 +92,7 @@ class _Hashes:
         latest = {**_Hashes.open().kept, **added}  # another process may have added some
         files = dict(list(latest.items())[-MOST_KEPT:])
         with suppress(OSError, RunError):  # it only saves time
-            write_atomic(self.file, sealed({"files": files}))
+            write_atomic(self.file, seal({"files": files}))
 
 
 def of_rows(data: Any) -> str:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.contracts import Artifact, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.runtime.agreement import entered_by_first, require_shared, stop_together, texts_of_all
+from rlhf_core.runtime.agreement import enter_on_first, gather_texts, require_shared_directory, stop_together
 from rlhf_core.runtime.directory_lock import lock
-from rlhf_core.runtime.peak_memory import forget_peak, human, peak_line
+from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
 from rlhf_core.stage import differences, events
 from rlhf_core.stage.execute import execute, named, read_outputs
 from rlhf_core.stage.record import StageRecord, State
@@ -57,8 +57,8 @@ def held(
     ask: gives the stages, in order. facts: what else processes must agree on. Raises InputError, on every process,
     where the directory is in use, a stage was begun as another experiment, or processes differ.
     """
-    with entered_by_first(lambda: lock(directory, field)):
-        require_shared(directory, field)
+    with enter_on_first(lambda: lock(directory, field)):
+        require_shared_directory(directory, field)
         records: dict[str, StageRecord] = {}
         problems: list[str] = []
         stages: Sequence[Asked] = ()
@@ -101,7 +101,7 @@ def refusals(stages: Sequence[Asked], records: Mapping[str, StageRecord]) -> lis
 
 def agree(facts: Mapping[str, Any], problems: Sequence[str]) -> None:
     """Raise InputError, on every process alike, where one has problems or they are asked for different things."""
-    told = [json.loads(text) for text in texts_of_all(json.dumps([facts, list(problems)]))]
+    told = [json.loads(text) for text in gather_texts(json.dumps([facts, list(problems)]))]
     found: dict[str, list[int]] = {}
     for process, (_, wrong) in enumerate(told):
         for problem in wrong:
@@ -208,5 +208,5 @@ def run_recorded(
                 record.put_back(before)
         raise
     if forecast is not None:
-        stage.say(f"memory: {peak_line()}; at most {human(forecast)} was forecast")
+        stage.say(f"memory: {peak_line()}; at most {format_bytes(forecast)} was forecast")
     return Ended(outputs, False, dict(stage.metrics))

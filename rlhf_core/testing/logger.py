@@ -48,7 +48,7 @@ def check_logger(logger: Any) -> None:
 
     with found.property("hooks"):
         try:
-            plugins.require_hooks(plugins.bare().pm, make())
+            plugins.require_hooks(plugins.empty_host().pm, make())
         except InputError as error:
             raise Broken("; ".join(error.problems)) from error
     found.stop_if_broken()
@@ -58,7 +58,7 @@ def check_logger(logger: Any) -> None:
 
 
 def _tell(found: Findings, make: Any, directory: Path) -> None:
-    base = plugins.bare()
+    base = plugins.empty_host()
 
     def told(name: str, *rows: tuple[int, dict[str, float]], error: BaseException | None = None) -> None:
         logger = make()

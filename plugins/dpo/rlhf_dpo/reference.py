@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import data
-from rlhf_core.mesh import put_rows, replicated
+from rlhf_core.mesh import put_rows, replicated_sharding
 from rlhf_core.packing.rows import Layout, pack
 from rlhf_dpo.objective import SAME, sequence_logps
 
@@ -82,7 +82,7 @@ class Reader:
         """which: int [n], the pairs to read; at_once: how many are packed together."""
         self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
         self._mesh = mesh
-        self._read = jax.jit(partial(sequence_logps, model), out_shardings=replicated(mesh))
+        self._read = jax.jit(partial(sequence_logps, model), out_shardings=replicated_sharding(mesh))
 
     def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
         """float32 [n, 2], nats: of the chosen and of the rejected completion. which: other pairs than the reader's."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlhf_core import AdvantageInputs, RewardInputs
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.data import Prompts
-from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.metrics import Max, Mean, Metric, Min, Sum
 from rlhf_core.packing.rows import Tree
 from rlhf_core.rollouts import completion, measure, reward_inputs, rollout_metrics
@@ -92,7 +92,7 @@ def advantages_of(
     except (InputError, RunError):
         raise
     except Exception as error:
-        raise RunError(f"{what} {raised(error, HERE)}") from error
+        raise RunError(f"{what} {error_line(error, HERE)}") from error
     if out.shape != shape:
         raise RunError(
             f"{what} returned an array of shape {list(out.shape)}; wanted is a number a completion, {list(shape)}: "

@@ -103,7 +103,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
             longest_prompt=int(sizes.max()),
         ):
             warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
-    tx, schedule = optimizers.make(config, registry, feed.total)
+    tx, schedule = optimizers.make_optimizer(config, registry, feed.total)
     fitted = fit(
         stage,
         config,

@@ -30,7 +30,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
     layout = layout_for(trees, config, stage.devices(), model.definition.hidden_size, reads_tokens=True)
     model = with_attention(model, config, stage, trees, layout)
     feed = TreeFeed(trees, config, layout, seed=stage.seed, data=train)
-    tx, schedule = optimizers.make(config, stage.registry, feed.total)
+    tx, schedule = optimizers.make_optimizer(config, stage.registry, feed.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
