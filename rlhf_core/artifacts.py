@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import distributions
-from rlhf_core.runtime.agreement import gather_texts
+from rlhf_core.runtime.agreement import gather_texts, wait_for_all
 from rlhf_core.runtime.disk_errors import attempt, disk_reason
 from rlhf_core.runtime.files import flush, make_directory, replace_directory, seal, unseal
 from rlhf_core.runtime.files import write_atomic as write_atomic
@@ -66,9 +66,9 @@ def save_model(
     if stage.is_main:
         shutil.rmtree(beside, ignore_errors=True)  # a run that was killed in the middle of this
         attempt(lambda: make_directory(final.parent), final.parent.name, final.parent)
-    _barrier(f"before {final}")
+    wait_for_all(f"before {final}")
     attempt(write, f"artifact '{stage.name}.{output}'", final, leftover=beside)
-    _barrier(f"after {final}")
+    wait_for_all(f"after {final}")
     artifact = _open(final)
     stage.hook.rlhf_artifact_saved(stage=stage, artifact=artifact)
     return artifact
@@ -211,12 +211,3 @@ def _open(path: Path) -> Artifact:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _barrier(name: str) -> None:
-    import jax
-
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)

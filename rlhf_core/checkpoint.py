@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
 from rlhf_core.artifacts import describe_files, find_damage
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.runtime.agreement import broadcast_numbers
 from rlhf_core.runtime.disk_errors import GOES_ON, attempt, disk_reason
 from rlhf_core.runtime.files import make_directory, replace_directory, seal, unseal, write_atomic
 from rlhf_core.runtime.peers import hold_end
@@ -263,8 +263,7 @@ class Checkpoints:
             chosen = -3
         elif problems and chosen < 0:
             chosen = -2
-        if jax.process_count() > 1:
-            chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+        chosen = int(broadcast_numbers(np.int32(chosen)))
         if chosen == -3:
             raise RunError(
                 unreadable or f"{self.directory} cannot be read by the first process, which says why"
@@ -286,10 +285,7 @@ class Checkpoints:
                 problem = _problem(self.directory / str(step))
             except PermissionError as error:
                 problem = f"{error.filename} cannot be read: {disk_reason(error)}"
-        whole = problem is None
-        if jax.process_count() > 1:
-            whole = bool(multihost_utils.broadcast_one_to_all(np.int32(whole)))
-        if not whole:
+        if not broadcast_numbers(np.int32(problem is None)):
             raise RunError(
                 f"the checkpoint of step {step} is damaged: {problem or self.directory / str(step)}"
             )

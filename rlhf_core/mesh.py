@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.errors import InputError
@@ -130,6 +131,13 @@ def put_rows(mesh: Mesh, batch: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda idx: x[idx]), batch)
+
+
+def fetch_array(x: Any) -> np.ndarray:
+    """Copy a whole array to the host, on every process."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
 
 
 def abstract_rows(mesh: Mesh, batch: Any) -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import InputError, RunError, suggest
+from rlhf_core.runtime.agreement import broadcast_numbers
 from rlhf_core.stage.files import BEST
 from rlhf_core.state import TrainState, abstract_state
 
@@ -70,7 +70,8 @@ class Best:
         if not self.watches:
             return False
         self.metric = self.name(metrics)
-        value = _of_the_first_process(metrics[self.metric])
+        # One that judged otherwise would leave the others waiting.
+        value = float(broadcast_numbers(metrics[self.metric]))
         greater = self.config.greater_is_better
         if greater is None:
             greater = not self.metric.endswith(LOWER)
@@ -127,12 +128,3 @@ class Best:
     def restore(self, kept: Mapping[str, Any]) -> None:
         """The inverse of `to_json`."""
         self.metric, self.value, self.step, self.bad = (kept[k] for k in ("metric", "value", "step", "bad"))
-
-
-def _of_the_first_process(value: float) -> float:
-    """The same number on every process: one that judged otherwise would leave the others waiting."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return float(multihost_utils.broadcast_one_to_all(np.float32(value)))

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
@@ -253,7 +253,7 @@ def _on_host(value: Any, by_layer: bool) -> Iterator[np.ndarray]:
                 whole[shard.index] = jax.device_put(shard.data, shard.device, may_alias=False)
         yield whole
     elif not by_layer:
-        yield np.asarray(multihost_utils.process_allgather(value, tiled=True))
+        yield fetch_array(value)
     else:  # on every device for a moment, where a layer of a large model has room and all of its layers may not
         assert isinstance(value.sharding, NamedSharding)
         gather = jax.jit(_entry, out_shardings=NamedSharding(value.sharding.mesh, PartitionSpec()))
