@@ -70,7 +70,7 @@ class Best:
         if not self.watches:
             return False
         self.metric = self.name(metrics)
-        # One that judged otherwise would leave the others waiting.
+        # The same on all: a process that judged differently would leave the others waiting.
         value = float(broadcast_numbers(metrics[self.metric]))
         greater = self.config.greater_is_better
         if greater is None:

@@ -24,7 +24,7 @@ from rlhf_core.config.problems import Problem, explain, problem_lines, unknown_n
 from rlhf_core.config.secrets import from_environment, is_hidden, reads_environment, remember
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
-from rlhf_core.workers.named import file_module_name
+from rlhf_core.workers.pickling import file_module_name
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:

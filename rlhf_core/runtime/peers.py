@@ -8,8 +8,10 @@ them.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -18,9 +20,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from rlhf_core.errors import InputError, Stopped
 from rlhf_core.runtime import signals
-from rlhf_core.runtime.causes import Cause, code_of
-from rlhf_core.runtime.links import is_gone, parse_message, receive, send
 
 PROTOCOL = 1
 POLL_SECONDS = 0.3
@@ -29,6 +30,80 @@ GRACE_SECONDS = 5.0
 WRITING_SECONDS, STOPPING_SECONDS = 15.0, 600.0
 """How long an end waits for files that are being written: where another process failed, and where it was stopped."""
 LEAVE_SECONDS = 20.0
+LINE_SECONDS = 5.0
+_CODES = (1, 2, 75)
+
+
+def send(link: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message; one that cannot be sent is lost, and its receiver notices by other means."""
+    with suppress(OSError):
+        link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(link: socket.socket, seconds: float) -> dict[str, Any] | None:
+    """Wait so long for the next message to begin, and read it; None where none begins, or it does not end.
+
+    It is read byte by byte, so that nothing of the message after it is taken.
+    """
+    until, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n") and len(line) < 2**16:
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([link], [], [], left)[0]:
+            return None
+        try:
+            byte = link.recv(1)
+        except OSError:
+            return None
+        if not byte:
+            return None
+        if not line:
+            until = time.monotonic() + LINE_SECONDS
+        line += byte
+    return parse_message(line)
+
+
+def is_gone(link: socket.socket) -> bool:
+    """Whether the other end of a connection was closed."""
+    try:
+        return bool(select.select([link], [], [], 0)[0]) and not link.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return True
+
+
+def parse_message(line: bytes) -> dict[str, Any] | None:
+    """The object in a line; None where there is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code that tells how a run ended."""
+    if isinstance(error, InputError):
+        return 2
+    return 75 if isinstance(error, Stopped) else 1
+
+
+class Cause:
+    """Why the job ends: the process it began with, the exit code of all, and whether that process could not say why.
+
+    run: which of that process's runs it was, counted from 1; 0 before the first.
+    """
+
+    def __init__(self, process: int, code: int, run: int = 0, *, killed: bool = False) -> None:
+        self.process, self.run, self.killed = process, run, killed
+        self.code = code if code in _CODES else 1
+        if killed and signals.stop_requested():
+            self.code = 75
+
+    def line(self, me: int, count: int) -> str:
+        """Say it, as process `me`."""
+        how = "stopped by a signal" if self.code == 75 else "failed, and says why"
+        how = "is gone without a word: killed, crashed or unreachable" if self.killed else how
+        rest = "; the same command goes on from the newest checkpoint" if self.killed else ""
+        return f"process {me} of {count} ends: process {self.process} {how}{rest}"
 
 
 class _Watch:

@@ -16,9 +16,11 @@ import types
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.workers.outcomes import UnsendableError
-
 FILE_PREFIX = "rlhf_file_"
+
+
+class UnsendableError(Exception):
+    """The function cannot be found again in another process. The text says why."""
 
 
 def file_module_name(path: Path, source: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.launchers import Place, find_place
+from rlhf_core.runtime.launch import Place, find_place
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "node1:8476", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 OPEN_MPI_4 = {
