@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_core.config import Component as Component
+    from rlhf_core.config import Options as Options
     from rlhf_core.config import TrainerConfig as TrainerConfig
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
     from rlhf_core.contracts import ATTENTION as ATTENTION
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import Rows as Rows
     from rlhf_core.contracts import SamplerInputs as SamplerInputs
     from rlhf_core.contracts import Trainer as Trainer
+    from rlhf_core.errors import InputError as InputError
+    from rlhf_core.errors import RunError as RunError
     from rlhf_core.models import load_model as load_model
     from rlhf_core.pipeline import run_pipeline as run_pipeline
     from rlhf_core.plugins.hooks import hookimpl as hookimpl
@@ -46,15 +50,16 @@ _CONTRACTS = (
     "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rollouts Rows "
     "SamplerInputs Trainer"
 )
-_HOMES = dict.fromkeys(_CONTRACTS.split(), "contracts") | {
-    "hookimpl": "plugins.hooks",
-    "load_model": "models",
-    "TrainerConfig": "config",
-    "run_pipeline": "pipeline",
+_HOMES = {
+    **dict.fromkeys(_CONTRACTS.split(), "contracts"),
+    **dict.fromkeys(("Component", "Options", "TrainerConfig"), "config"),
+    **dict.fromkeys(("InputError", "RunError"), "errors"),
+    **dict.fromkeys(("TrainState", "create_state"), "state"),
     "Registry": "plugins.registry",
     "Stage": "stage",
-    "TrainState": "state",
-    "create_state": "state",
+    "hookimpl": "plugins.hooks",
+    "load_model": "models",
+    "run_pipeline": "pipeline",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 __version__ = "0.1.0"

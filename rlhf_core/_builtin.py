@@ -1,4 +1,4 @@
-"""Core's own components, registered through the same hook as a stranger's."""
+"""Register core's own components, through the same hook as any plugin's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rlhf_register(registry: Registry) -> None:
     for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
         registry.add(OPTIMIZER, name, getattr(optimizers, name))
     for name in FORMATS:
-        registry.add(DATASET, name, _file(name))
+        registry.add(DATASET, name, _file_loader(name))
     registry.add(DATASET, "hub", hub)
     registry.add(LOGGER, "console", loggers.Console)
     registry.add(LOGGER, "jsonl", loggers.JsonLines)
@@ -41,16 +41,16 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(REWARD, "repetition", rewards.repetition)
 
 
-def _file(kind: str) -> Callable[..., data.Records]:
-    def read(*, path: str, split: str | None = None) -> data.Records:
-        """The rows of one file."""
+def _file_loader(kind: str) -> Callable[..., data.Records]:
+    def load_file(*, path: str, split: str | None = None) -> data.Records:
+        """Read the rows of one file."""
         return data.load({"name": kind, "path": path} | ({} if split is None else {"split": split}))
 
-    return read
+    return load_file
 
 
 def hub(*, path: str, subset: str | None = None, split: str = "train") -> data.Records:
-    """A dataset of the Hugging Face hub; `path` is its name there."""
+    """Load a dataset of the Hugging Face hub; `path` is its name there."""
     return data.load({"name": path, "split": split} | ({} if subset is None else {"subset": subset}))
 
 
@@ -61,5 +61,5 @@ def wandb(
     run_name: str | None = None,
     mode: Literal["online", "offline", "disabled"] | None = None,
 ) -> loggers.Wandb:
-    """`loggers.Wandb` from a file, where `name` is the logger's own: the run's is `run_name`."""
+    """Make `loggers.Wandb` from a file's options: there `name` is the logger's, so the run's name is `run_name`."""
     return loggers.Wandb(project=project, entity=entity, name=run_name, mode=mode)

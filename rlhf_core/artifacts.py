@@ -1,4 +1,4 @@
-"""What a stage leaves behind: directories with a manifest, of which a reader sees all or nothing."""
+"""The outputs of a stage: directories with a manifest, which appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import distributions
-from rlhf_core.runtime.agreement import texts_of_all
+from rlhf_core.runtime.agreement import gather_texts, wait_for_all
 from rlhf_core.runtime.disk_errors import attempt, disk_reason
-from rlhf_core.runtime.files import flush, make_directory, replace_directory, sealed, unsealed
+from rlhf_core.runtime.files import flush, make_directory, replace_directory, seal, unseal
 from rlhf_core.runtime.files import write_atomic as write_atomic
 from rlhf_core.tokenizer.chat_template import writes_date
 
@@ -36,52 +36,52 @@ class Savable(Protocol):
 def save_model(
     stage: Stage, output: str, kind: str, model: Savable, *, contract: Mapping[str, Any] | None = None
 ) -> Artifact:
-    """Write `model` to STAGE_DIR/artifacts/OUTPUT with a manifest, in place of what was there.
+    """Write `model` with a manifest to STAGE_DIR/artifacts/OUTPUT, replacing what was there.
 
-    kind: "language_model", "reward_model", or a plugin's own. contract: JSON, what a user of the artifact has
-    to repeat (a reward model's template, maximum length, …), found in `artifact.metadata["contract"]`.
+    kind: "language_model", "reward_model", or a plugin's own. contract: JSON that whoever uses the artifact must
+    follow (a reward model's template, maximum length, …), stored in `artifact.metadata["contract"]`.
 
-    Every process calls this, as weights may be spread over them; one of them writes. Raises RunError, with
-    what was there before untouched, where the disk is full or not writable.
+    Every process must call this, since weights may be sharded over processes; one of them writes. Raises RunError
+    if the disk is full or not writable, leaving the previous artifact untouched.
     """
-    tokenizer = getattr(model, "tokenizer", None)  # a trainer may save something that has none
+    tokenizer = getattr(model, "tokenizer", None)  # a trainer may save a model that has none
     dated = tokenizer is not None and writes_date(tokenizer)
     day = {"template_date": stage.template_date} if dated else {}
     final = stage.dir / "artifacts" / output
-    beside = final.with_name(f".{output}.tmp")
+    temporary = final.with_name(f".{output}.tmp")
 
     def write() -> None:
-        model.save(beside)
+        model.save(temporary)
         if not stage.is_main:
             return
-        described = {
+        manifest = {
             "format": FORMAT,
             "name": output,
             "kind": kind,
             "stage": stage.name,
-            "files": describe(beside),
+            "files": describe_files(temporary),
             "versions": versions(),
             "contract": {**day, **(contract or {})},
         }
-        write_manifest(beside, described)
-        replace_directory(beside, final)
+        write_manifest(temporary, manifest)
+        replace_directory(temporary, final)
 
     if stage.is_main:
-        shutil.rmtree(beside, ignore_errors=True)  # a run that was killed in the middle of this
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while it saved
         attempt(lambda: make_directory(final.parent), final.parent.name, final.parent)
-    _barrier(f"before {final}")
-    attempt(write, f"artifact '{stage.name}.{output}'", final, leftover=beside)
-    _barrier(f"after {final}")
+    wait_for_all(f"before {final}")
+    attempt(write, f"artifact '{stage.name}.{output}'", final, leftover=temporary)
+    wait_for_all(f"after {final}")
     artifact = _open(final)
     stage.hook.rlhf_artifact_saved(stage=stage, artifact=artifact)
     return artifact
 
 
-def read(path: str | Path, *, verify: bool = True, together: bool = False) -> Artifact:
-    """Open the artifact in a directory, after every file in it was compared with the manifest.
+def open_artifact(path: str | Path, *, verify: bool = True, together: bool = False) -> Artifact:
+    """Open the artifact in a directory, after comparing every file in it with the manifest.
 
-    verify: without it, only the manifest is read. together: every process makes this call, and each file is compared by
-    one of them. Raises InputError naming every file that is missing or was changed.
+    verify: if false, read the manifest alone. together: every process makes this call, and the files are divided among
+    the processes. Raises InputError, naming every file that is missing or was changed.
     """
     artifact = _open(Path(path))
     if not verify:
@@ -93,66 +93,73 @@ def read(path: str | Path, *, verify: bool = True, together: bool = False) -> Ar
         names = sorted(files)[jax.process_index() :: jax.process_count()]
         files = {name: files[name] for name in names}
     try:
-        problems = damage(artifact.path, files)
+        problems = find_damage(artifact.path, files)
     except PermissionError as error:
         problems = [f"{error.filename} cannot be read: {disk_reason(error)}"]
         if not together:
             raise InputError(*problems) from error
     if together:
-        problems = [line for said in texts_of_all("\n".join(problems)) for line in said.splitlines()]
+        problems = [line for text in gather_texts("\n".join(problems)) for line in text.splitlines()]
     if problems:
-        raise InputError(*(f"{p}; run the stage that made it again, with another --dir" for p in problems))
+        raise InputError(
+            *(f"{problem}; run the stage that made it again, with another --dir" for problem in problems)
+        )
     return artifact
 
 
-def write_manifest(directory: Path, described: Mapping[str, Any]) -> None:
-    """Write an artifact's manifest, strict JSON with a checksum of its own."""
-    write_atomic(directory / MANIFEST, sealed(described))
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write an artifact's manifest: strict JSON with a checksum of itself."""
+    write_atomic(directory / MANIFEST, seal(manifest))
 
 
-def recorded(path: str | Path) -> dict[str, Any]:
-    """What the artifact in a directory says of its use, its contract; empty for a directory that is no artifact."""
+def read_contract(path: str | Path) -> dict[str, Any]:
+    """Read the contract of the artifact in a directory; empty for a directory that is no artifact."""
     if not (Path(path) / MANIFEST).is_file():
         return {}
     return dict(_open(Path(path)).metadata.get("contract") or {})
 
 
 def identity(path: Path) -> str:
-    """A hash of the artifact in a directory, hence of every byte of it: equal where artifacts are the same, whatever
-    versions they were made with. It reads the manifest alone; of a damaged one it is the hash of its bytes.
+    """Hash the manifest of an artifact, and through it every byte of its files, but not the versions that wrote it.
+
+    Equal artifacts have equal hashes. A damaged manifest is hashed as bytes.
     """
     content = (path / MANIFEST).read_bytes()
     with suppress(ValueError):
-        content = json.dumps({**unsealed(content), "versions": None}, sort_keys=True).encode()
+        content = json.dumps({**unseal(content), "versions": None}, sort_keys=True).encode()
     return _digest(content)
 
 
 def versions() -> dict[str, str]:
-    """{distribution: version} of rlhf-core and of every installed distribution that extends it."""
+    """Collect {distribution: version} of rlhf-core and of every installed distribution that extends it."""
     return dict(sorted({**distributions.versions(), "rlhf-core": version("rlhf-core")}.items()))
 
 
-def describe(directory: Path) -> dict[str, dict[str, Any]]:
-    """{relative path: {size in bytes, sha256}} of every file below `directory`, all flushed to the disk."""
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Flush every file below `directory` to disk and return {relative path: {size in bytes, sha256}}."""
 
-    def one(path: Path) -> dict[str, Any]:
+    def describe_file(path: Path) -> dict[str, Any]:
         flush(path)
         return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     with ThreadPoolExecutor(8) as pool:
         files = dict(
-            zip((path.relative_to(directory).as_posix() for path in paths), pool.map(one, paths), strict=True)
+            zip(
+                (path.relative_to(directory).as_posix() for path in paths),
+                pool.map(describe_file, paths),
+                strict=True,
+            )
         )
     for folder in (directory, *(path for path in directory.rglob("*") if path.is_dir())):
         flush(folder)
     return files
 
 
-def damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What differs between `directory` and what `describe` said of it, one line per file; sizes come first.
+def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Compare `directory` with what `describe_files` returned for it, sizes first; one line per file that differs.
 
-    Raises PermissionError where that is not for this user to see.
+    Raises PermissionError where this user may not read a file.
     """
 
     def other_size(name: str) -> str | None:
@@ -166,7 +173,7 @@ def damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]
             return None
         return f"{directory / name} was changed since it was written"
 
-    def readable(name: str, check: Callable[[str], str | None]) -> str | None:
+    def check_readable(name: str, check: Callable[[str], str | None]) -> str | None:
         try:
             return check(name)
         except PermissionError:
@@ -174,15 +181,15 @@ def damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]
         except OSError as error:
             return f"{directory / name} cannot be read: {disk_reason(error)}"
 
-    problems = [line for name in files if (line := readable(name, other_size))]
+    problems = [line for name in files if (line := check_readable(name, other_size))]
     if problems:
         return problems
     with ThreadPoolExecutor(8) as pool:
-        return [line for line in pool.map(readable, files, repeat(other_content)) if line]
+        return [line for line in pool.map(check_readable, files, repeat(other_content)) if line]
 
 
 def hash_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """Compute the SHA-256 of a file's bytes, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -195,7 +202,7 @@ def _open(path: Path) -> Artifact:
             "DIR/STAGE/artifacts/OUTPUT of a finished stage"
         )
     try:
-        metadata = unsealed(manifest.read_bytes())
+        metadata = unseal(manifest.read_bytes())
         if metadata["format"] == FORMAT:
             return Artifact(
                 metadata["name"], metadata["kind"], path, {**metadata, "files": {**metadata["files"]}}
@@ -214,12 +221,3 @@ def _open(path: Path) -> Artifact:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _barrier(name: str) -> None:
-    import jax
-
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)

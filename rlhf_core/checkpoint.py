@@ -1,4 +1,4 @@
-"""Training states on disk: saved in the background, whole or not there, and checked byte by byte when read.
+"""Checkpoints of training states: saved in the background and atomically, and verified byte by byte when read.
 
 checkpoints/
     120/
@@ -23,18 +23,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
-from rlhf_core.artifacts import damage, describe
+from rlhf_core.artifacts import describe_files, find_damage
 from rlhf_core.errors import InputError, RunError
+from rlhf_core.runtime.agreement import broadcast_numbers
 from rlhf_core.runtime.disk_errors import GOES_ON, attempt, disk_reason
-from rlhf_core.runtime.files import make_directory, replace_directory, sealed, unsealed, write_atomic
-from rlhf_core.runtime.peers import writing
+from rlhf_core.runtime.files import make_directory, replace_directory, seal, unseal, write_atomic
+from rlhf_core.runtime.peers import hold_end
 
 PLAIN_KINDS = "biufcSU"
-"""Kinds of numpy dtypes that an .npz holds without pickle."""
+"""Kinds of numpy dtypes that an .npz stores without pickle."""
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -51,21 +51,21 @@ def shape(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Describe the array that a leaf is to be read as."""
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Describe the array to restore a leaf as: shape, dtype and sharding."""
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def on_sharding(leaf: Any, wanted: Any) -> Any:
-    """Place a typed key as wanted: orbax gives it the sharding of its data, which has one axis more."""
+    """Move a typed key to the wanted sharding: orbax gives it that of its key data, which has one more axis."""
     if not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
-    return jax.jit(lambda key: key, out_shardings=abstract(wanted).sharding)(leaf)
+    return jax.jit(lambda key: key, out_shardings=abstract_leaf(wanted).sharding)(leaf)
 
 
-def plain(name: str, array: Any) -> np.ndarray:
-    """Copy an array for an .npz. Raises TypeError for a dtype that needs pickle."""
+def copy_array(name: str, array: Any) -> np.ndarray:
+    """Copy an array to store in an .npz. Raises TypeError for a dtype that needs pickle."""
     copy = np.array(array)
     if copy.dtype.kind not in PLAIN_KINDS:
         raise TypeError(
@@ -75,7 +75,7 @@ def plain(name: str, array: Any) -> np.ndarray:
 
 
 def compare(directory: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise InputError, naming the arrays, where a checkpoint was saved from another tree, shape or dtype."""
+    """Raise InputError, naming the arrays, if a checkpoint was saved from another tree, shape or dtype."""
     problems = [
         f"{name}: saved as {saved.get(name, 'nothing')}, now {wanted.get(name, 'nothing')}"
         for name in sorted({*saved, *wanted})
@@ -88,7 +88,7 @@ def compare(directory: Path, saved: Mapping[str, str], wanted: Mapping[str, str]
 
 
 def scalar(x: Any) -> Any:
-    """Turn a NumPy number into Python's, for JSON. Raises TypeError for anything else."""
+    """Convert a numpy number to a Python number, for JSON. Raises TypeError for anything else."""
     if isinstance(x, np.generic):
         return x.item()
     raise TypeError(f"a checkpoint cannot keep {x!r}; make it a number, a text, or an array beside them")
@@ -96,12 +96,12 @@ def scalar(x: Any) -> Any:
 
 FORMAT = 1
 _CONTEXT = v1.Context()
-# Made in the background, a directory that fails leaves threads waiting, and the process never exits.
+# If making a directory failed in the background, threads would wait forever and the process would never exit.
 _CONTEXT.asynchronous.create_directories_asynchronously = False
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` found: the step it was saved at, and what `save` was given."""
+    """A checkpoint that was read: the step it was saved at, and what `save` was given."""
 
     step: int
     state: Any
@@ -110,11 +110,11 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a directory, of which the newest `keep` stay (None: all).
+    """The checkpoints in a directory, of which the newest `keep` are retained (None: all).
 
-    One save is in flight at a time; its failure is raised by the next call of `save`, `wait` or `close`. Call
-    `close` in a `finally`: a save still running when the interpreter exits is lost. With several processes,
-    all of them make the same calls.
+    One save is in flight at a time; the next call of `save`, `wait` or `close` raises its failure. Call `close` in a
+    `finally`: a save still running when the interpreter exits is lost. With several processes, all of them must make
+    the same calls.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None) -> None:
@@ -127,7 +127,7 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, ascending. They are not verified here."""
+        """List the steps that have a finished checkpoint, ascending, without verifying them."""
         if not self.directory.is_dir():
             return []
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
@@ -143,48 +143,49 @@ class Checkpoints:
         block: bool = False,
         before: Callable[[], None] | None = None,
     ) -> None:
-        """Save a state, returning as soon as its arrays may be donated; `block` waits for the end.
+        """Save a state, replacing a checkpoint of the same step; return as soon as its arrays may be donated.
 
-        state: any pytree of jax arrays, typed keys included. host: JSON. arrays: numpy arrays of any shape,
-        copied here. A checkpoint of the same step is replaced. protect: a step that stays beside the newest.
-        before: called by the main process, in another thread, before there is this checkpoint: brings to the disk
-        whatever a run that goes on from it relies on.
+        state: any pytree of jax arrays, typed keys included. host: JSON. arrays: numpy arrays of any shape, copied
+        here. protect: a step whose checkpoint is retained beside the newest. block: return only when the checkpoint is
+        on disk. before: called on the main process, in another thread, before the checkpoint appears; it must flush to
+        disk whatever a run that resumes from the checkpoint relies on.
 
-        Raises RunError where the disk is full or not writable, with the older checkpoints untouched. An older one that
-        cannot be deleted is a warning.
+        Raises RunError if the disk is full or not writable, leaving older checkpoints untouched. Warns if an older one
+        cannot be deleted.
         """
         self.wait()
         arrays_of_state = leaves(state)
-        kept = {name: plain(name, array) for name, array in (arrays or {}).items()}
+        copies = {name: copy_array(name, array) for name, array in (arrays or {}).items()}
         shapes = {name: shape(leaf) for name, leaf in arrays_of_state.items()}
-        described = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=scalar)
-        beside = self.directory / f".{step}.tmp"
+        host_json = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=scalar)
+        temporary = self.directory / f".{step}.tmp"
 
         def start() -> v1.AsyncResponse[None]:
             if jax.process_index() == 0:
                 self._clean()
-                make_directory(beside)
+                make_directory(temporary)
             with _CONTEXT:
-                return v1.save_async(beside / "state", arrays_of_state)
+                return v1.save_async(temporary / "state", arrays_of_state)
 
-        @writing()
+        @hold_end()
         def finish(response: v1.AsyncResponse[None]) -> None:
             response.result()
             if jax.process_index() == 0:
                 if before is not None:
                     before()
-                np.savez(beside / "arrays.npz", **{f"arrays/{name}": array for name, array in kept.items()})  # type: ignore[arg-type]
-                write_atomic(beside / "host.json", described)
-                manifest = {"format": FORMAT, "files": describe(beside)}
-                write_atomic(beside / "manifest.json", sealed(manifest))
-                replace_directory(beside, final)
+                named: dict[str, Any] = {f"arrays/{name}": array for name, array in copies.items()}
+                np.savez(temporary / "arrays.npz", **named)
+                write_atomic(temporary / "host.json", host_json)
+                manifest = {"format": FORMAT, "files": describe_files(temporary)}
+                write_atomic(temporary / "manifest.json", seal(manifest))
+                replace_directory(temporary, final)
 
         def complete(response: v1.AsyncResponse[None]) -> list[str]:
-            attempt(lambda: finish(response), what, final, leftover=beside, then=GOES_ON)
+            attempt(lambda: finish(response), what, final, leftover=temporary, then=GOES_ON)
             return self._retire(step, protect) if jax.process_index() == 0 else []
 
         what, final = f"the checkpoint of step {step}", self.directory / str(step)
-        response = attempt(start, what, final, leftover=beside, then=GOES_ON)
+        response = attempt(start, what, final, leftover=temporary, then=GOES_ON)
         self._pending = self._pool.submit(complete, response)
         if block:
             self.wait()
@@ -196,16 +197,14 @@ class Checkpoints:
         *,
         accept: Callable[[Restored], None] | None = None,
     ) -> Restored | None:
-        """The newest whole checkpoint, or None where there is none at all; or that of `step`.
+        """Restore the checkpoint of `step`, by default of the newest whole one; None if there is no checkpoint at all.
 
-        abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays); each array is put on
-        the sharding given there, whatever it was saved from. A damaged checkpoint is passed over with a
-        warning.
+        abstract_state: the state's tree with `jax.ShapeDtypeStruct` leaves (or arrays), which give each array its
+        sharding, however it was sharded when saved. Skips damaged checkpoints with a warning.
+        accept: called with the checkpoint before its state is read, and so without it; raises if it does not fit.
 
-        accept: called with what was found, without its state, before that is read; raises where it does not fit.
-
-        Raises RunError where there are checkpoints and none is whole, or that of `step` is not; InputError where
-        it was saved from another tree, shape or dtype, naming the arrays.
+        Raises RunError if no checkpoint is whole, or the one of `step` is not; InputError, naming the arrays, if it was
+        saved from another tree, shape or dtype.
         """
         self.wait()
         if step is None:
@@ -223,52 +222,53 @@ class Checkpoints:
         wanted = leaves(abstract_state)
         compare(directory, saved["leaves"], {name: shape(leaf) for name, leaf in wanted.items()})
         try:
-            found = v1.load(directory / "state", {name: abstract(leaf) for name, leaf in wanted.items()})
-        except Exception as error:  # its bytes are as they were written: an older one would fail as well
+            loaded = v1.load(
+                directory / "state", {name: abstract_leaf(leaf) for name, leaf in wanted.items()}
+            )
+        except (
+            Exception
+        ) as error:  # its bytes are as they were written, so an older checkpoint would fail too
             raise RunError(f"{directory} could not be read: {error.__cause__ or error}") from error
-        found = {name: on_sharding(leaf, wanted[name]) for name, leaf in found.items()}
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
+        loaded = {name: on_sharding(leaf, wanted[name]) for name, leaf in loaded.items()}
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), [loaded[name] for name in wanted])
         return Restored(step, state, saved["host"], arrays)
 
     def wait(self) -> None:
-        """Wait until the running save is on disk. Raises what it failed with."""
+        """Wait until the running save is on disk. Raises whatever made the save fail."""
         pending, self._pending = self._pending, None
         for line in () if pending is None else pending.result():
             warnings.warn(line, stacklevel=3)
 
     def close(self) -> None:
-        """`wait`, and release the thread. Safe to call twice."""
+        """Wait for the running save and release the thread. Safe to call twice."""
         try:
             self.wait()
         finally:
             self._pool.shutdown()
 
     def _newest_whole(self) -> int | None:
-        """Decided by the first process for all, who might otherwise see a shared disk at different times."""
-        chosen, problems, unreadable = -1, [], ""
+        """Find the newest whole checkpoint on the first process, as others may see a shared disk at other times."""
+        chosen, problems, refusal = -1, [], ""
         if jax.process_index() == 0 and self.directory.is_dir():
             self._recover()
             for step in reversed(self.steps()):
                 try:
                     problem = _problem(self.directory / str(step))
-                except PermissionError as error:  # nothing is known of it, and an older one is no replacement
-                    unreadable = f"{error.filename} cannot be read: {disk_reason(error)}"
+                except PermissionError as error:  # it may be whole, so an older one is no replacement
+                    refusal = f"{error.filename} cannot be read: {disk_reason(error)}"
                     break
                 if problem is None:
                     chosen = step
                     break
                 problems.append(problem)
                 self._damaged.add(step)
-        if unreadable:
+        if refusal:
             chosen = -3
         elif problems and chosen < 0:
             chosen = -2
-        if jax.process_count() > 1:
-            chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+        chosen = int(broadcast_numbers(np.int32(chosen)))
         if chosen == -3:
-            raise RunError(
-                unreadable or f"{self.directory} cannot be read by the first process, which says why"
-            )
+            raise RunError(refusal or f"{self.directory} cannot be read by the first process, which says why")
         if chosen == -2:
             raise RunError(
                 f"none of the checkpoints in {self.directory} is whole: {'; '.join(problems)}. "
@@ -279,25 +279,22 @@ class Checkpoints:
         return None if chosen < 0 else chosen
 
     def _require(self, step: int) -> None:
-        """Raise RunError, on every process, where the checkpoint of `step` is not whole."""
+        """Raise RunError on every process if the checkpoint of `step` is not whole."""
         problem = None
         if jax.process_index() == 0:
             try:
                 problem = _problem(self.directory / str(step))
             except PermissionError as error:
                 problem = f"{error.filename} cannot be read: {disk_reason(error)}"
-        whole = problem is None
-        if jax.process_count() > 1:
-            whole = bool(multihost_utils.broadcast_one_to_all(np.int32(whole)))
-        if not whole:
+        if not broadcast_numbers(np.int32(problem is None)):
             raise RunError(
                 f"the checkpoint of step {step} is damaged: {problem or self.directory / str(step)}"
             )
 
     def _retire(self, newest: int, protect: int | None) -> list[str]:
-        """Delete what retention does not keep, after step `newest` was committed; never that one, or `protect`.
+        """Delete surplus and damaged checkpoints after `newest` was written; never delete `newest` or `protect`.
 
-        What could not be deleted, a line each: the state that was saved is none the worse for it.
+        Returns one line per checkpoint that could not be deleted, which does no harm to the one just saved.
         """
         self._damaged.discard(newest)
         whole = [step for step in self.steps() if step not in self._damaged]
@@ -307,7 +304,7 @@ class Checkpoints:
             old, aside = self.directory / str(step), self.directory / f".{step}.tmp"
             try:
                 if old.exists():
-                    os.rename(old, aside)  # first, so that a deletion that is killed leaves nothing half
+                    os.rename(old, aside)  # first, so that killing the deletion leaves no half checkpoint
                     shutil.rmtree(aside)
             except OSError as error:
                 problems.append(
@@ -318,14 +315,14 @@ class Checkpoints:
         return problems
 
     def _clean(self) -> None:
-        """Delete what killed saves left. Nothing is in flight when this is called."""
+        """Delete what killed saves left behind. Call it only while no save is in flight."""
         make_directory(self.directory)
         self._recover()
         for path in self.directory.glob(".*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _recover(self) -> None:
-        """Put back a checkpoint that was being replaced when the process was killed between two renames."""
+        """Put back a checkpoint whose replacement was killed between the two renames."""
         for aside in self.directory.glob(".*.replaced"):
             final = self.directory / aside.name[1:].removesuffix(".replaced")
             if not final.exists():
@@ -333,13 +330,13 @@ class Checkpoints:
 
 
 def _problem(directory: Path) -> str | None:
-    """Why a checkpoint is not whole, None where it is. Raises PermissionError where this user may not see that."""
+    """Explain why a checkpoint is not whole; None if it is. Raises PermissionError where this user may not read it."""
     manifest = directory / "manifest.json"
     try:
-        described = unsealed(manifest.read_bytes())
-        if described["format"] != FORMAT:
-            return f"{manifest} has format {described['format']}, this version reads {FORMAT}"
-        problems = damage(directory, described["files"])
+        content = unseal(manifest.read_bytes())
+        if content["format"] != FORMAT:
+            return f"{manifest} has format {content['format']}, this version reads {FORMAT}"
+        problems = find_damage(directory, content["files"])
     except PermissionError:
         raise
     except OSError as error:
@@ -350,7 +347,7 @@ def _problem(directory: Path) -> str | None:
 
 
 def _not_a_second_report(record: logging.LogRecord) -> bool:
-    """Each thread of orbax logs the traceback of a failed save; the save itself raises the same error."""
+    """Drop the tracebacks that orbax's threads log for a failed save, since the save itself raises the same error."""
     return "_SignalingThread.run() raised an exception" not in str(record.msg)
 
 

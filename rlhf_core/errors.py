@@ -1,4 +1,4 @@
-"""The three ways a command ends other than well, each with its exit code."""
+"""Exceptions that end a command, each with its exit code, and the wording of their messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
-"""Libraries through which components are called."""
+"""Libraries that call components, whose frames are therefore not a component's own."""
 
 
 class InputError(Exception):
@@ -37,23 +37,24 @@ class Stopped(Exception):
     """A signal or time limit ended the run after its state was saved (exit code 75)."""
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the closest of `known`, else an empty string."""
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest name in `known`, or an empty string if none is close."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""
 
 
-def near_file(path: Path) -> str:
-    """As `near`, of what stands beside a file that is missing; else which directory is missing too."""
+def suggest_file(path: Path) -> str:
+    """Suggest the closest name beside a missing file, or report that its directory is missing too."""
     try:
-        return near(path.name, [entry.name for entry in path.parent.iterdir()])
+        return suggest(path.name, [entry.name for entry in path.parent.iterdir()])
     except OSError:
         return f" There is no directory {path.parent} either." if not exists(path.parent) else ""
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or directory at `path`; False for what no file system could hold, such as a path that
-    is too long or has a NUL byte, where `Path.exists` raises.
+    """Check whether there is a file or directory at `path`.
+
+    Returns False where `Path.exists` raises: for a path that is too long or has a NUL byte.
     """
     try:
         return path.exists()
@@ -62,43 +63,42 @@ def exists(path: Path) -> bool:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether there is no space left, which is no fault of the code that met it; the command tells it."""
+    """Check whether the disk was full, which no component is to blame for; the command reports it."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def raised(error: BaseException, *callers: str) -> str:
-    """What a component raised, in one line, with the `place`."""
+def error_line(error: BaseException, *callers: str) -> str:
+    """Describe in one line what a component raised, with its `code_location`."""
     text = textwrap.shorten(str(error), 300, placeholder=" …")
-    return f"raised {type(error).__name__}: {text}{place(error, *callers)}"
+    return f"raised {type(error).__name__}: {text}{code_location(error, *callers)}"
 
 
-def place(error: BaseException, *callers: str) -> str:
-    """` (FILE line N)`: where in its own code a component raised; empty where none of it is in the traceback.
+def code_location(error: BaseException, *callers: str) -> str:
+    """Return ` (FILE line N)`, the place in a component's own code that raised, or an empty string if none did.
 
-    callers: files and directories that it was called from: like Python's and the libraries', none of its own.
+    callers: files and directories that called the component, which do not count as its own code.
     """
     site = os.path.join(sysconfig.get_path("purelib"), "")
     python = sysconfig.get_path("stdlib")
-    between = ("<", *callers, *(os.path.join(site, name) for name in BETWEEN))
+    foreign = ("<", *callers, *(os.path.join(site, name) for name in BETWEEN))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(between)
+        if not frame.filename.startswith(foreign)
         and (frame.filename.startswith(site) or not frame.filename.startswith(python))
     ]
-    own = [frame for frame in frames if not frame.filename.startswith(site)]
-    if frames and not own:  # it is installed, as are the libraries that it calls
+    local = [frame for frame in frames if not frame.filename.startswith(site)]
+    if frames and not local:  # the component is installed, as are the libraries it calls
         package = Path(frames[0].filename).relative_to(site).parts[0]
-        own = [frame for frame in frames if Path(frame.filename).relative_to(site).parts[0] == package]
-    return f" ({own[-1].filename} line {own[-1].lineno})" if own else ""
+        local = [frame for frame in frames if Path(frame.filename).relative_to(site).parts[0] == package]
+    return f" ({local[-1].filename} line {local[-1].lineno})" if local else ""
 
 
 @contextmanager
 def reading(file: str | Path, fix: str = "") -> Iterator[None]:
     """Turn whatever a library raises while it reads a user's file into one InputError that names the file.
 
-    fix: what to do about it, appended after "; ". InputError, Stopped, KeyboardInterrupt and SystemExit pass
-    unchanged. Libraries written in Rust panic with an exception outside of Exception, which is caught by its name.
+    fix: what to do about it, appended after "; ". InputError, Stopped, KeyboardInterrupt and SystemExit pass unchanged.
     """
     try:
         yield
@@ -115,21 +115,21 @@ def reading(file: str | Path, fix: str = "") -> Iterator[None]:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Whether a library raised this, rather than the user's Ctrl-C or an exit. Panics of Rust are no Exception."""
+    """Check that a library raised this, not Ctrl-C or an exit. Rust panics are not an Exception: go by their name."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def read_json_object(file: str | Path, fix: str = "") -> dict[str, Any]:
-    """The object in a user's JSON file. Raises InputError, naming the file, for anything else that is in it."""
+    """Read the object in a user's JSON file. Raises InputError, naming the file, if it holds anything else."""
     with reading(file, fix):
-        found = json.loads(Path(file).read_bytes())
-    if not isinstance(found, dict):
+        content = json.loads(Path(file).read_bytes())
+    if not isinstance(content, dict):
         raise InputError(f"{file}: must hold a JSON object{f'; {fix}' if fix else ''}")
-    return found
+    return content
 
 
 def _library_words(error: BaseException) -> str:
-    """The first line of what a library said, in words where it only said a type."""
+    """Return the first line of a library's error, reworded where the library gives no readable text."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, MemoryError):

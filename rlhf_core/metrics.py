@@ -1,6 +1,6 @@
-"""Metrics that merge: sums, counts and extremes, turned into floats only when someone reads them.
+"""Mergeable metrics: sums, counts and extremes, turned into floats only when they are fetched.
 
-Merging is associative and commutative, so micro-batches, devices and steps give the same number in any order.
+Merging is associative and commutative, so any order of micro-batches, devices and steps gives the same number.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, weight: Any = None) -> Mean:
-        """Average of `x`, each element counting `weight` times (default 1)."""
+        """Average `x`, counting each element `weight` times (default 1)."""
         x = jnp.asarray(x, jnp.float32)
         weight = jnp.ones_like(x) if weight is None else jnp.broadcast_to(weight, x.shape).astype(jnp.float32)
-        # An element that does not count must not poison the sum, whatever it holds.
+        # An element of weight 0 must not poison the sum, whatever it holds.
         return cls(jnp.sum(jnp.where(weight != 0, x * weight, 0.0)), jnp.sum(weight))
 
     def merge(self, other: Mean) -> Mean:
@@ -107,7 +107,7 @@ class Moments(NamedTuple):
         safe = _library(count).maximum(count, 1.0)
         delta = other.mean - self.mean
         squares = self.squares + other.squares + delta * delta * self.count * other.count / safe
-        # The share of all, and not a product that is divided: with nothing on one side it is 0 or 1.
+        # Divided first, so that the factor is exactly 0 or 1 if one side is empty.
         return Moments(count, self.mean + delta * (other.count / safe), squares)
 
     def result(self) -> Any:
@@ -116,7 +116,7 @@ class Moments(NamedTuple):
 
 
 def _library(x: Any) -> Any:
-    """Metrics already read from the device merge on the host, without waking it."""
+    """Choose jax for metrics on the device and numpy for fetched ones, which merge without waking the device."""
     return jnp if isinstance(x, jax.Array) else np
 
 
@@ -125,32 +125,32 @@ Metrics: TypeAlias = Mapping[str, Metric]
 
 
 def merge(a: Metrics, b: Metrics) -> dict[str, Metric]:
-    """Metrics of two disjoint sets of elements; a name in one of them only is kept."""
+    """Merge the metrics of two disjoint sets of elements; a name that only one has is kept."""
     return {k: a[k].merge(b[k]) if k in a and k in b else (a[k] if k in a else b[k]) for k in {**a, **b}}  # type: ignore[arg-type]
 
 
-def nothing(like: Metric) -> Metric:
-    """The metric of that kind of no elements: merged with another it leaves the other as it is."""
+def empty_metric(like: Metric) -> Metric:
+    """Make a metric over no elements, of the same kind as `like`; merging it changes nothing."""
     return type(like).of(jnp.zeros(0))
 
 
-def read(metrics: Metrics) -> dict[str, float]:
-    """Floats, after one transfer from the device."""
+def fetch_metrics(metrics: Metrics) -> dict[str, float]:
+    """Compute every metric as a Python float, after one transfer from the device."""
     host = jax.device_get(dict(metrics))
     return {name: float(metric.result()) for name, metric in host.items()}
 
 
 def results(metrics: Metrics) -> dict[str, Any]:
-    """float32 [] arrays, for use inside jit."""
+    """Compute every metric as a float32 [] array, for use inside jit."""
     return {name: metric.result() for name, metric in metrics.items()}
 
 
 def to_json(metrics: Metrics) -> dict[str, list[Any]]:
-    """{name: [kind, number, ...]} of metrics on the host; `from_json` gives back the same bits."""
+    """Write fetched metrics as {name: [kind, number, ...]}; `from_json` restores the same bits."""
     return {name: [type(metric).__name__, *map(float, metric)] for name, metric in metrics.items()}
 
 
-def from_json(kept: Mapping[str, list[Any]]) -> dict[str, Metric]:
-    """The inverse of `to_json`."""
+def from_json(stored: Mapping[str, list[Any]]) -> dict[str, Metric]:
+    """Restore metrics from what `to_json` returned."""
     kinds: dict[str, type[Metric]] = {kind.__name__: kind for kind in (Sum, Mean, Max, Min, Moments)}
-    return {name: kinds[kind](*map(np.float32, numbers)) for name, (kind, *numbers) in kept.items()}
+    return {name: kinds[kind](*map(np.float32, numbers)) for name, (kind, *numbers) in stored.items()}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.contracts import LossOutput
-from rlhf_core.errors import InputError, RunError, place, raised
+from rlhf_core.errors import InputError, RunError, code_location, error_line
 from rlhf_core.logprobs import token_logps
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ def loss_output(
         if isinstance(error, jax.errors.JAXTypeError):
             raise InputError(
                 f"{what} asks for a number that is not known while it is compiled ({type(error).__name__}): "
-                f"write jnp in place of np, jnp.where in place of if, and no float(){place(error, *here)}"
+                f"write jnp in place of np, jnp.where in place of if, and no float(){code_location(error, *here)}"
             ) from error
-        raise InputError(f"{what} {raised(error, *here)}") from error
+        raise InputError(f"{what} {error_line(error, *here)}") from error
     if not isinstance(out, LossOutput):
         got = "an array" if isinstance(out, jax.Array) else type(out).__name__
         raise InputError(f"{what} returned {got}; wanted is LossOutput(loss, metrics)")

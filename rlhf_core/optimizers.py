@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name, and what every one of them shares: clipping and the decay mask."""
+"""Built-in optimizers and learning-rate schedules, with the gradient clipping and decay mask that they share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 Schedule = Callable[[Any], Any]
 NotNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a running average: what is kept of it at an update."""
+"""The decay of a running average: the share of it that an update keeps."""
 
 
-def decays(params: Any) -> Any:
-    """True where weight decay applies: not on norms and biases, told by the last two names of a parameter's path."""
+def decay_mask(params: Any) -> Any:
+    """Mark the parameters that weight decay applies to: all but norms and biases, by the last two names of a path."""
 
-    def one(path: Any, _: Any) -> bool:
+    def is_decayed(path: Any, _: Any) -> bool:
         names = [str(getattr(k, "key", k)) for k in path]
         return not any("norm" in name or name == "bias" for name in names[-2:])
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 def adamw(
@@ -42,21 +42,21 @@ def adamw(
     eps: NotNegative = 1e-8,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019)."""
-    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
 
 
 def adafactor(learning_rate: Any, *, weight_decay: NotNegative = 0.0) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018), without its own learning-rate scaling, with decoupled weight decay."""
-    # With a rate, its decay is per update; here it is per unit of learning rate, as in the others.
-    downhill = optax.adafactor(None, multiply_by_parameter_scale=False)
-    return _decoupled(optax.chain(downhill, optax.scale(-1.0)), learning_rate, weight_decay)
+    # Given a rate, optax decays per update; here it is per unit of learning rate, as in the other optimizers.
+    direction = optax.adafactor(None, multiply_by_parameter_scale=False)
+    return _decoupled(optax.chain(direction, optax.scale(-1.0)), learning_rate, weight_decay)
 
 
 def lion(
     learning_rate: Any, *, weight_decay: NotNegative = 0.01, b1: Decay = 0.9, b2: Decay = 0.99
 ) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
-    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decays)
+    return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask)
 
 
 def muon(
@@ -64,33 +64,33 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon (Jordan 2024) on the layers' matrices, AdamW on embeddings, heads, norms and biases.
 
-    Its updates have a root mean square of about 0.2, as AdamW's (Liu et al. 2025), so that one learning rate and weight
-    decay do for both.
+    Its updates have a root mean square of about 0.2, like AdamW's (Liu et al. 2025), so both parts can share one
+    learning rate and weight decay.
     """
-    axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # [in, out]: those before them count layers or experts
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)  # [in, out]; earlier axes are layers or experts
     orthogonal = optax.contrib.muon(-1.0, beta=beta, consistent_rms=0.2, muon_weight_dimension_numbers=axes)
-    direction = optax.partition({"matrix": orthogonal, "other": optax.scale_by_adam()}, _kinds)
+    direction = optax.partition({"matrix": orthogonal, "other": optax.scale_by_adam()}, _label_matrices)
     return _decoupled(direction, learning_rate, weight_decay)
 
 
-def _kinds(params: Any) -> Any:
-    """ "matrix" for every kernel within a layer, else "other": a head's kernel is not within one.
+def _label_matrices(params: Any) -> Any:
+    """Label every kernel within a layer "matrix", and all else "other", a head's kernel included.
 
-    A layer's kernels are below `layers` or stacked by layer, however deep in `params` their model is.
+    A layer's kernels are below `layers` or stacked by layer, at any depth of `params`.
     """
 
-    def one(path: Any, leaf: Any) -> str:
+    def label(path: Any, leaf: Any) -> str:
         *above, last = (getattr(key, "key", None) for key in path)
         within = "layers" in above or leaf.ndim > 2
         return "matrix" if last == "kernel" and within else "other"
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def sgd(
     learning_rate: Any, *, momentum: Decay = 0.0, weight_decay: NotNegative = 0.0
 ) -> optax.GradientTransformation:
-    """Stochastic gradient descent, with momentum and decoupled weight decay where asked for."""
+    """Stochastic gradient descent, with optional momentum and decoupled weight decay."""
     direction = optax.trace(momentum) if momentum else optax.identity()
     return _decoupled(direction, learning_rate, weight_decay)
 
@@ -98,10 +98,10 @@ def sgd(
 def _decoupled(
     direction: optax.GradientTransformation, learning_rate: Any, weight_decay: float
 ) -> optax.GradientTransformation:
-    """A step of learning_rate × (direction + weight_decay × parameters) downhill (Loshchilov and Hutter 2019)."""
+    """Subtract learning_rate × (direction + weight_decay × parameters) (Loshchilov and Hutter 2019)."""
     return optax.chain(
         direction,
-        optax.add_decayed_weights(weight_decay, mask=decays),
+        optax.add_decayed_weights(weight_decay, mask=decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -109,15 +109,15 @@ def _decoupled(
 def schedule(
     name: str, learning_rate: float, total: int, *, warmup: int = 0, end: float | None = None
 ) -> Schedule:
-    """Learning rate of update `step` (from 0) of `total`: linear warmup, then the named shape.
+    """Make the learning rate a function of the update `step`, from 0 to `total`: linear warmup, then the named shape.
 
-    constant; linear and cosine fall to `end` (default 0) at `total`; wsd is constant and falls linearly to `end` over
-    the last tenth.
+    constant; linear and cosine, which fall to `end` (default 0) at `total`; wsd, which is constant and falls linearly
+    to `end` over the last tenth.
     """
     final = 0.0 if end is None else end
 
     def shape(step: Any) -> Any:
-        # The first update already moves: step 0 of a warmup of n has 1/n of the rate.
+        # Update 0 must already train: in a warmup of n updates it has 1/n of the rate.
         rise = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
         length = max(total - warmup, 1)
         at = jnp.clip((step - warmup) / length, 0.0, 1.0)
@@ -138,12 +138,12 @@ def schedule(
     return shape
 
 
-def make(
+def make_optimizer(
     config: TrainerConfig, registry: Registry, total: int
 ) -> tuple[optax.GradientTransformation, Schedule]:
-    """The optimizer a trainer's config asks for, and its schedule.
+    """Make the optimizer and the schedule that a trainer's config asks for.
 
-    Gradients are clipped to `max_grad_norm` by their global norm first.
+    The optimizer first clips gradients to a global norm of `max_grad_norm`.
     """
     rate = schedule(
         config.scheduler,

@@ -21,7 +21,7 @@ from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh, put_rows, replicated, row_multiple
+from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -226,7 +226,7 @@ class Scorer:
         """
         directory, contract = local_directory(path), None
         if (directory / artifacts.MANIFEST).is_file():
-            artifact = artifacts.read(directory, verify=False)  # load_model verifies it
+            artifact = artifacts.open_artifact(directory, verify=False)  # load_model verifies it
             if artifact.kind != "reward_model":
                 raise InputError(
                     f"{path} is a {artifact.kind}; scoring needs a reward_model: rlhf train reward makes one"
@@ -406,7 +406,7 @@ def _scores(definition: Definition, mesh: Mesh) -> Any:
     def scores(params: Any, batch: Packed) -> jax.Array:
         return sequence_scores(definition, params, batch)
 
-    return jax.jit(scores, out_shardings=replicated(mesh))
+    return jax.jit(scores, out_shardings=replicated_sharding(mesh))
 
 
 def base_identity(model: Model) -> str | None:

@@ -1,4 +1,4 @@
-"""The training state: one pytree of arrays, with the model and the optimizer as its static part."""
+"""The training state: a pytree of arrays, with the model and the optimizer as static fields."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.errors import InputError, near
-from rlhf_core.mesh import AnyMesh, replicated
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import AnyMesh, replicated_sharding
 from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.models.params import Path, join, matching, named, paths, split
 
@@ -34,10 +34,10 @@ class TrainState:
     step: int32 [], updates applied.
     params: nested dict of float32 arrays. opt_state: what `tx.init` made of those that are trained.
     key: typed PRNG key [], constant through a run; users fold the step into it.
-    guard: int32 [], -1, or the step of the first update whose loss or gradient was not finite. Once set, no update
-        is applied any more.
-    model: static description of the model (no arrays), of several by name. tx: the optimizer.
-    fixed: the paths of parameters that are not trained: they have no gradient and no optimizer state.
+    guard: int32 [], -1, or the step of the first update whose loss or gradient was not finite, after which no update
+        is applied.
+    model: static definition of the model (no arrays), or of several by name. tx: the optimizer.
+    fixed: paths of parameters that are not trained and have no gradient or optimizer state.
     """
 
     step: Any
@@ -50,18 +50,18 @@ class TrainState:
     fixed: frozenset[Path] = frozenset()
 
     def trained(self) -> TrainState:
-        """The state without the parameters that are not trained: what an update writes and a checkpoint holds."""
+        """Drop the parameters that are not trained, leaving what an update writes and a checkpoint holds."""
         return dataclasses.replace(self, params=split(self.params, self.fixed)[0], fixed=frozenset())
 
     def with_trained(self, other: TrainState) -> TrainState:
-        """`other`, a state as `trained` gives it, with this one's fixed parameters."""
+        """Add this state's fixed parameters to `other`, a state that `trained` returned."""
         params = join(other.params, split(self.params, self.fixed)[1])
         return dataclasses.replace(other, params=params, fixed=self.fixed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Definitions(Mapping[str, "Definition"]):
-    """The definitions of several models by name; hashable, as what is static under jit has to be."""
+    """Definitions of several models by name; hashable, since they are static under jit."""
 
     entries: tuple[tuple[str, Definition], ...]
 
@@ -82,22 +82,21 @@ def create_state(
     seed: int = 0,
     frozen: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
 ) -> TrainState:
-    """Make a state at step 0 that shares its parameter buffers with `model`; optimizer state is sharded like them.
+    """Make a state at step 0 that shares its parameter buffers with `model` and shards its optimizer state like them.
 
-    model: one, or several by name, {"policy": …, "critic": …}: the state's `params` and `model` are then by name too,
-        and the rules below hold for each model by itself.
-    tx: one for all models, or one per name. It is given what is trained alone.
-    frozen: regular expressions; parameters whose dotted path one is found in are not trained. Of several models the
-        path begins with the model's name, unless the expressions are given by name. Of a model with adapters these
-        alone are trained, with its reward head.
+    model: one model, or several by name, {"policy": …, "critic": …}: the state's `params` and `model` are then also
+        keyed by name, and the rules below hold for each model.
+    tx: one for all models, or one per name. It sees only the parameters that are trained.
+    frozen: regular expressions; a parameter is not trained if one of them matches part of its dotted path. With several
+        models the path begins with the model's name, unless the expressions are given by name. A model with adapters
+        trains only these and its reward head.
 
-    Raises InputError for an expression that is found in no path, for names that differ, and where nothing would be
-    trained.
+    Raises InputError if an expression matches no path, if names differ, or if nothing would be trained.
     """
     definition: Any
     if isinstance(model, Mapping):
         params: dict[str, Any] = {name: each.params for name, each in model.items()}
-        fixed = _fixed_of_all(model, frozen)
+        fixed = _find_fixed(model, frozen)
         mesh, definition = (
             _shared_mesh(model),
             Definitions(tuple((n, m.definition) for n, m in model.items())),
@@ -107,7 +106,7 @@ def create_state(
             raise InputError("create_state: tx and frozen by name go with several models by name")
         params, mesh, definition = model.params, model.mesh, model.definition
         fixed = fixed_parameters(params, frozen, model.definition)
-    params = _unshared(params, fixed)
+    params = _copy_shared(params, fixed)
     trained = split(params, fixed)[0]
     if not trained:
         raise InputError("frozen_parameters: nothing would be trained, of adapters and heads neither")
@@ -118,16 +117,16 @@ def create_state(
         tx = _by_name(each_tx)
         opt_shardings: Any = {
             name: optimizer_shardings(
-                jax.eval_shape(one.init, trained[name]), trained[name], shardings[name], mesh
+                jax.eval_shape(model_tx.init, trained[name]), trained[name], shardings[name], mesh
             )
-            for name, one in each_tx.items()
+            for name, model_tx in each_tx.items()
         }
     else:
         opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, trained), trained, shardings, mesh)
     opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
-    whole = replicated(mesh)
-    step, guard = jax.device_put((np.int32(0), np.int32(-1)), (whole, whole))
-    key = jax.jit(lambda: jax.random.key(seed), out_shardings=whole)()
+    replicated = replicated_sharding(mesh)
+    step, guard = jax.device_put((np.int32(0), np.int32(-1)), (replicated, replicated))
+    key = jax.jit(lambda: jax.random.key(seed), out_shardings=replicated)()
     return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
 
 
@@ -136,7 +135,7 @@ def fixed_parameters(
 ) -> frozenset[Path]:
     """Find the paths of parameters that `create_state` would not train.
 
-    model: what `params` are of; needed where they hold more than the model's, see `untrained`.
+    model: the definition that `params` belong to; needed if they hold more than the model's, see `untrained`.
     """
     known = None
     if model is not None and has_adapters(params):
@@ -144,10 +143,10 @@ def fixed_parameters(
     return untrained(params, known) | (matching(params, frozen) if frozen else frozenset())
 
 
-def _fixed_of_all(
+def _find_fixed(
     models: Mapping[str, Model], frozen: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 ) -> frozenset[Path]:
-    """Find what is not trained of several models, as paths that begin with the model's name."""
+    """Find the untrained parameters of several models, as paths that begin with the model's name."""
     fixed = {
         (name, *path)
         for name, model in models.items()
@@ -155,7 +154,7 @@ def _fixed_of_all(
     }
     if isinstance(frozen, Mapping):
         if unknown := [name for name in frozen if name not in models]:
-            raise InputError(f"frozen: no model is called '{unknown[0]}'.{near(unknown[0], models)}")
+            raise InputError(f"frozen: no model is called '{unknown[0]}'.{suggest(unknown[0], models)}")
         for name, patterns in frozen.items():
             fixed |= {(name, *path) for path in named(models[name].params, patterns)}
     elif frozen:
@@ -164,7 +163,7 @@ def _fixed_of_all(
 
 
 def _shared_mesh(models: Mapping[str, Model]) -> Any:
-    """The mesh that all of the models are on."""
+    """Return the mesh that all models are on. Raises InputError if they are on different ones."""
     if not models:
         raise InputError("create_state: no model is given")
     (first, mesh), *rest = ((name, model.mesh) for name, model in models.items())
@@ -177,7 +176,7 @@ def _shared_mesh(models: Mapping[str, Model]) -> Any:
 def _require_names(tx: Mapping[str, Any], params: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
     unknown = [name for name in tx if name not in params]
     missing = [name for name in trained if name not in tx]
-    problems = [f"tx: no model is called '{name}'.{near(name, params)}" for name in unknown]
+    problems = [f"tx: no model is called '{name}'.{suggest(name, params)}" for name in unknown]
     problems += [f"tx: none for '{name}', which is trained" for name in missing]
     if problems:
         raise InputError(*problems)
@@ -191,19 +190,19 @@ def _by_name(txs: Mapping[str, optax.GradientTransformation]) -> optax.GradientT
         return {name: tx.init(params[name]) for name, tx in txs.items()}
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        done = {
+        results = {
             name: tx.update(grads[name], state[name], None if params is None else params[name])
             for name, tx in txs.items()
         }
-        return {name: d[0] for name, d in done.items()}, {name: d[1] for name, d in done.items()}
+        return {name: d[0] for name, d in results.items()}, {name: d[1] for name, d in results.items()}
 
     return optax.GradientTransformation(init, update)
 
 
-def _unshared(params: dict[str, Any], fixed: frozenset[Path]) -> dict[str, Any]:
+def _copy_shared(params: dict[str, Any], fixed: frozenset[Path]) -> dict[str, Any]:
     """Copy arrays that two parameters share, such as the trunk of a policy and of the critic made from it.
 
-    An update overwrites the buffers of what is trained. Where neither parameter is, the array stays shared.
+    An update overwrites the buffers of trained parameters. If neither parameter is trained, the array stays shared.
     """
     owners: dict[Any, Path] = {}
     copies: dict[Path, Any] = {}
@@ -212,28 +211,30 @@ def _unshared(params: dict[str, Any], fixed: frozenset[Path]) -> dict[str, Any]:
         if first != path and not {first, path} <= fixed:
             copies[path] = jnp.copy(leaf)
 
-    def one(tree: Mapping[str, Any], at: Path) -> dict[str, Any]:
+    def copy_tree(tree: Mapping[str, Any], prefix: Path) -> dict[str, Any]:
         return {
-            name: one(value, (*at, name)) if isinstance(value, Mapping) else copies.get((*at, name), value)
+            name: copy_tree(value, (*prefix, name))
+            if isinstance(value, Mapping)
+            else copies.get((*prefix, name), value)
             for name, value in tree.items()
         }
 
-    return one(params, ()) if copies else params
+    return copy_tree(params, ()) if copies else params
 
 
 def _buffers(leaf: Any) -> Any:
-    """What tells whether two arrays are in the same memory."""
+    """Identify an array's memory: equal for two arrays that share it."""
     try:
         return tuple(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
-    except Exception:  # a backend that does not tell
+    except Exception:  # a backend without pointers
         return id(leaf)
 
 
 def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: AnyMesh) -> Any:
-    """Each leaf of an optimizer state goes where the parameter of the same path ending and shape is, else everywhere.
+    """Shard each leaf of an optimizer state like the parameter of the same path ending and shape; replicate the rest.
 
-    `tx.init` under jit would put its zeros on one device. Going by path and shape serves every optimizer that keeps
-    the parameters' tree somewhere inside its own, whatever wraps it.
+    `tx.init` under jit would put its zeros on one device. Matching path and shape works for every optimizer that keeps
+    the parameters' tree somewhere inside its own state, whatever wraps it.
     """
     table = {
         _names(path): (leaf.shape, sharding)
@@ -241,21 +242,21 @@ def optimizer_shardings(abstract: Any, params: Any, shardings: Any, mesh: AnyMes
             jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
         )
     }
-    whole = replicated(mesh)
+    replicated = replicated_sharding(mesh)
 
     def place(path: Any, leaf: Any) -> Any:
         names = _names(path)
         for start in range(len(names)):
             if names[start:] in table:
                 shape, sharding = table[names[start:]]
-                return sharding if shape == leaf.shape else whole
-        return whole
+                return sharding if shape == leaf.shape else replicated
+        return replicated
 
     return jax.tree_util.tree_map_with_path(place, abstract)
 
 
 def abstract_state(state: TrainState) -> TrainState:
-    """The same tree with shapes, dtypes and shardings in place of arrays, as checkpoints are restored onto."""
+    """Replace arrays by their shapes, dtypes and shardings: the form that restoring a checkpoint needs."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 

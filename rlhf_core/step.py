@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_core.mesh import abstract_rows, replicated
-from rlhf_core.metrics import Mean, Metric, merge, nothing
+from rlhf_core.mesh import abstract_rows, replicated_sharding
+from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
@@ -100,7 +100,7 @@ class Programs:
         program a shape in place of two, for a pass over the gradient: for updates of several micro-batches.
         """
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
-        everywhere: Any = replicated(state.step.sharding.mesh)
+        everywhere: Any = replicated_sharding(state.step.sharding.mesh)
         placed = Accumulated(shardings.params, everywhere, everywhere)
         self._accumulate = jax.jit(
             partial(accumulate, objective, fixed=state.fixed), donate_argnums=2, out_shardings=placed
@@ -167,7 +167,7 @@ def _zeros(like: Any) -> Accumulated:
     return Accumulated(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
         Mean.of(jnp.zeros(0)),
-        {name: nothing(metric) for name, metric in like.metrics.items()},
+        {name: empty_metric(metric) for name, metric in like.metrics.items()},
     )
 
 

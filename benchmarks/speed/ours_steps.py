@@ -149,7 +149,7 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     )
     loss = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
-    tx, _ = optimizers.make(config, stage.registry, updates.total)
+    tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
     return reward_objective(model.definition, measure), updates, create_state(model, tx, seed=stage.seed)
 
 
@@ -210,7 +210,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         layout,
         POLICY_LOSS.attribute(loss, "aggregation"),
     )
-    tx, _ = optimizers.make(config, stage.registry, updates.total)
+    tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
     objective = grpo_objective(model.definition, loss, terms, temperature=1.0)
     return objective, updates, create_state(model, tx, seed=stage.seed)
 

@@ -45,7 +45,7 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK:
             return FAILED, f"{disk_message(error)} and give the same command again"
-        if not peers.watched():
+        if not peers.is_watching():
             raise
         return FAILED, traceback.format_exc()
     return DONE, ""
@@ -54,9 +54,9 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
 def _for_reader(message: str) -> str:
     """Remove this process's secrets from a message and escape control characters."""
     from rlhf_core.config.secrets import scrub  # imports pydantic, which `--help` does not need
-    from rlhf_core.runtime.terminal import visible
+    from rlhf_core.runtime.terminal import escape_control
 
-    return visible(scrub(message))
+    return escape_control(scrub(message))
 
 
 def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:

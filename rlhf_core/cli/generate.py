@@ -71,7 +71,7 @@ def generate(
     )
     chat = file is None and not raw and template_text(loaded.tokenizer) is not None
     messages = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
-    day = artifacts.recorded(local_directory(model)).get("template_date")
+    day = artifacts.read_contract(local_directory(model)).get("template_date")
     encoded = data.encode_prompts(
         data.load(messages) if chat else as_prompts(records),
         loaded.tokenizer,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.runtime.terminal import visible
+from rlhf_core.runtime.terminal import escape_control
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
@@ -34,7 +34,7 @@ def write_text(text: str) -> None:
 
 def for_reader(text: str) -> str:
     """Escape control characters if standard output is a terminal; programs get the text unchanged."""
-    return visible(text) if sys.stdout.isatty() else text
+    return escape_control(text) if sys.stdout.isatty() else text
 
 
 def number(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options
 from rlhf_core.config.other_names import SEED_FIELDS
-from rlhf_core.config.problems import Problem, shown
+from rlhf_core.config.problems import Problem, format_value
 
 if TYPE_CHECKING:
     from rlhf_core.config.trainer import TrainerConfig
@@ -37,7 +37,7 @@ def expand(
     return given, problems
 
 
-def inherited(cls: type, attribute: str) -> dict[str, Any]:
+def inherit(cls: type, attribute: str) -> dict[str, Any]:
     """A class attribute's entries and those of the parents', the nearest first."""
     tables = [vars(base)[attribute] for base in reversed(cls.__mro__) if attribute in vars(base)]
     return {name: entry for table in tables for name, entry in table.items()}
@@ -47,7 +47,7 @@ def _without_effect(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Pro
     """EasyDeL's fields that do nothing here are taken out, and the shared ones that this trainer does not use; said is
     only where a value asks for something else.
     """
-    unused = {name: ((_default(cls, None, name),), told) for name, told in inherited(cls, "UNUSED").items()}
+    unused = {name: ((_default(cls, None, name),), told) for name, told in inherit(cls, "UNUSED").items()}
     elsewhere = {name: field for name, field in SEED_FIELDS.items() if name not in cls.model_fields}
     notes = []
     for name, (same, instead) in {**elsewhere, **unused}.items():
@@ -129,7 +129,7 @@ def _wandb(given: dict[str, Any], default: Any) -> list[Problem]:
     options = {key: value for key in named if (value := given.pop(key, None)) is not None}
     loggers = given.get("logger", default)
     if not isinstance(use, bool):
-        return [Problem("use_wandb", f"expected true or false, got {shown(use)}")]
+        return [Problem("use_wandb", f"expected true or false, got {format_value(use)}")]
     if not (use or options) or not isinstance(loggers, list | tuple):
         return []
     tables: list[Any] = [_table(logger) or logger for logger in loggers]
@@ -170,7 +170,7 @@ def _optimizer(given: dict[str, Any], default: Any) -> list[Problem]:
     if not extra:
         return []
     if not isinstance(extra, Mapping):
-        return [Problem("extra_optimizer_kwargs", f"expected a table, got {shown(extra)}")]
+        return [Problem("extra_optimizer_kwargs", f"expected a table, got {format_value(extra)}")]
     table = _table(given.get("optimizer", default))
     if table is None:
         return []  # neither a table nor a name, as validation says

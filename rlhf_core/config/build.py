@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options
-from rlhf_core.config.problems import Problem, explain, join, settle
+from rlhf_core.config.problems import Problem, explain, join, raise_or_warn
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
 
@@ -52,7 +52,7 @@ def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: N
             options = {key: value for key, value in component.items() if key not in owner.model_fields}
             found = registry.check(kind, component["name"], options, also=list(owner.model_fields))
             problems += [Problem(join(path, at), message) for at, message in found]
-    settle(problems, where)
+    raise_or_warn(problems, where)
     assert config is not None
     return config
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_core.config.problems import Problem, explain, settle
+from rlhf_core.config.problems import Problem, explain, raise_or_warn
 from rlhf_core.errors import InputError
 
 
@@ -68,7 +68,7 @@ class Options(BaseModel):
             super().__init__(**given)
         except ValidationError as error:
             problems += explain(type(self), error, given)
-        settle(problems, type(self).__name__)
+        raise_or_warn(problems, type(self).__name__)
 
     # pydantic then builds nested tables without this, so that their problems are collected with the others.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ class Options(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; raises InputError."""
         given, problems = self._expand(changes, self)
-        settle(problems, type(self).__name__)
+        raise_or_warn(problems, type(self).__name__)
         return type(self)(**{**self._table(), **given})
 
     def _table(self, *, only_set: bool = False) -> dict[str, Any]:

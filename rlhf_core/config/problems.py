@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from rlhf_core.config.other_names import OTHER_NAMES
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -49,17 +49,17 @@ _BOUNDS = {
 }
 
 
-def lines(problems: Iterable[Problem], where: str) -> list[str]:
+def problem_lines(problems: Iterable[Problem], where: str) -> list[str]:
     """One line a problem, `where.path: message`; the same line twice is one."""
     return list(dict.fromkeys(f"{join(where, path)}: {message}" for path, message, _ in problems))
 
 
-def settle(problems: Sequence[Problem], where: str) -> None:
+def raise_or_warn(problems: Sequence[Problem], where: str) -> None:
     """Raise InputError with every fatal problem; where there is none, warn of the others, one warning each."""
     fatal = [problem for problem in problems if problem.fatal]
     if fatal:
-        raise InputError(*lines(fatal, where))
-    for line in lines(problems, where):
+        raise InputError(*problem_lines(fatal, where))
+    for line in problem_lines(problems, where):
         warnings.warn(line, stacklevel=3)
 
 
@@ -70,17 +70,17 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path and key else path or key
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as a file would write it, cut short."""
     text = str(value).lower() if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def unknown(name: str, known: Iterable[str], what: str) -> str:
+def unknown_name(name: str, known: Iterable[str], what: str) -> str:
     """`unknown WHAT.` and the nearest name, or all of them where none is near."""
     names = sorted(set(known))
     return f"unknown {what}." + (
-        near(name, names) or (f" Known: {', '.join(names)}." if names else " It has none.")
+        suggest(name, names) or (f" Known: {', '.join(names)}." if names else " It has none.")
     )
 
 
@@ -100,11 +100,11 @@ def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any])
     for path, wants in expected.items():
         if "a number" in wants and "a whole number" in wants:
             wants.remove("a whole number")
-        message = f"expected {' or '.join(wants)}, got {shown(given[path])}"
+        message = f"expected {' or '.join(wants)}, got {format_value(given[path])}"
         if isinstance(given[path], str):
             choices = [word.strip("'") for want in wants for word in want.split() if word.startswith("'")]
-            message += "." + hint if (hint := near(given[path], (c.rstrip("',") for c in choices))) else ""
-            message += f"; write [{shown(given[path])}]" if wants == ["a list"] else ""
+            message += "." + hint if (hint := suggest(given[path], (c.rstrip("',") for c in choices))) else ""
+            message += f"; write [{format_value(given[path])}]" if wants == ["a list"] else ""
         problems.append(Problem(path, message))
     # What is wrong inside a table says more than that the table fitted no arm of a union.
     return [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
@@ -155,9 +155,9 @@ def _message(item: Any, table: type[Options]) -> str:
             return f"unknown field. Write {ours}"
         if name in table.ABSENT:
             return f"unknown field. It is TRL's; here {table.ABSENT[name]}"
-        return unknown(name, table.names(), "field")
+        return unknown_name(name, table.names(), "field")
     if kind == "missing":
         return "missing; it has no default"
     if kind == "value_error":
         return str(item["ctx"]["error"])
-    return f"{item['msg']}, got {shown(item['input'])}"
+    return f"{item['msg']}, got {format_value(item['input'])}"

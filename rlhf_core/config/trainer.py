@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_core.config.aliases import PART_NAMES, expand, inherited
+from rlhf_core.config.aliases import PART_NAMES, expand, inherit
 from rlhf_core.config.options import Component, Options
 from rlhf_core.config.other_names import TRL_ABSENT, TRL_NAMES
 from rlhf_core.config.problems import Problem
@@ -254,11 +254,11 @@ class TrainerConfig(Options):
 
     @classmethod
     def _flat(cls) -> dict[str, Flat]:
-        return inherited(cls, "FLAT")
+        return inherit(cls, "FLAT")
 
     @classmethod
     def _aliases(cls) -> dict[str, str]:
-        return inherited(cls, "ALIASES")
+        return inherit(cls, "ALIASES")
 
     @classmethod
     def names(cls) -> list[str]:

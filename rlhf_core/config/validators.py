@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.problems import shown
+from rlhf_core.config.problems import format_value
 from rlhf_core.tokenizer.template_dates import parse_date
 from rlhf_core.tokenizer.text_options import kwargs_problem
 
@@ -19,7 +19,9 @@ def seconds(given: Any) -> Any:
         return given
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", given.lower())
     if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", given.lower()).strip():
-        raise ValueError(f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {shown(given)}")
+        raise ValueError(
+            f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {format_value(given)}"
+        )
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
@@ -38,7 +40,7 @@ def day(given: str) -> str:
     try:
         parse_date(given)
     except ValueError:
-        raise ValueError(f"{shown(given)} is not a day such as '2026-01-31'") from None
+        raise ValueError(f"{format_value(given)} is not a day such as '2026-01-31'") from None
     return given
 
 
@@ -51,5 +53,5 @@ def patterns(given: str | list[str]) -> str | list[str]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from None
+            raise ValueError(f"{format_value(pattern)} is not a regular expression: {error}") from None
     return given

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 from rlhf_core.contracts.models import Lora as Lora
 from rlhf_core.contracts.models import ModelDefinition as ModelDefinition
 from rlhf_core.contracts.models import ModelFamily as ModelFamily
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 
 if TYPE_CHECKING:
     import jax
@@ -59,7 +59,7 @@ class Kind(Generic[T]):
             return value
         raise InputError(
             f"{name} of {self.name} {_called(component)} is {value!r}; it is one of {', '.join(values)}."
-            f"{near(value, values) if isinstance(value, str) else ''}".rstrip(".")
+            f"{suggest(value, values) if isinstance(value, str) else ''}".rstrip(".")
         )
 
     def attribute_problems(self, thing: Any, options: Collection[str]) -> Iterator[str]:
@@ -70,7 +70,7 @@ class Kind(Generic[T]):
         for name in sorted(names - set(self.attributes)):
             known = f"; a {self.name} has {' and '.join(self.attributes)}" if self.attributes else ""
             yield (
-                f"nothing reads its attribute '{name}'{known}.{near(name, self.attributes)} A constant of its own "
+                f"nothing reads its attribute '{name}'{known}.{suggest(name, self.attributes)} A constant of its own "
                 "begins with an underscore, an option is a field of the dataclass"
             )
         for name in sorted((set(options) | _state(thing)) - set(self.attributes)):

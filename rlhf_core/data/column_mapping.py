@@ -17,7 +17,7 @@ from rlhf_core.data.column_kinds import (
     parse_conversation,
 )
 from rlhf_core.data.source import MappedRows, Source, digest
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 
 COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
@@ -47,7 +47,7 @@ def rename_columns(source: Source, columns: Any) -> Source:
     have = source.columns
     problems = [
         f"{source.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
-        f"{near(theirs, have)}"
+        f"{suggest(theirs, have)}"
         for ours, theirs in columns.items()
         if theirs not in have
     ]

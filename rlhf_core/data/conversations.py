@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.source import Source
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.text_options import kwargs_problem, text_problem
 
@@ -146,7 +146,7 @@ def missing_columns(source: Source, wanted: Sequence[str], accepted: str) -> Inp
     """Make the error for missing columns. accepted: the formats that would work."""
     columns = source.columns
     absent = [column for column in wanted if column not in columns]
-    hints = "".join(near(column, columns) for column in absent)
+    hints = "".join(suggest(column, columns) for column in absent)
     listed = ", ".join(f"'{column}'" for column in absent)
     return InputError(
         f"{source.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"

@@ -17,7 +17,7 @@ from rlhf_core.data.files import FORMATS, format_of, read_file
 from rlhf_core.data.lazy_rows import DatasetRows, TableRows
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Records, Source, json_text
-from rlhf_core.errors import InputError, near, reading
+from rlhf_core.errors import InputError, reading, suggest
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
@@ -111,11 +111,13 @@ def _from_table(
         if unknown := [key for key in options if key not in HUB_OPTIONS]:
             known = ["name", "path", "weight", "columns", *HUB_OPTIONS]
             raise InputError(
-                *(f"data table {name or path}: no option '{k}'.{near(k, known)}" for k in unknown)
+                *(f"data table {name or path}: no option '{k}'.{suggest(k, known)}" for k in unknown)
             )
         if path is not None:
             if name is not None and name not in FORMATS:
-                raise InputError(f"'{name}' is no file format ({', '.join(FORMATS)}).{near(name, FORMATS)}")
+                raise InputError(
+                    f"'{name}' is no file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
+                )
             source = _from_file(_resolve(str(path), base), str(path), name, options)
         elif name in FORMATS:
             raise InputError(
@@ -150,9 +152,9 @@ def _from_name(name: str, options: Mapping[str, Any], registry: Registry | None,
 def _missing(path: Path, name: str) -> str:
     if not path.parent.is_dir():
         parent = path.parent.parent
-        hint = near(path.parent.name, [p.name for p in parent.iterdir()]) if parent.is_dir() else ""
+        hint = suggest(path.parent.name, [p.name for p in parent.iterdir()]) if parent.is_dir() else ""
         return f"no file {name}: its directory does not exist.{hint}"
-    return f"no file {name}.{near(path.name, [p.name for p in path.parent.iterdir()])}"
+    return f"no file {name}.{suggest(path.name, [p.name for p in path.parent.iterdir()])}"
 
 
 def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Source:
@@ -218,7 +220,7 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
 
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
-    hint = near(path.name, siblings) or near(name, registered)
+    hint = suggest(path.name, siblings) or suggest(name, registered)
     offline = any(os.environ.get(v, "0") not in ("", "0") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
     try:
         revision = options.get("revision")

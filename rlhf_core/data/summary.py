@@ -17,7 +17,7 @@ from rlhf_core import data
 from rlhf_core.data import preferences, prompts, texts
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Records, Source
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.text_options import TextOptions
 
 LIMITS = {"pairs": 1024, "texts": 1024, "prompts": 512}
@@ -140,7 +140,7 @@ def _kind(records: Records) -> str:
     if "prompt" in columns:
         return "prompts"
     known = {"prompt", "chosen", "rejected", "messages", "text", "completion"}
-    hints = "".join(near(column, known) for column in records.columns)
+    hints = "".join(suggest(column, known) for column in records.columns)
     raise InputError(
         f"{records.name} has no column that a trainer reads; it has {', '.join(records.columns)}.{hints} "
         f"Preferences: {preferences.ACCEPTED}. Demonstrations: {texts.ACCEPTED}. Prompts: {prompts.ACCEPTED}"

@@ -27,7 +27,7 @@ from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
-from rlhf_core.runtime.agreement import any_of, stop_together
+from rlhf_core.runtime.agreement import any_process, stop_together
 from rlhf_core.runtime.peak_memory import peak_memory
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.state import TrainState
@@ -205,7 +205,7 @@ class _Run:
         """
         config = self.config
         limit = config.training_time_limit
-        self.out_of_time = limit is not None and any_of(self.progress.elapsed >= limit)[0]
+        self.out_of_time = limit is not None and any_process(self.progress.elapsed >= limit)[0]
         ends = count >= self.updates.total or self.out_of_time
         evaluates = ends or bool(config.evaluation_steps and count % config.evaluation_steps == 0)
         evaluates = evaluates and self.evaluate is not None
@@ -215,7 +215,7 @@ class _Run:
         if ends and self.progress.newest != count:
             self.check(steps, state)
             self.progress.save(count, state, reported=False, wait=True)
-        if ends and any_of(self.stop.is_set())[0]:
+        if ends and any_process(self.stop.is_set())[0]:
             raise self.stopped(count)
         if logs or evaluates:
             self.check(steps, state)
@@ -228,7 +228,7 @@ class _Run:
                     f"The state is kept in {self.stage.dir / 'checkpoints'}."
                 )
         # Last, so that a signal received during an evaluation stops the run after this update.
-        saves, stops = any_of(improved or self.progress.due(count), self.stop.is_set())
+        saves, stops = any_process(improved or self.progress.due(count), self.stop.is_set())
         exhausted = self.best.exhausted and not ends
         if exhausted or ((saves or stops) and not ends):
             self.check(steps, state)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.errors import InputError, RunError, near
+from rlhf_core.errors import InputError, RunError, suggest
+from rlhf_core.runtime.agreement import broadcast_numbers
 from rlhf_core.stage.step_files import BEST
 from rlhf_core.state import TrainState, abstract_state
 
@@ -61,7 +61,7 @@ class Best:
         if name is None:
             raise InputError(
                 f"stage '{self.stage.name}'.metric_for_best_model: the evaluation does not report "
-                f"{asked or ' or '.join(DEFAULTS)}.{near(asked or '', reported)} It reports: {', '.join(reported)}"
+                f"{asked or ' or '.join(DEFAULTS)}.{suggest(asked or '', reported)} It reports: {', '.join(reported)}"
             )
         return name
 
@@ -70,7 +70,8 @@ class Best:
         if not self.watches:
             return False
         self.metric = self.choose_metric(metrics)
-        value = _value_on_first_process(metrics[self.metric])
+        # A process that judged otherwise would leave the others waiting.
+        value = float(broadcast_numbers(metrics[self.metric]))
         greater = self.config.greater_is_better
         if greater is None:
             greater = not self.metric.endswith(LOWER)
@@ -127,12 +128,3 @@ class Best:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `to_json`."""
         self.metric, self.value, self.step, self.bad = (saved[k] for k in ("metric", "value", "step", "bad"))
-
-
-def _value_on_first_process(value: float) -> float:
-    """Broadcast the value, since a process that judged otherwise would leave the others waiting."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return float(multihost_utils.broadcast_one_to_all(np.float32(value)))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.fit.batches import pack_chunks
-from rlhf_core.mesh import put_rows, replicated
+from rlhf_core.mesh import put_rows, replicated_sharding
 from rlhf_core.packing.rows import Layout, Packed, Tree
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def per_token(
 
     names = (*sequence_names, BRANCH)
     batches = pack_chunks(chunks(), layout, token_names=token_names, sequence_names=names)
-    compute = partial(jax.jit(function, out_shardings=replicated(mesh)), params)
+    compute = partial(jax.jit(function, out_shardings=replicated_sharding(mesh)), params)
     for batch, result in compute_batches(compute, mesh, batches):
         row, column = np.nonzero(batch.trained >= 0)
         sequence = batch.rows.sequence[row, batch.trained[row, column]]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rlhf_core.errors import InputError, RunError, Stopped, raised
+from rlhf_core.errors import InputError, RunError, Stopped, error_line
 from rlhf_core.fit.compute import compute_batches
-from rlhf_core.metrics import Metric, merge, read
+from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.packing.rows import Packed
-from rlhf_core.runtime.agreement import any_of
+from rlhf_core.runtime.agreement import any_process
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -44,7 +44,7 @@ def evaluator(
         params = stored(state.params)
         for _, (loss, metrics) in compute_batches(lambda batch: forward(params, batch), mesh, batches, say):
             total = merge(total, {**metrics, "loss": loss})
-        return read(total)
+        return fetch_metrics(total)
 
     return evaluate
 
@@ -68,10 +68,12 @@ def evaluate_or_warn(
         if count == 0 or (jax.process_count() > 1 and not isinstance(error, RunError | InputError)):
             raise
         failure = error
-    if not any_of(failure is not None)[0]:
+    if not any_process(failure is not None)[0]:
         return metrics
     reason = str(failure) if isinstance(failure, RunError | InputError) else ""
-    reason = reason or (raised(failure, HERE) if failure else "it failed in another process, which says why")
+    reason = reason or (
+        error_line(failure, HERE) if failure else "it failed in another process, which says why"
+    )
     warnings.warn(
         f"stage '{stage}': the evaluation after update {count} failed and is left out, training goes on: {reason}",
         stacklevel=2,

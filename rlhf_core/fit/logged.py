@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_core.errors import InputError
-from rlhf_core.metrics import Metric, Metrics, from_json, merge, read, to_json
+from rlhf_core.metrics import Metric, Metrics, fetch_metrics, from_json, merge, to_json
 
 if TYPE_CHECKING:
     from rlhf_core.fit.batches import Update
@@ -69,9 +69,9 @@ class MetricWindow:
         step_time = elapsed / max(self.updates, 1)
         parts = [value for name, value in averages.items() if name.startswith(TIME)]
         return {
-            **read(self.merged()),
+            **fetch_metrics(self.merged()),
             **averages,
-            **read(self.merged_host),
+            **fetch_metrics(self.merged_host),
             **({f"{TIME}update": max(step_time - sum(parts), 0.0)} if parts else {}),
             "num_tokens": float(total_tokens),
             "tokens_per_second": self.tokens / elapsed,

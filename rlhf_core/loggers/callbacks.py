@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def listen(host: Host, callbacks: Sequence[Any]) -> None:
         methods = [n for n in dir(callback) if n.startswith("rlhf_") and callable(getattr(callback, n))]
         if unknown := [name for name in methods if name not in EVENTS]:
             raise InputError(
-                f"{at}: no event is called {unknown[0]}.{near(unknown[0], EVENTS)} Events: {', '.join(EVENTS)}"
+                f"{at}: no event is called {unknown[0]}.{suggest(unknown[0], EVENTS)} Events: {', '.join(EVENTS)}"
             )
         if not methods:
             raise InputError(f"{at}: {kind} has none of the methods that are called: {', '.join(EVENTS)}")

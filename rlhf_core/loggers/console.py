@@ -24,7 +24,7 @@ from tqdm import tqdm
 from rlhf_core.errors import Stopped
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.plugins.hooks import hookimpl
-from rlhf_core.runtime.terminal import SafeConsole, visible
+from rlhf_core.runtime.terminal import SafeConsole, escape_control
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Artifact
@@ -174,7 +174,7 @@ class PlainView:
         self.write(f"{how}  {self.pace.step} updates in {clock(self.pace.seconds())}")
 
     def write(self, line: str) -> None:
-        print(visible(f"[{self.stage}] {line}"), file=sys.stderr, flush=True)
+        print(escape_control(f"[{self.stage}] {line}"), file=sys.stderr, flush=True)
 
 
 class TqdmView(PlainView):
@@ -187,7 +187,7 @@ class TqdmView(PlainView):
     def step(self, metrics: Mapping[str, float]) -> None:
         if self.bar is None:
             self.bar = tqdm(
-                desc=visible(self.stage),
+                desc=escape_control(self.stage),
                 initial=self.pace.step,
                 total=self.pace.total,
                 bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
@@ -195,7 +195,7 @@ class TqdmView(PlainView):
             )
         self.bar.n = self.pace.step
         words = [*map(" ".join, self.pace.headline(metrics)), speed(metrics)]
-        self.bar.set_postfix_str(visible("  ".join(words)))
+        self.bar.set_postfix_str(escape_control("  ".join(words)))
 
     def end(self, how: Ending) -> None:
         if self.bar is not None:
@@ -203,7 +203,7 @@ class TqdmView(PlainView):
         super().end(how)
 
     def write(self, line: str) -> None:
-        tqdm.write(visible(f"[{self.stage}] {line}"), file=sys.stderr)
+        tqdm.write(escape_control(f"[{self.stage}] {line}"), file=sys.stderr)
 
 
 class JsonView:

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.errors import near
+from rlhf_core.errors import suggest
 
 COMMON: Mapping[str, Any] = {
     "model_type": None,
@@ -179,7 +179,7 @@ class Fields:
             elif name == "quantization_config":
                 self.problem("quantization_config is not supported; use the unquantized checkpoint")
             else:
-                hint = near(name, self.defaults) or " Remove it if it changes nothing."
+                hint = suggest(name, self.defaults) or " Remove it if it changes nothing."
                 self.problem(
                     f"unknown field '{name}'.{hint} It is {shown(value)}, which the decoder of {model_type} does not "
                     "compute"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_core.contracts import AttentionOver
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.models.config import DecoderConfig, Head, Remat, Rope, RopeKind
 from rlhf_core.models.config_fields import Fields, shown
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
@@ -192,7 +192,7 @@ def parse(
         known = ", ".join(sorted(architectures))
         raise InputError(
             f"config.json: model_type {model_type!r} is not supported; the decoder reads {known}."
-            f"{near(model_type, architectures)}"
+            f"{suggest(model_type, architectures)}"
         )
     rules = architectures[model_type]
     read = Fields(hf_config, rules.defaults)

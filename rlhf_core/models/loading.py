@@ -14,7 +14,7 @@ import jax
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import MODEL, ModelFamily
-from rlhf_core.errors import InputError, near, read_json_object, reading
+from rlhf_core.errors import InputError, read_json_object, reading, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import peft, weights
 from rlhf_core.models.adapters import Adapter
@@ -27,7 +27,7 @@ from rlhf_core.models.head_config import config_for, require_architectures
 from rlhf_core.models.hf_config import EXPERT_COUNTS
 from rlhf_core.models.model import TOKENIZER_FILES, Model
 from rlhf_core.models.params import paths
-from rlhf_core.plugins import installed
+from rlhf_core.plugins import installed_registry
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -69,7 +69,7 @@ def load_model(
         together = len({device.process_index for device in mesh.devices.flat}) > 1
         for each in (directory, beside):
             if each is not None and (each / artifacts.MANIFEST).is_file():
-                artifacts.read(each, together=together)
+                artifacts.open_artifact(each, together=together)
     definition, hf_config = _define(directory, head, registry, dtype)
     adapters = None if beside is None else Adapter(beside)
     params = definition.family.load(definition.config, directory, definition.shardings(mesh))
@@ -128,7 +128,7 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
         beside = sorted(p.name for p in directory.parent.glob("*/")) if directory.parent.is_dir() else []
         raise InputError(
             f"{path}: no such directory; give a directory in Hugging Face layout, or a hub name OWNER/NAME."
-            f"{near(directory.name, beside)}"
+            f"{suggest(directory.name, beside)}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
@@ -282,7 +282,7 @@ def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamil
 
     registry: has the families; default: those of all installed plugins.
     """
-    registry = installed() if registry is None else registry
+    registry = installed_registry() if registry is None else registry
     families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
     found = [name for name, family in families.items() if model_type in family.name]
     if len(found) == 1:
@@ -292,7 +292,7 @@ def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamil
             f"model_type {model_type!r} is read by {' and '.join(found)}: uninstall or disable one of them"
         )
     known = sorted(name for family in families.values() for name in family.name)
-    hint = near(str(model_type), known)
+    hint = suggest(str(model_type), known)
     raise InputError(f"model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.contracts.models import Lora as Lora
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.models.params import Path, paths
 
 GROUP = "adapter"
@@ -42,7 +42,7 @@ def resolve(targets: str | Sequence[str], modules: Sequence[str]) -> tuple[str, 
         if not hits:
             names = [module.rpartition(".")[2] for module in modules]
             raise InputError(
-                f"lora.targets: {target!r} names no linear layer.{near(target, names)} "
+                f"lora.targets: {target!r} names no linear layer.{suggest(target, names)} "
                 f"The model has {', '.join(names)}"
             )
         chosen |= hits

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.errors import InputError, read_json_object
-from rlhf_core.mesh import replicated, row_multiple, row_sharding
+from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
 from rlhf_core.models import peft
 from rlhf_core.models.attention import capped
 from rlhf_core.models.config import Head, Remat
@@ -115,7 +115,7 @@ class Model:
     def _put(self, *arrays: Any) -> list[jax.Array]:
         """Spread over the mesh by rows where their number allows it."""
         even = np.shape(arrays[0])[0] % row_multiple(self.mesh) == 0
-        sharding = row_sharding(self.mesh) if even else replicated(self.mesh)
+        sharding = row_sharding(self.mesh) if even else replicated_sharding(self.mesh)
         return [jax.device_put(jnp.asarray(array, jnp.int32), sharding) for array in arrays]
 
     @property
@@ -261,7 +261,7 @@ class Model:
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]
-        gather = jax.jit(lambda x: x, out_shardings=replicated(self.mesh))
+        gather = jax.jit(lambda x: x, out_shardings=replicated_sharding(self.mesh))
         values = jax.tree.map(np.asarray, gather(trained))
         if jax.process_index() == 0:
             assert self.adapter is not None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 
 Path: TypeAlias = tuple[str, ...]
 """The keys from the outermost dict to a leaf, such as ("layers", "mlp", "up_proj", "kernel")."""
@@ -42,7 +42,7 @@ def named(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozenset
         if not hits:
             words = {word for path in every for word in path}
             raise InputError(
-                f"frozen_parameters: {pattern!r} is found in no parameter.{near(pattern, words)} "
+                f"frozen_parameters: {pattern!r} is found in no parameter.{suggest(pattern, words)} "
                 f"The model has {', '.join(dotted[:3])}, …, {dotted[-1]}"
             )
         found |= hits

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
@@ -185,7 +185,7 @@ def _mismatches(
         yield f"{directory}: a reward model (score.weight, no lm_head.weight): load it with head='score'"
         return
     for name in missing[:5]:
-        yield f"{directory}: '{name}' is missing from its safetensors.{near(name, readers)}"
+        yield f"{directory}: '{name}' is missing from its safetensors.{suggest(name, readers)}"
     if len(missing) > 5:
         yield f"{directory}: and {len(missing) - 5} other tensors are missing; is config.json of this model?"
     unneeded = ["rotary_emb.inv_freq"]  # older files carry a table that the config determines
@@ -253,7 +253,7 @@ def _on_host(value: Any, by_layer: bool) -> Iterator[np.ndarray]:
                 whole[shard.index] = jax.device_put(shard.data, shard.device, may_alias=False)
         yield whole
     elif not by_layer:
-        yield np.asarray(multihost_utils.process_allgather(value, tiled=True))
+        yield fetch_array(value)
     else:  # on every device for a moment, where a layer of a large model has room and all of its layers may not
         assert isinstance(value.sharding, NamedSharding)
         gather = jax.jit(_entry, out_shardings=NamedSharding(value.sharding.mesh, PartitionSpec()))

@@ -16,7 +16,7 @@ from rlhf_core.pipeline.plan import Plan, StagePlan, plan
 from rlhf_core.pipeline.toml import to_toml
 from rlhf_core.runtime import peers
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
-from rlhf_core.runtime.terminal import echo, listed
+from rlhf_core.runtime.terminal import echo, indented_list
 from rlhf_core.stage import differences, experiment
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
@@ -63,7 +63,7 @@ def run_pipeline(
     """
     with stop_signals(redeliver=True):
         start()  # before plugins, whose import may run computations
-        with peers.running():
+        with peers.joint_run():
             file = read(path, sets=sets, dir=dir)
             host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
             return run(plan(file, host), host)
@@ -80,7 +80,7 @@ def start() -> None:
 
 def run(plan: Plan, host: Host, *, say: Callable[[str], None] = echo) -> Results:
     """Run a plan. say: prints, on the main process, each stage's forecast and whether it is skipped or continued."""
-    with stop_signals(), peers.running():
+    with stop_signals(), peers.joint_run():
         start()
         return _run(plan, host, say)
 
@@ -102,7 +102,7 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
         if is_main:
             _write_resolved(plan, host)
         for name, forecast in forecasts.items():
-            say(listed(f"stage '{name}' will train on", forecast.printed()))
+            say(indented_list(f"stage '{name}' will train on", forecast.printed()))
         results: dict[str, StageResult] = {}
         for number, stage in enumerate(plan.stages):
             if number and not results[plan.stages[number - 1].name].skipped:

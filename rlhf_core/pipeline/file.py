@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_core.config import TrainerConfig, parse_value
 from rlhf_core.config.paths import is_input_field
-from rlhf_core.errors import InputError, exists, near, near_file, reading
+from rlhf_core.errors import InputError, exists, reading, suggest, suggest_file
 
 TOP_LEVEL = ("dir", "seed", "mesh", "stage")
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -72,7 +72,7 @@ def assemble(
         _apply(text, top, tables, problems)
     for key in top:
         if key not in TOP_LEVEL:
-            problems.append(f"{key}: unknown field of a pipeline.{near(key, TOP_LEVEL)}")
+            problems.append(f"{key}: unknown field of a pipeline.{suggest(key, TOP_LEVEL)}")
     stages: list[StageTable] = []
     for index, options in enumerate(tables):
         name, trainer = options.pop("name", None), options.pop("trainer", None)
@@ -152,7 +152,7 @@ def _parse(path: Path) -> dict[str, Any]:
                 line = f" {at.rstrip(')')}" if at else ""
                 raise InputError(f"{path}{line}: not valid TOML: {message}") from None
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path}: no such file.{near_file(path)}") from None
+        raise InputError(f"{path}: no such file.{suggest_file(path)}") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a directory; give the pipeline file in it") from None
     except UnicodeDecodeError as error:
@@ -193,7 +193,7 @@ def _apply(text: str, top: dict[str, Any], stages: list[dict[str, Any]], problem
         target = top
     else:
         known = [*by_name, "seed", "mesh", "dir"]
-        wrong = f"no stage '{head}'.{near(head, known)} Stages: {', '.join(by_name) or 'none'}"
+        wrong = f"no stage '{head}'.{suggest(head, known)} Stages: {', '.join(by_name) or 'none'}"
         if head in by_name:
             wrong = f"'{head}' is a stage: write {head}.field=value"
         problems.append(f"--set {text}: {wrong}")
@@ -266,7 +266,7 @@ def _mesh(value: Any, problems: list[str]) -> dict[str, int]:
     sizes = {}
     for axis, size in value.items():
         if axis not in axes:
-            problems.append(f"mesh.{axis}: unknown axis.{near(axis, axes)} Axes: {', '.join(axes)}")
+            problems.append(f"mesh.{axis}: unknown axis.{suggest(axis, axes)} Axes: {', '.join(axes)}")
         elif not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
             problems.append(
                 f"mesh.{axis}: a positive number of devices, or -1 for what is left; got {size!r}"
@@ -296,5 +296,5 @@ def _existing(value: str, base: Path, where: str, problems: list[str], *, also: 
     """Return an absolute path; a missing file is a problem. also: words allowed in place of a path."""
     path = Path(_absolute(value, base))
     if not exists(path):
-        problems.append(f"{where}: no such file: {path}.{near(value, also) or near_file(path)}")
+        problems.append(f"{where}: no such file: {path}.{suggest(value, also) or suggest_file(path)}")
     return str(path)

@@ -13,7 +13,7 @@ from rlhf_core.config import Component, build
 from rlhf_core.config.build import components
 from rlhf_core.config.paths import artifact_kinds, is_model_field, noted_kinds
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
-from rlhf_core.errors import InputError, exists, near
+from rlhf_core.errors import InputError, exists, suggest
 from rlhf_core.pipeline.file import PipelineFile, StageTable
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
             return None, None  # its unknown trainer is already a problem
         return (
             None,
-            f"stage '{stage}' has no output '{output}'.{near(output, outputs)} It has: {', '.join(outputs)}",
+            f"stage '{stage}' has no output '{output}'.{suggest(output, outputs)} It has: {', '.join(outputs)}",
         )
     if stage in known.names:
         return (
@@ -288,8 +288,8 @@ def _find(value: str, known: _Known) -> tuple[str | None, str | None]:
             f"'{value}': stage '{stage}' is not before this one; move it up, stages run in the order written",
         )
     available = ", ".join(known.references()) or "none"
-    meant = [reference for reference in known.references() if near(stage, [reference.partition(".")[0]])]
-    return None, f"no artifact '{value}' before this stage.{near(value, meant)} Available: {available}"
+    meant = [reference for reference in known.references() if suggest(stage, [reference.partition(".")[0]])]
+    return None, f"no artifact '{value}' before this stage.{suggest(value, meant)} Available: {available}"
 
 
 def _made_by(path: str, known: _Known) -> str | None:

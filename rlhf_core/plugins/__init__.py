@@ -18,7 +18,7 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlhf_core.errors import InputError, near, raised
+from rlhf_core.errors import InputError, error_line, suggest
 from rlhf_core.plugins import hooks
 from rlhf_core.plugins.component import HERE, load_file
 from rlhf_core.plugins.hooks import hookimpl as hookimpl
@@ -49,7 +49,7 @@ class Host:
         return self.pm.hook
 
 
-def bare() -> Host:
+def empty_host() -> Host:
     """A host without any plugin."""
     host = Host(pluggy.PluginManager("rlhf"), Registry(), [])
     host.pm.add_hookspecs(hooks)
@@ -64,21 +64,21 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     raises InputError, since someone asked for it. The environment variable RLHF_DISABLE_PLUGINS lists plugins
     to leave out, by entry point or distribution, separated by commas.
     """
-    host = bare()
+    host = empty_host()
     points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, _owner(p)))
     disabled = {_canonical(name) for name in os.environ.get(DISABLE, "").split(",") if name.strip()}
     for point in points:
-        if (path := distributions.remains(point)) is not None:
+        if (path := distributions.leftover_path(point)) is not None:
             warnings.warn(
                 f"plugin '{point.name}' is left out: {path} was only half uninstalled; delete that directory",
                 PluginWarning,
                 stacklevel=2,
             )
-    points = [point for point in points if distributions.remains(point) is None]
+    points = [point for point in points if distributions.leftover_path(point) is None]
     known = {name for point in points for name in _called(point)}
     for name in sorted(disabled - known):
         warnings.warn(
-            f"{DISABLE}: no plugin is called '{name}'.{near(name, known)}", PluginWarning, stacklevel=2
+            f"{DISABLE}: no plugin is called '{name}'.{suggest(name, known)}", PluginWarning, stacklevel=2
         )
     for point in points:
         info = _info(point, "disabled") if _called(point) & disabled else _load_point(host, point, points)
@@ -95,7 +95,7 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
 
 
 @functools.cache
-def installed() -> Registry:
+def installed_registry() -> Registry:
     """Load every installed plugin, once per process, for whoever was given no registry; return their components."""
     return load().registry
 
@@ -108,8 +108,8 @@ def _load_given(host: Host, plugin: object, name: str) -> None:
     except InputError as error:
         raise InputError(*(f"plugin {name}: {problem}" for problem in error.problems)) from error
     except Exception as error:
-        raise InputError(f"plugin {name}: {raised(error, HERE)}") from error
-    components = host.registry.owned(name)
+        raise InputError(f"plugin {name}: {error_line(error, HERE)}") from error
+    components = host.registry.components_of(name)
     host.plugins.append(PluginInfo(name, None, None, "loaded", components=components))
 
 
@@ -123,7 +123,7 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
     except (Exception, SystemExit) as error:
         if isinstance(error, CollisionError):
             host.registry.contest(error)
-        told = error.problems if isinstance(error, InputError) else [f"it {raised(error, HERE)}"]
+        told = error.problems if isinstance(error, InputError) else [f"it {error_line(error, HERE)}"]
         message = (
             f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(told).rstrip('.')}. "
             f"Uninstall it or set {DISABLE}={point.name}."
@@ -131,7 +131,7 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
         info = _info(point, "failed", error=message)
         host.registry.failures.append(info)
         return info
-    return _info(point, "loaded", components=host.registry.owned(_owner(point)))
+    return _info(point, "loaded", components=host.registry.components_of(_owner(point)))
 
 
 def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
@@ -162,7 +162,7 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
             found += 1
             hook = options.get("specname") or name
             if hook not in HOOKS and not options.get("optionalhook"):
-                problems.append(f"unknown hook '{hook}'.{near(hook, HOOKS)} Hooks: {', '.join(HOOKS)}")
+                problems.append(f"unknown hook '{hook}'.{suggest(hook, HOOKS)} Hooks: {', '.join(HOOKS)}")
         elif name.startswith("rlhf_") and inspect.isroutine(getattr(plugin, name)):
             problems.append(
                 f"{name} would never be called, since it has no @hookimpl; add it or rename {name}"
@@ -193,18 +193,18 @@ def _check_pin(point: EntryPoint) -> None:
 
 
 def _owner(point: EntryPoint) -> str:
-    dist = distributions.installed(point)
+    dist = distributions.find_distribution(point)
     return f"{dist.name} {dist.version}" if dist else point.value
 
 
 def _called(point: EntryPoint) -> set[str]:
     """The names under which a plugin can be disabled."""
-    dist = distributions.installed(point)
+    dist = distributions.find_distribution(point)
     return {_canonical(point.name)} | ({_canonical(dist.name)} if dist else set())
 
 
 def _info(point: EntryPoint, state: Any, **rest: Any) -> PluginInfo:
-    dist = distributions.installed(point)
+    dist = distributions.find_distribution(point)
     return PluginInfo(point.name, dist.name if dist else None, dist.version if dist else None, state, **rest)
 
 

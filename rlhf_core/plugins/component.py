@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 
 from rlhf_core.config import Options, TrainerConfig
-from rlhf_core.config.problems import Problem, explain, lines, unknown
+from rlhf_core.config.problems import Problem, explain, problem_lines, unknown_name
 from rlhf_core.config.secrets import from_environment, is_hidden, reads_environment, remember
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
-from rlhf_core.errors import InputError, RunError, Stopped, disk_full, near, near_file, raised
-from rlhf_core.workers.named import file_module_name
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
+from rlhf_core.workers.pickling import file_module_name
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
@@ -103,7 +103,7 @@ class Entry:
         """The component. Raises InputError for options that do not fit."""
         values, problems = self._read(options)
         if problems:
-            raise InputError(*lines(problems, f"{self.kind.name} '{self.name}'"))
+            raise InputError(*problem_lines(problems, f"{self.kind.name} '{self.name}'"))
         return self._made(values)
 
     def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
@@ -138,7 +138,7 @@ class Entry:
         except Exception as error:
             if isinstance(error, InputError | RunError | Stopped) or disk_full(error):
                 raise
-            raise InputError(f"{self.kind.name} '{self.name}' {raised(error, HERE)}") from error
+            raise InputError(f"{self.kind.name} '{self.name}' {error_line(error, HERE)}") from error
 
     def _read(
         self, options: Mapping[str, Any], also: Sequence[str] = ()
@@ -149,7 +149,8 @@ class Entry:
             if name not in models:
                 problems.append(
                     Problem(
-                        name, unknown(name, [*models, *also], f"option for {self.kind.name} '{self.name}'")
+                        name,
+                        unknown_name(name, [*models, *also], f"option for {self.kind.name} '{self.name}'"),
                     )
                 )
                 continue
@@ -189,9 +190,9 @@ def _read_value(model: type[Options], value: Any) -> Any:
     return read
 
 
-def describe(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
+def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
     """The entry for a thing. Raises InputError where it cannot be a component of that kind."""
-    what = f"{kind.name} '{name}' ({qualified(thing)})"
+    what = f"{kind.name} '{name}' ({qualified_name(thing)})"
     wanted = _FINISHED.get(kind)
     if wanted is not None or isinstance(thing, tuple(_FINISHED.values())):
         if wanted is None or not isinstance(thing, wanted):
@@ -222,7 +223,7 @@ def describe(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
     return Entry(kind, name, thing, owner, models, frozenset(required))
 
 
-def qualified(thing: Any) -> str:
+def qualified_name(thing: Any) -> str:
     """Where a thing is defined, `module.Name`."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
@@ -277,7 +278,7 @@ def load_file(path: Path) -> types.ModuleType:
     except (OSError, ValueError):  # too long, or with a NUL byte
         whole = False
     if not whole:
-        raise InputError(f"{path}: no such file.{near_file(path)}")
+        raise InputError(f"{path}: no such file.{suggest_file(path)}")
     name = file_module_name(path, path.read_bytes())
     if name in sys.modules:
         return sys.modules[name]
@@ -312,7 +313,7 @@ def load_function(name: str) -> Callable[..., Any]:
                 f"'{name}': cannot import {home}: {type(error).__name__}: {error}{hint}"
             ) from error
     if not hasattr(module, attribute):
-        raise InputError(f"'{name}': {home} has no '{attribute}'.{near(attribute, vars(module))}")
+        raise InputError(f"'{name}': {home} has no '{attribute}'.{suggest(attribute, vars(module))}")
     found = getattr(module, attribute)
     if not callable(found):
         raise InputError(f"'{name}': {attribute} is of type {type(found).__name__}, not a function")

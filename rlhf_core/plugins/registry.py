@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 from pydantic.fields import FieldInfo
 
 from rlhf_core.contracts import REWARD, TRAINER, Kind
-from rlhf_core.errors import InputError, near
-from rlhf_core.plugins.component import Entry, describe, load_function, qualified
+from rlhf_core.errors import InputError, suggest
+from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
 
@@ -70,21 +70,23 @@ class Registry:
                 f"registry.add({kind!r}, …): that is no kind; import one, such as rlhf_core.REWARD"
             )
         if not name or ":" in name:
-            raise InputError(f"{kind.name} '{name}' ({qualified(thing)}): a name is not empty and has no ':'")
+            raise InputError(
+                f"{kind.name} '{name}' ({qualified_name(thing)}): a name is not empty and has no ':'"
+            )
         for known in self._entries:
             if known.name == kind.name and known != kind:
                 raise InputError(
-                    f"{kind.name} '{name}' ({qualified(thing)}): another kind is called '{kind.name}' too; "
+                    f"{kind.name} '{name}' ({qualified_name(thing)}): another kind is called '{kind.name}' too; "
                     "rename one of the kinds"
                 )
-        entry = describe(kind, name, thing, self._owner or qualified(thing))
+        entry = make_entry(kind, name, thing, self._owner or qualified_name(thing))
         first = self._entries.get(kind, {}).get(name)
         if first is not None:
             raise CollisionError(
                 kind,
                 name,
-                f"{kind.name} '{name}' is registered twice: {qualified(first.thing)} by {first.owner}, and "
-                f"{qualified(thing)} by {entry.owner}. Rename one, or disable a plugin with "
+                f"{kind.name} '{name}' is registered twice: {qualified_name(first.thing)} by {first.owner}, and "
+                f"{qualified_name(thing)} by {entry.owner}. Rename one, or disable a plugin with "
                 "RLHF_DISABLE_PLUGINS=NAME",
             )
         self._entries.setdefault(kind, {})[name] = entry
@@ -147,7 +149,7 @@ class Registry:
         entry = self._entry(kind, name)
         return entry.thing, entry.owner
 
-    def owned(self, owner: str) -> dict[str, list[str]]:
+    def components_of(self, owner: str) -> dict[str, list[str]]:
         """{kind: [names]} that one owner registered."""
         found = {
             kind.name: [name for name in self.names(kind) if self._entries[kind][name].owner == owner]
@@ -179,14 +181,14 @@ class Registry:
         if name in entries:
             return entries[name]
         if kind == REWARD and ":" in name:
-            return describe(kind, name, load_function(name), name)
+            return make_entry(kind, name, load_function(name), name)
         raise InputError(self._missing(kind, name))
 
     def _missing(self, kind: Kind[Any], name: str) -> str:
         installed = self.names(kind)
         # Short names of methods are alike by chance: what a trainer is asked for must not be guessed.
         alike = kind != TRAINER or get_close_matches(name, installed, n=1, cutoff=0.7)
-        hint = near(name, installed) if alike else ""
+        hint = suggest(name, installed) if alike else ""
         message = f"no {kind.name} named '{name}'.{hint}"
         message += f" Installed: {', '.join(installed)}." if installed else f" No {kind.name} is installed."
         elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]

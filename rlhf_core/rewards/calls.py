@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.rewards.reward import part_of
 from rlhf_core.rewards.unreadable_rows import UnreadableError
+from rlhf_core.runtime.agreement import broadcast_numbers, gather_maximum
 from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     skipped calls in `Reward.failures`. "skip" leaves out single rows where only these cannot be read.
     """
     outcomes = _call(rewards, inputs)
-    states = _agreed([_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)])
+    # The worst state of each reward on any process, so that all go on or none does.
+    states = gather_maximum(
+        [_state(reward, outcome) for reward, outcome in zip(rewards, outcomes, strict=True)]
+    )
     table = np.full((len(inputs.completions), len(rewards)), np.nan)
     skipped = []
     for f, (reward, outcome, state) in enumerate(zip(rewards, outcomes, states, strict=True)):
@@ -66,7 +69,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             reward.failures += 1
         elif isinstance(outcome, np.ndarray):
             table[:, f] = outcome
-    table = _of_first_process(table)
+    table = broadcast_numbers(table)
     if needed and np.isnan(table).all():
         raise RunError(
             "; ".join(
@@ -95,7 +98,7 @@ def failure(reward: Reward, outcome: Outcome) -> str:
     elif isinstance(outcome, RaisedError):
         how = str(outcome)
     elif isinstance(outcome, BaseException):
-        how = raised(outcome, HERE)
+        how = error_line(outcome, HERE)
     else:
         how = "failed in another process, whose output says why"
     return f"reward '{reward.label}' {how}"
@@ -108,20 +111,6 @@ def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> l
         for i, text in outcome.rows.items()
     ]
     return list(dict.fromkeys(lines))
-
-
-def _agreed(states: Sequence[int]) -> np.ndarray:
-    """Return each reward's worst state over all processes, so that all continue or none does."""
-    if jax.process_count() == 1:
-        return np.array(states)
-    return np.asarray(multihost_utils.process_allgather(np.array(states, np.int32))).max(axis=0)
-
-
-def _of_first_process(table: np.ndarray) -> np.ndarray:
-    """Return the first process's float64 table, sent as uint32: jax would round float64 to float32."""
-    if jax.process_count() == 1:
-        return table
-    return np.array(multihost_utils.broadcast_one_to_all(table.view(np.uint32))).view(np.float64)
 
 
 def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:

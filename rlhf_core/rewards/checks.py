@@ -17,11 +17,11 @@ import numpy as np
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
 from rlhf_core.data.source import Cells
-from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.rewards.calls import call_together, failure
 from rlhf_core.rewards.reward import OWN, Reward
 from rlhf_core.rewards.unreadable_rows import UnreadableError
-from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> li
         problems, skipped = check_rows(rewards, columns)
     else:
         results = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
-        problems, skipped = json.loads(text_of_first(results))
+        problems, skipped = json.loads(broadcast_text(results))
     if problems:
         raise InputError(*problems)
     return skipped
@@ -88,7 +88,7 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
             problems += [f"reward '{reward.label}': {problem}" for problem in error.problems]
             continue
         except Exception as error:  # a problem, so that the other processes learn of it
-            problems.append(f"reward '{reward.label}': its check(columns) {raised(error, HERE)}")
+            problems.append(f"reward '{reward.label}': its check(columns) {error_line(error, HERE)}")
             continue
         rows = sorted(unreadable.items())
         lines = [f"{prompts.where(i)}: reward '{reward.label}': {text}" for i, text in rows]

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from rlhf_core.config import Component
 from rlhf_core.contracts import REWARD, RewardInputs
-from rlhf_core.errors import InputError, RunError, near
+from rlhf_core.errors import InputError, RunError, suggest
 from rlhf_core.rewards.worker_call import WorkerCall
 from rlhf_core.workers import Pool, UnsendableError
 
@@ -153,7 +153,7 @@ class Reward:
             if name in ELSEWHERE
             else f"{where}: reward '{self.label}' needs the column '{name}', which the prompts do not have; they have "
             f"{have}"
-            f"{f'.{meant} Besides columns there are {own}' if (meant := near(name, [*OWN, *columns])) else ''}"
+            f"{f'.{meant} Besides columns there are {own}' if (meant := suggest(name, [*OWN, *columns])) else ''}"
             for name in missing
         ]
 

@@ -1,4 +1,4 @@
-"""What the processes of one job tell each other, so that all of them do the same."""
+"""Agreement among the processes of one job, so that all of them do the same; with one process, nothing is exchanged."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import signals
@@ -20,27 +22,32 @@ SHARED_SECONDS = 5.0
 """How long a network disk may take to show a file that another host has just written."""
 
 
-def any_of(*flags: bool) -> list[bool]:
-    """Each flag as it is on any process: clocks and signals differ, collectives must not."""
+def gather_maximum(numbers: Any) -> np.ndarray:
+    """Take the maximum of each number over all processes."""
     if jax.process_count() == 1:
-        return list(flags)
-    from jax.experimental import multihost_utils
-
-    return [bool(flag) for flag in multihost_utils.process_allgather(np.array(flags)).any(axis=0)]
+        return np.asarray(numbers)
+    return np.asarray(multihost_utils.process_allgather(np.asarray(numbers))).max(axis=0)
 
 
-def stop_together(where: str) -> None:
-    """Raise Stopped, on every process, where one of them was asked to stop: at a place where nothing is lost by it."""
-    if any_of(signals.asked())[0]:
-        raise signals.stopped(where)
+def any_process(*flags: bool) -> list[bool]:
+    """Check whether each flag is set on any process: clocks and signals differ, collectives must not."""
+    return gather_maximum(flags).tolist()
 
 
-def texts_of_all(text: str) -> list[str]:
-    """The text of every process, in their order; every process makes this call and gets the same list."""
+def broadcast_numbers(numbers: Any) -> np.ndarray:
+    """Return the first process's numbers, of 4 or 8 bytes each, on every process, bit for bit."""
+    numbers = np.asarray(numbers)
+    if jax.process_count() == 1:
+        return numbers
+    bits = np.atleast_1d(numbers).view(np.uint32)  # float64 itself would be rounded to float32
+    bits = np.array(multihost_utils.broadcast_one_to_all(bits))
+    return bits.view(numbers.dtype).reshape(numbers.shape)
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return the text of every process, in process order, on all of them."""
     if jax.process_count() == 1:
         return [text]
-    from jax.experimental import multihost_utils
-
     content = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(content)))).reshape(-1)
     padded = np.zeros(int(sizes.max(initial=1)) or 1, np.uint8)
@@ -49,14 +56,26 @@ def texts_of_all(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def text_of_first(text: str) -> str:
-    """The text of the first process, on every one of them."""
-    return texts_of_all(text)[0]
+def broadcast_text(text: str) -> str:
+    """Return the first process's text on every process."""
+    return gather_texts(text)[0]
+
+
+def wait_for_all(place: str) -> None:
+    """Wait until every process has come to the same place, named for error messages."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(place)
+
+
+def stop_together(where: str) -> None:
+    """Raise Stopped on every process if any of them was asked to stop; call it only where a stop loses nothing."""
+    if any_process(signals.stop_requested())[0]:
+        raise signals.stopped_error(where)
 
 
 @contextmanager
-def entered_by_first(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter a context on the first process alone. Where that raises InputError, every process raises it."""
+def enter_on_first(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter a context on the first process alone. If that raises InputError, every process raises it."""
     problems: tuple[str, ...] = ()
     entered = context() if jax.process_index() == 0 else None
     if entered is not None:
@@ -64,9 +83,9 @@ def entered_by_first(context: Callable[[], AbstractContextManager[None]]) -> Ite
             entered.__enter__()
         except InputError as error:
             problems = error.problems
-    told = text_of_first("\n".join(problems))
-    if told:
-        raise InputError(*told.split("\n"))
+    message = broadcast_text("\n".join(problems))
+    if message:
+        raise InputError(*message.split("\n"))
     try:
         yield
     finally:
@@ -74,27 +93,27 @@ def entered_by_first(context: Callable[[], AbstractContextManager[None]]) -> Ite
             entered.__exit__(None, None, None)
 
 
-def require_shared(directory: Path, field: str = "dir") -> None:
-    """Raise InputError, on every process, where `directory` is not one directory for all of them.
+def require_shared_directory(directory: Path, field: str = "dir") -> None:
+    """Raise InputError on every process unless `directory` is the same directory for all of them.
 
-    The first process, for whom it exists, writes a file there that the others look for.
+    The first process, which has made it, writes a file there, and the others look for that file.
     """
     if jax.process_count() == 1:
         return
     token = secrets.token_hex(8)
     if jax.process_index() == 0:
         (directory / f".shared-{token}").touch()
-    token = text_of_first(token)
+    token = broadcast_text(token)
     seen, until = False, time.monotonic() + SHARED_SECONDS
     while not seen and time.monotonic() < until:
         seen = (directory / f".shared-{token}").exists()
         time.sleep(0 if seen else 0.1)
-    mine = "" if seen else f"{directory} on {socket.gethostname()}"
-    views = texts_of_all(mine)
+    here = f"{directory} on {socket.gethostname()}"
+    views = gather_texts("" if seen else here)
     if jax.process_index() == 0:
         with suppress(OSError):
             os.unlink(directory / f".shared-{token}")
-    first = text_of_first(f"{directory} on {socket.gethostname()}")
+    first = broadcast_text(here)
     problems = [
         f"{field}: process {number} does not find in {view} what process 0 wrote to {first}; give a run directory "
         "that all processes share, under the same path"

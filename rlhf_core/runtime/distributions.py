@@ -15,14 +15,14 @@ class Installed(NamedTuple):
     version: str
 
 
-def installed(point: EntryPoint) -> Installed | None:
+def find_distribution(point: EntryPoint) -> Installed | None:
     """The distribution that an entry point is of; None where it is of none, or of what is left of one."""
-    if point.dist is None or remains(point) is not None:
+    if point.dist is None or leftover_path(point) is not None:
         return None
     return Installed(point.dist.name, point.dist.version)
 
 
-def remains(point: EntryPoint) -> str | None:
+def leftover_path(point: EntryPoint) -> str | None:
     """Where a distribution lies that was half uninstalled: without METADATA, or renamed by pip to be deleted."""
     dist = point.dist
     if dist is None:
@@ -34,7 +34,7 @@ def remains(point: EntryPoint) -> str | None:
 
 def versions() -> dict[str, str]:
     """{distribution: version} of all that have an entry point of ours, those that are left over apart."""
-    found = (installed(point) for point in entry_points(group=GROUP))
+    found = (find_distribution(point) for point in entry_points(group=GROUP))
     return dict(sorted(each for each in found if each is not None))
 
 

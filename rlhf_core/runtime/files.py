@@ -220,13 +220,13 @@ def remove_leftovers(directory: Path) -> None:
                     path.unlink()
 
 
-def sealed(record: Mapping[str, Any]) -> str:
-    """The text of a JSON file that holds `record` and a checksum of it, by which `unsealed` finds any changed bit."""
+def seal(record: Mapping[str, Any]) -> str:
+    """The text of a JSON file that holds `record` and a checksum of it, by which `unseal` finds any changed bit."""
     return _text({**record, CHECKSUM: _checksum(record)})
 
 
-def unsealed(content: bytes) -> dict[str, Any]:
-    """The record in what `sealed` made. Raises ValueError, with the reason, for content that is not that."""
+def unseal(content: bytes) -> dict[str, Any]:
+    """The record in what `seal` made. Raises ValueError, with the reason, for content that is not that."""
     try:
         found = json.loads(content)
     except RecursionError:

@@ -68,7 +68,7 @@ def free_memory() -> None:
     jax.clear_caches()
 
 
-def human(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes in three digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if size < 999.5:

@@ -8,8 +8,10 @@ them.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -18,9 +20,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from rlhf_core.errors import InputError, Stopped
 from rlhf_core.runtime import signals
-from rlhf_core.runtime.causes import Cause, code_of
-from rlhf_core.runtime.links import is_gone, parsed, receive, send
 
 PROTOCOL = 1
 POLL_SECONDS = 0.3
@@ -29,6 +30,80 @@ GRACE_SECONDS = 5.0
 WRITING_SECONDS, STOPPING_SECONDS = 15.0, 600.0
 """How long an end waits for files that are being written: where another process failed, and where it was stopped."""
 LEAVE_SECONDS = 20.0
+LINE_SECONDS = 5.0
+_CODES = (1, 2, 75)
+
+
+def send(link: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send a message; one that cannot be sent is lost, and its receiver notices by other means."""
+    with suppress(OSError):
+        link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def receive(link: socket.socket, seconds: float) -> dict[str, Any] | None:
+    """Wait so long for the next message to begin, and read it; None where none begins, or it does not end.
+
+    It is read byte by byte, so that nothing of the message after it is taken.
+    """
+    until, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n") and len(line) < 2**16:
+        left = until - time.monotonic()
+        if left <= 0 or not select.select([link], [], [], left)[0]:
+            return None
+        try:
+            byte = link.recv(1)
+        except OSError:
+            return None
+        if not byte:
+            return None
+        if not line:
+            until = time.monotonic() + LINE_SECONDS
+        line += byte
+    return parse_message(line)
+
+
+def is_gone(link: socket.socket) -> bool:
+    """Whether the other end of a connection was closed."""
+    try:
+        return bool(select.select([link], [], [], 0)[0]) and not link.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return True
+
+
+def parse_message(line: bytes) -> dict[str, Any] | None:
+    """The object in a line; None where there is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code that tells how a run ended."""
+    if isinstance(error, InputError):
+        return 2
+    return 75 if isinstance(error, Stopped) else 1
+
+
+class Cause:
+    """Why the job ends: the process it began with, the exit code of all, and whether that process could not say why.
+
+    run: which of that process's runs it was, counted from 1; 0 before the first.
+    """
+
+    def __init__(self, process: int, code: int, run: int = 0, *, killed: bool = False) -> None:
+        self.process, self.run, self.killed = process, run, killed
+        self.code = code if code in _CODES else 1
+        if killed and signals.stop_requested():
+            self.code = 75
+
+    def line(self, me: int, count: int) -> str:
+        """Say it, as process `me`."""
+        how = "stopped by a signal" if self.code == 75 else "failed, and says why"
+        how = "is gone without a word: killed, crashed or unreachable" if self.killed else how
+        rest = "; the same command goes on from the newest checkpoint" if self.killed else ""
+        return f"process {me} of {count} ends: process {self.process} {how}{rest}"
 
 
 class _Watch:
@@ -39,7 +114,7 @@ class _Watch:
         self.cause: Cause | None = None
         self.said: set[str] = set()
         self.answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.running = 0  # how many `running` are entered, each inside the other
+        self.running = 0  # how many `joint_run` are entered, each inside the other
         self.run, self.left_run = 0, -1  # the number of the newest run, and of the last one that raised
         self.writing = 0
         self.ended = False
@@ -57,7 +132,7 @@ class _Watch:
     def _listen(self, number: int, link: socket.socket) -> None:
         with suppress(OSError), link.makefile("rb") as lines:
             for line in lines:
-                self._hear(number, parsed(line) or {})
+                self._hear(number, parse_message(line) or {})
         self.answers.put(True)  # who is gone prints nothing more
         if number not in self.left:
             self.left.add(number)
@@ -97,7 +172,7 @@ class _Watch:
                 return
             self.cause = cause
         if cause.code == 75:
-            signals.ask()
+            signals.request_stop()
         threading.Thread(target=self._end, args=(cause,), daemon=True, name="peer's end").start()
 
     def _end(self, cause: Cause) -> None:
@@ -151,7 +226,7 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-def watched() -> bool:
+def is_watching() -> bool:
     """Whether this is one of several processes that watch each other."""
     return _watch is not None
 
@@ -194,7 +269,7 @@ def meet(client: Any, host: str, process: int, count: int) -> None:
 
 
 @contextmanager
-def running() -> Iterator[None]:
+def joint_run() -> Iterator[None]:
     """A run of this process, which ends with those of the others; what it raises is told to them."""
     if _watch is None:
         yield
@@ -215,7 +290,7 @@ def running() -> Iterator[None]:
 
 
 @contextmanager
-def writing() -> Iterator[None]:
+def hold_end() -> Iterator[None]:
     """Files are being written that need no other process: an end that another one causes waits for them."""
     if _watch is None:
         yield
@@ -240,7 +315,7 @@ def end(code: int, message: str) -> None:
         cause = _watch.cause
     if cause is not None and (cause.killed or code not in (2, 75)):
         _watch.leave(cause.code, cause.line(_watch.process, _watch.count))
-    if cause is not None and code == 75 and not signals.received():
+    if cause is not None and code == 75 and not signals.signal_received():
         message = cause.line(
             _watch.process, _watch.count
         )  # the process that was sent the signal says the rest

@@ -70,18 +70,18 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
         signal.raise_signal(request.number)
 
 
-def ask() -> None:
+def request_stop() -> None:
     """Ask this process's run to stop, as a signal does."""
     if _current is not None:
         _current.event.set()
 
 
-def asked() -> bool:
+def stop_requested() -> bool:
     """Whether the run was asked to stop."""
     return _current is not None and _current.event.is_set()
 
 
-def received() -> bool:
+def signal_received() -> bool:
     """Whether it was a signal to this process that asked."""
     return _current is not None and _current.number is not None
 
@@ -91,11 +91,11 @@ def stop_if_asked(where: str) -> None:
 
     where: what was about to happen, such as "before stage 'base' was trained".
     """
-    if asked():
-        raise stopped(where)
+    if stop_requested():
+        raise stopped_error(where)
 
 
-def stopped(where: str) -> Stopped:
+def stopped_error(where: str) -> Stopped:
     """The exception for a stop at a place where there is nothing new to save."""
     number = _current.number if _current is not None else None
     name = f"by {signal.Signals(number).name} " if number is not None else ""

@@ -21,25 +21,25 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 """Control characters but tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
 
 
-def visible(text: str) -> str:
+def escape_control(text: str) -> str:
     """Replace control characters by their escapes, such as \\x1b: a name or completion must not drive the terminal."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print a line of text for a person on stdout, or on stderr."""
-    print(visible(text), file=sys.stderr if err else sys.stdout, flush=True)
+    print(escape_control(text), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 class SafeConsole(Console):
     """A rich console that shows control characters in what it prints; its own styles and cursor moves are sent."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        return super().render_str(visible(text), **settings)
+        return super().render_str(escape_control(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield segment if segment.control else segment._replace(text=escape_control(segment.text))
 
 
 def show(renderable: RenderableType) -> None:
@@ -55,7 +55,7 @@ def show(renderable: RenderableType) -> None:
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
 
 
-def listed(title: str, lines: Sequence[str]) -> str:
+def indented_list(title: str, lines: Sequence[str]) -> str:
     """The lines below a title, indented; wrapped where a terminal would break them in the middle of a word."""
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
@@ -69,4 +69,4 @@ def listed(title: str, lines: Sequence[str]) -> str:
             ).replace("\n", "\n  ")
             for line in lines
         ]
-    return visible("\n  ".join([title, *lines]))
+    return escape_control("\n  ".join([title, *lines]))

@@ -18,7 +18,14 @@ from rlhf_core.config import Options
 from rlhf_core.contracts import ModelDefinition, SamplerInputs, SamplingSettings
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import AnyMesh, abstract_rows, put_rows, replicated, row_multiple, rows_a_device
+from rlhf_core.mesh import (
+    AnyMesh,
+    abstract_rows,
+    put_rows,
+    replicated_sharding,
+    row_multiple,
+    rows_per_device,
+)
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
@@ -73,7 +80,7 @@ class Sampler:
     definition: a language model; every call takes its parameters, which may be spread over `mesh`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        take turns in `slots_a_device` slots per device.
+        take turns in `slots_per_device` slots per device.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
@@ -178,7 +185,7 @@ class Sampler:
         return read_completions(written, step, slot, self.options.max_completion_length)
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
-        slots = slots_a_device(self.mesh, self.prompts_per_call * self.num_generations)
+        slots = slots_per_device(self.mesh, self.prompts_per_call * self.num_generations)
         program = SamplingProgram(
             self.definition,
             self.options,
@@ -206,7 +213,9 @@ class Sampler:
                 "sampling.stop_token_ids"
             )
         table = stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
-        return jax.make_array_from_callback(table.shape, replicated(self.mesh), lambda index: table[index])
+        return jax.make_array_from_callback(
+            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
+        )
 
     def _check(self, lengths: np.ndarray) -> None:
         problems = [f"prompt {i + 1} has no tokens" for i in np.flatnonzero(lengths == 0)]
@@ -244,10 +253,10 @@ class Sampler:
         return i % shards * (self.prompts_per_call // shards) + i // shards
 
 
-def slots_a_device(mesh: AnyMesh | None, sequences: int) -> int:
+def slots_per_device(mesh: AnyMesh | None, sequences: int) -> int:
     """Count how many of `sequences` each device of a mesh decodes at once; mesh None: one device."""
     most = SLOTS.get(jax.default_backend(), SLOTS_ACCELERATOR)
-    return min(rows_a_device(mesh, sequences), most)
+    return min(rows_per_device(mesh, sequences), most)
 
 
 def bucket(length: int, longest: int) -> int:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.contracts import ModelDefinition, SamplingSettings
 from rlhf_core.logprobs import unembed
-from rlhf_core.mesh import replicated, row_multiple, row_sharding
+from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
 from rlhf_core.sampling.filters import (
     min_p_filter,
     repetition_penalty,
@@ -310,7 +310,7 @@ def generate(
     # Replicated: every process of a multi-process run reads all of it.
     slot = end.queue.slot + program.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
     out = (end.written, end.queue.step.reshape(-1), slot.reshape(-1))
-    return lax.with_sharding_constraint(out, replicated(program.mesh))
+    return lax.with_sharding_constraint(out, replicated_sharding(program.mesh))
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:

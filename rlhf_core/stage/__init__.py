@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rlhf_core.runtime.terminal import visible
+from rlhf_core.runtime.terminal import escape_control
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -58,4 +58,4 @@ class Stage:
     def say(self, line: str) -> None:
         """Print a line on stderr, on the main process only, above the progress bar."""
         if self.is_main:
-            tqdm.write(visible(f"[{self.name}] {line}"), file=sys.stderr)
+            tqdm.write(escape_control(f"[{self.name}] {line}"), file=sys.stderr)

@@ -13,11 +13,11 @@ import jax
 from rlhf_core import plugins, runtime
 from rlhf_core.config.other_names import OTHER_NAMES, TRL_NAMES
 from rlhf_core.contracts import TRAINER, Artifact
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
 from rlhf_core.runtime import peers
-from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.stage import Stage, experiment
 from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
@@ -76,7 +76,7 @@ def _meant(name: str, cls: type[TrainerConfig]) -> str:
         return f"; write {ours}"
     if ours in cls.names():
         return f"; it is a field of the config: {cls.__name__}({ours}=…)"
-    return f".{near(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"
+    return f".{suggest(name, INPUTS)} Arguments: config, {', '.join(INPUTS)}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """
     with stop_signals(redeliver=True):
         runtime.prepare()
-        with peers.running():
+        with peers.joint_run():
             return _run_alone(trainer, config, inputs)
 
 
@@ -111,7 +111,7 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
     if is_main:
         listen(host, callbacks)
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
-    directory = Path(text_of_first(str(config.save_directory or made)))
+    directory = Path(broadcast_text(str(config.save_directory or made)))
     stage = Stage(
         name=trainer,
         dir=directory,

@@ -13,11 +13,11 @@ import pluggy
 
 from rlhf_core import artifacts, workers
 from rlhf_core.contracts import LOGGER, Artifact, Trainer
-from rlhf_core.errors import InputError, RunError, Stopped, disk_full, raised
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line
 from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
-from rlhf_core.runtime.agreement import text_of_first
+from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import make_directory, remove_leftovers
 from rlhf_core.stage import step_files
@@ -43,7 +43,7 @@ def execute(
     is called last even after an exception, which is then raised again. finished: called with the outputs before it, if
     all of them exist. Raises RunError if the trainer returned without an output that it declares.
     """
-    stage = replace(stage, template_date=text_of_first(template_date(config, stage)))
+    stage = replace(stage, template_date=broadcast_text(template_date(config, stage)))
     attempt(lambda: make_directory(stage.dir), f"stage '{stage.name}'", stage.dir)
     if stage.is_main:
         for directory in (stage.dir, *(stage.dir / name for name in step_files.FOLDERS)):
@@ -112,7 +112,7 @@ def read_outputs(trainer: Trainer, stage: Stage) -> dict[str, Artifact]:
         if not path.exists():
             raise RunError(f"stage '{stage.name}': there is no output '{name}' ({kind}) in {path}")
         try:
-            artifact = artifacts.read(path)
+            artifact = artifacts.open_artifact(path)
         except InputError as error:
             raise RunError(f"stage '{stage.name}': output '{name}' is incomplete: {error}") from error
         if artifact.kind != kind:
@@ -149,7 +149,7 @@ def _raise_with_owner(
     impl = _raising(error, impls)
     if impl is None or disk_full(error):
         return
-    message = f"stage '{arguments['stage'].name}': {_owner(impl)} {raised(error, HERE)} in {hook}"
+    message = f"stage '{arguments['stage'].name}': {_owner(impl)} {error_line(error, HERE)} in {hook}"
     if arguments.get("error") is None:  # else an earlier error has ended the stage
         message += f". {FINISHED if hook == 'rlhf_stage_end' else GOES_ON}"
     raise RunError(message) from error

@@ -18,7 +18,8 @@ import numpy as np
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.source import json_text
 from rlhf_core.errors import RunError, exists
-from rlhf_core.runtime.files import sealed, unsealed, write_atomic
+from rlhf_core.mesh import fetch_array
+from rlhf_core.runtime.files import seal, unseal, write_atomic
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class _Hashes:
         directory = Path(root).expanduser() if root else runtime.cache_directory().parent
         file = directory / "hashes.json"
         try:
-            cached = unsealed(file.read_bytes())["files"]
+            cached = unseal(file.read_bytes())["files"]
         except (OSError, ValueError, KeyError):  # missing or damaged: hashes are computed again
             cached = {}
         return cls(file, cached)
@@ -92,7 +93,7 @@ class _Hashes:
         latest = {**_Hashes.open().cached, **added}  # another process may have added some
         files = dict(list(latest.items())[-MOST_CACHED:])
         with suppress(OSError, RunError):  # the cache only saves time
-            write_atomic(self.file, sealed({"files": files}))
+            write_atomic(self.file, seal({"files": files}))
 
 
 def of_rows(data: Any) -> str:
@@ -137,7 +138,7 @@ def of_model(model: Model) -> str:
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         content.update(f"{jax.tree_util.keystr(path)}\0{leaf.dtype}\0{leaf.shape}\0".encode())
-        content.update(np.ascontiguousarray(_on_host(leaf)).view(np.uint8).data)
+        content.update(np.ascontiguousarray(np.atleast_1d(fetch_array(leaf))).view(np.uint8).data)
     return content.hexdigest()
 
 
@@ -148,11 +149,3 @@ def of_tokenizer(tokenizer: Any) -> str:
 
 def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _on_host(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    return np.atleast_1d(np.asarray(leaf))

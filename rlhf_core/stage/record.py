@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.files import remove, sealed, unsealed, write_atomic
+from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
 from rlhf_core.stage import differences
 
 FILE = "stage.json"
@@ -44,7 +44,7 @@ class StageRecord:
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from None
         try:
-            return unsealed(content)
+            return unseal(content)
         except ValueError as error:
             raise InputError(
                 f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
@@ -190,7 +190,7 @@ class StageRecord:
 
 def write(directory: Path, record: Mapping[str, Any]) -> None:
     """Write a stage's record with a checksum, readable by its owner only: it holds the configuration."""
-    write_atomic(directory / FILE, sealed(record), private=True)
+    write_atomic(directory / FILE, seal(record), private=True)
 
 
 def _now() -> str:

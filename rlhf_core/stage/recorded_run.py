@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.contracts import Artifact, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.runtime.agreement import entered_by_first, require_shared, stop_together, texts_of_all
+from rlhf_core.runtime.agreement import enter_on_first, gather_texts, require_shared_directory, stop_together
 from rlhf_core.runtime.directory_lock import lock
-from rlhf_core.runtime.peak_memory import forget_peak, human, peak_line
+from rlhf_core.runtime.peak_memory import forget_peak, format_bytes, peak_line
 from rlhf_core.stage import differences, events
 from rlhf_core.stage.execute import execute, hook_errors_named, read_outputs
 from rlhf_core.stage.record import StageRecord, State
@@ -56,8 +56,8 @@ def open_records(
     processes must agree on. Raises InputError, on every process, if the directory is in use, a stage was begun as
     another experiment, or processes differ.
     """
-    with entered_by_first(lambda: lock(directory, field)):
-        require_shared(directory, field)
+    with enter_on_first(lambda: lock(directory, field)):
+        require_shared_directory(directory, field)
         records: dict[str, StageRecord] = {}
         problems: list[str] = []
         stages: Sequence[StageRequest] = ()
@@ -101,7 +101,7 @@ def refusals(stages: Sequence[StageRequest], records: Mapping[str, StageRecord])
 
 def require_agreement(facts: Mapping[str, Any], problems: Sequence[str]) -> None:
     """Raise the same InputError on every process if any has problems, or if their facts differ."""
-    reports = [json.loads(text) for text in texts_of_all(json.dumps([facts, list(problems)]))]
+    reports = [json.loads(text) for text in gather_texts(json.dumps([facts, list(problems)]))]
     processes: dict[str, list[int]] = {}
     for process, (_, process_problems) in enumerate(reports):
         for problem in process_problems:
@@ -210,5 +210,5 @@ def run_recorded(
                 record.put_back(before)
         raise
     if forecast is not None:
-        stage.say(f"memory: {peak_line()}; the forecast was at most {human(forecast)}")
+        stage.say(f"memory: {peak_line()}; the forecast was at most {format_bytes(forecast)}")
     return StageOutcome(outputs, False, dict(stage.metrics))

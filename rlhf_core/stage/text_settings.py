@@ -57,7 +57,7 @@ def read_at_of(config: TrainerConfig, stage: Stage, chosen: ReadAt | None) -> Re
     if directory is None:
         return "eos"
     if (directory / artifacts.MANIFEST).is_file():
-        recorded: Literal["template", "eos"] = artifacts.recorded(directory).get("read_at", "eos")
+        recorded: Literal["template", "eos"] = artifacts.read_contract(directory).get("read_at", "eos")
         return recorded
     return "template" if stored_head(directory) == "score" else "eos"
 
@@ -65,7 +65,7 @@ def read_at_of(config: TrainerConfig, stage: Stage, chosen: ReadAt | None) -> Re
 def _recorded(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
     """What the artifact that the stage starts from says of its use; empty for any other model."""
     directory = _directory(config, stage)
-    return {} if directory is None else artifacts.recorded(directory)
+    return {} if directory is None else artifacts.read_contract(directory)
 
 
 def _directory(config: TrainerConfig, stage: Stage) -> Path | None:

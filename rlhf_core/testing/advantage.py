@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import ADVANTAGE, AdvantageInputs
-from rlhf_core.errors import raised
+from rlhf_core.errors import error_line
 from rlhf_core.testing.findings import (
     KITS,
     Broken,
@@ -52,7 +52,7 @@ def check_advantage(advantage: Any) -> None:
             out = advantage(example(REWARDS))
         except (IndexError, ValueError, TypeError) as error:
             raise Broken(
-                f"{raised(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
+                f"{error_line(error, KITS)}; the kit gives {FUNCTIONS} reward functions, rewards_by_function of shape "
                 f"{list(base.rewards_by_function.shape)}"
             ) from error
         shape, longest = base.rewards.shape, int(np.max(base.lengths))

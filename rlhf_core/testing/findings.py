@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.contracts import Kind, LossOutput, ModelFamily, Trainer
-from rlhf_core.errors import InputError, raised
-from rlhf_core.plugins.component import describe, qualified
+from rlhf_core.errors import InputError, error_line
+from rlhf_core.plugins.component import make_entry, qualified_name
 
 KITS = str(Path(__file__).parent)
 
@@ -41,7 +41,7 @@ class Findings:
         except Broken as broken:
             self.failures.setdefault(name, str(broken))
         except Exception as error:
-            self.failures.setdefault(name, raised(error, KITS))
+            self.failures.setdefault(name, error_line(error, KITS))
 
     def stop_if_broken(self) -> None:
         """Raise now if there are failures: further checks would depend on them."""
@@ -64,7 +64,7 @@ def component_name(thing: Any) -> str:
     if isinstance(thing, str):
         return f"'{thing}'"
     if isinstance(thing, Trainer):
-        return qualified(thing.run)
+        return qualified_name(thing.run)
     if isinstance(thing, ModelFamily):
         return ", ".join(thing.name)
     if dataclasses.is_dataclass(thing) and not inspect.isclass(thing):
@@ -80,7 +80,7 @@ def make_component(findings: Findings, kind: Kind[Any], thing: Any) -> Any:
         )
         registered = thing if finished or not dataclasses.is_dataclass(thing) else type(thing)
         try:
-            entry = describe(kind, "tried", registered, "its author")
+            entry = make_entry(kind, "tried", registered, "its author")
             if inspect.isclass(thing):
                 thing = entry.make({})
         except InputError as error:
@@ -98,7 +98,7 @@ def check_hash(findings: Findings, thing: Any) -> None:
         copy = dataclasses.replace(thing)  # type: ignore[type-var]
         if copy != thing or hash(copy) != hash(thing):
             raise Broken(
-                f"two {qualified(thing)} with the same fields are not equal, so that jit compiles for each of them; "
+                f"two {qualified_name(thing)} with the same fields are not equal, so that jit compiles for each; "
                 "keep the eq of @dataclass(frozen=True), and use numbers, texts and tuples as fields"
             )
 

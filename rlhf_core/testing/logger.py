@@ -48,7 +48,7 @@ def check_logger(logger: Any) -> None:
 
     with findings.property("hooks"):
         try:
-            plugins.require_hooks(plugins.bare().pm, make())
+            plugins.require_hooks(plugins.empty_host().pm, make())
         except InputError as error:
             raise Broken("; ".join(error.problems)) from error
     findings.stop_if_broken()
@@ -58,7 +58,7 @@ def check_logger(logger: Any) -> None:
 
 
 def _check_stages(findings: Findings, make: Any, directory: Path) -> None:
-    base = plugins.bare()
+    base = plugins.empty_host()
 
     def send_stage(
         name: str, *rows: tuple[int, dict[str, float]], error: BaseException | None = None

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_core.contracts import MODEL, ModelFamily
 from rlhf_core.logprobs import unembed
-from rlhf_core.mesh import make_mesh, replicated
+from rlhf_core.mesh import make_mesh, replicated_sharding
 from rlhf_core.models import Definition
 from rlhf_core.models.definition import define
 from rlhf_core.models.params import paths
@@ -217,6 +217,6 @@ def _mesh(definition: Definition, params: Any, tokens: Any, whole: Any) -> None:
     count = len(jax.devices())
     mesh = make_mesh(data=1, fsdp=-1, tensor=2 if count % 2 == 0 else 1)
     spread = jax.device_put(params, definition.shardings(mesh))
-    rows = jax.device_put(_row(tokens), replicated(mesh))
-    states = jax.jit(definition.hidden, out_shardings=replicated(mesh))(spread, *rows)
+    rows = jax.device_put(_row(tokens), replicated_sharding(mesh))
+    states = jax.jit(definition.hidden, out_shardings=replicated_sharding(mesh))(spread, *rows)
     require_close(states[0], whole, f"on {count} devices", rtol=1e-4)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
-from rlhf_core.errors import near
+from rlhf_core.errors import suggest
 from rlhf_core.testing.findings import Broken, Findings, make_component, require_close
 from rlhf_core.testing.fixtures import a_stage
 
@@ -144,7 +144,7 @@ def _require_columns(reward: Any, row: Mapping[str, Any]) -> None:
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in there]
     if missing:
-        meant = "".join(near(name, sorted(there)) for name in missing)
+        meant = "".join(suggest(name, sorted(there)) for name in missing)
         raise Broken(
             f"it needs {', '.join(missing)}, which the rows lack.{meant} A reward takes lists of prompts, completions, "
             "completion_ids, and columns of the data: give the kit rows that have them"

@@ -122,10 +122,12 @@ def _outputs(case: Case, whole: Ran) -> None:
         for parameter, values in weights(path).items():
             require_finite(values, f"'{name}': {parameter}")
         if kind == "reward_model":
-            Scorer.load(path, mesh=make_mesh(devices=jax.devices()[:1]), registry=plugins.installed())
+            Scorer.load(
+                path, mesh=make_mesh(devices=jax.devices()[:1]), registry=plugins.installed_registry()
+            )
         if kind in HEADS:
             mesh = make_mesh(devices=jax.devices()[:1])
-            model = load_model(path, HEADS[kind], mesh=mesh, registry=plugins.installed())
+            model = load_model(path, HEADS[kind], mesh=mesh, registry=plugins.installed_registry())
             ids, mask = np.array([[3, 4, 5]]), np.ones((1, 3), int)
             compute = model.logits if kind == "language_model" else model.scores
             require_finite(compute(ids, mask), f"'{name}': its outputs")

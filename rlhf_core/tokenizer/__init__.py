@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import InputError, is_library_error, near
+from rlhf_core.errors import InputError, is_library_error, suggest
 from rlhf_core.tokenizer.chat_template import templates_of
 from rlhf_core.tokenizer.encoding import (
     PLAIN,
@@ -71,7 +71,7 @@ def load_tokenizer(source: str | Path) -> Any:
     elif not _is_hub_name(str(source)):
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
-        raise InputError(f"no tokenizer at {source}: no such directory{where}.{near(path.name, siblings)}")
+        raise InputError(f"no tokenizer at {source}: no such directory{where}.{suggest(path.name, siblings)}")
     from transformers import AutoTokenizer
 
     unreachable = "" if path.is_dir() else _hub_problem(str(source))

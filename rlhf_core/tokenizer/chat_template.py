@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.template_dates import DATED, on_date
 from rlhf_core.tokenizer.text_options import TextOptions, kwargs_problem, text_problem
 
@@ -80,7 +80,7 @@ def template_text(tokenizer: Any, chat_template: str | None = None) -> str | Non
         raise InputError(f"chat_template '{chat_template}' is a directory: give the template file in it")
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = near(chat_template, ["plain"]) or near(path.name, siblings)
+        hint = suggest(chat_template, ["plain"]) or suggest(path.name, siblings)
         raise InputError(f"chat_template '{chat_template}' is neither \"plain\" nor a file.{hint}")
     try:
         return path.read_text(encoding="utf-8")
@@ -256,7 +256,7 @@ class ChatTemplate:
             if role not in ROLES and not re.search(rf"""(['"]){re.escape(role)}\1""", self.text or ""):
                 raise InputError(
                     f"message {number} has the role '{role}', which the chat template does not name."
-                    f"{near(role, ROLES)} Known: {', '.join(ROLES)}"
+                    f"{suggest(role, ROLES)} Known: {', '.join(ROLES)}"
                 )
 
 

@@ -113,7 +113,7 @@ def training_memory(
         modules = linear_modules(definition.abstract_params())
         definition = definition.with_lora(asked_lora(config.lora, modules))
     slots = min(MICRO_BATCH_TOKENS, -(-update_tokens // config.gradient_accumulation_steps))
-    tx = optimizers.make(config, stage.registry, total)[0]
+    tx = optimizers.make_optimizer(config, stage.registry, total)[0]
     shape = (-(-slots // longest), longest)
     return (
         definition,

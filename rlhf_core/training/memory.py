@@ -12,13 +12,13 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
-from rlhf_core.mesh import rows_a_device
+from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.models.params import join, split
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
-from rlhf_core.runtime.peak_memory import human, machine_memory
+from rlhf_core.runtime.peak_memory import format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def training_bytes(
     params = definition.abstract_params()
     fixed_paths = fixed_parameters(params, frozen, definition)
     trained, fixed = split(params, fixed_paths)
-    tokens = jax.ShapeDtypeStruct((rows_a_device(mesh, shape[0]), shape[1]), np.int32)
+    tokens = jax.ShapeDtypeStruct((rows_per_device(mesh, shape[0]), shape[1]), np.int32)
 
     def kept(trained: Any, fixed: Any, tokens: Any) -> Any:
         return jax.vjp(lambda p: definition.hidden(join(p, fixed), tokens, tokens, tokens), trained)[1]
@@ -166,8 +166,9 @@ def memory_forecast(
     if there is None or line.bytes <= there:
         return Forecast((line,))
     warning = (
-        f"memory: up to {human(line.bytes)}, and this machine has {human(there)}: raise gradient_accumulation_steps, "
-        "lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an accelerator"
+        f"memory: up to {format_bytes(line.bytes)}, and this machine has {format_bytes(there)}: "
+        "raise gradient_accumulation_steps, lower max_sequence_length, "
+        "train adapters (lora), or compute in bfloat16 on an accelerator"
     )
     return Forecast((line,), (warning,))
 
@@ -189,14 +190,14 @@ def memory_line(
 ) -> MemoryLine:
     """One line: the sum of all parts, and each. dtype: of the computation; None: COMPUTE. mesh: of the devices each of
     which has these parts; None: they are in all."""
-    listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     told = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
     where = "in all"
     if mesh is not None:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         where = f"on {f'each of {mesh.size} devices' if mesh.size > 1 else '1 device'} ({axes})"
     size = sum(parts.values())
-    return MemoryLine(f"memory at most about {human(size)} {where}, {told}: {listed}", size)
+    return MemoryLine(f"memory at most about {format_bytes(size)} {where}, {told}: {listed}", size)
 
 
 def _part(tree: Any, shardings: Any) -> Any:

@@ -1,11 +1,11 @@
 """Where a stranger's slow or fragile code runs: worker processes, and one event loop in a thread of its own."""
 
 from rlhf_core.workers.event_loop import run_async as run_async
-from rlhf_core.workers.named import ByName as ByName
-from rlhf_core.workers.outcomes import DiedError as DiedError
-from rlhf_core.workers.outcomes import RaisedError as RaisedError
-from rlhf_core.workers.outcomes import TooSlowError as TooSlowError
-from rlhf_core.workers.outcomes import UnsendableError as UnsendableError
+from rlhf_core.workers.pickling import ByName as ByName
+from rlhf_core.workers.pickling import UnsendableError as UnsendableError
+from rlhf_core.workers.pool import DiedError as DiedError
 from rlhf_core.workers.pool import Pool as Pool
+from rlhf_core.workers.pool import RaisedError as RaisedError
+from rlhf_core.workers.pool import TooSlowError as TooSlowError
 from rlhf_core.workers.pool import cores as cores
 from rlhf_core.workers.stage_end import close as close

@@ -102,7 +102,7 @@ def _try(work: Any) -> tuple[Any, ...]:
     try:
         return "value", work()
     except BaseException as error:
-        from rlhf_core.errors import InputError, RunError, raised
+        from rlhf_core.errors import InputError, RunError, error_line
 
         if isinstance(error, InputError | RunError):
             try:
@@ -112,7 +112,7 @@ def _try(work: Any) -> tuple[Any, ...]:
                 problems = error.problems if isinstance(error, InputError) else (str(error),)
                 return "refused", (InputError if isinstance(error, InputError) else RunError)(*problems)
         own = os.path.dirname(__file__)
-        return "raised", raised(error, own), type(error).__name__
+        return "raised", error_line(error, own), type(error).__name__
 
 
 def _packed(reply: tuple[Any, ...]) -> bytes:

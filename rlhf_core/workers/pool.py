@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.errors import RunError
 from rlhf_core.workers import stage_end
-from rlhf_core.workers.named import dumps
-from rlhf_core.workers.outcomes import DiedError, RaisedError, TooSlowError
+from rlhf_core.workers.pickling import dumps
 
 CHILD = str(Path(__file__).with_name("child.py"))
 ATTEMPTS, STARTS = 3, 6
@@ -29,6 +28,22 @@ LOAD_SECONDS = 600.0
 """How long a worker may take to import what it calls."""
 SLICE = 0.25
 """Seconds between two looks at whether a process is still there, should its end of the pipe have been inherited."""
+
+
+class TooSlowError(Exception):
+    """The call used up its own limit, of CPU time or of the clock, and its process was ended."""
+
+
+class DiedError(Exception):
+    """The process ended for another reason, on every attempt: no memory, a crash, a signal."""
+
+
+class RaisedError(Exception):
+    """The function raised. The text says what and where; `type_name` is the exception's class."""
+
+    def __init__(self, text: str, type_name: str = "") -> None:
+        super().__init__(text)
+        self.type_name = type_name
 
 
 def cores() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.cli import new
-from rlhf_core.plugins import bare
+from rlhf_core.plugins import empty_host
 from rlhf_core.plugins.component import load_file
 
 packages: Any = load_file(Path(__file__).parents[1] / "shared" / "packages.py")
@@ -30,7 +30,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a new package of every kind into one directory."""
     directory = tmp_path_factory.mktemp("new")
     for kind in new.KINDS:
-        new.write(kind, name_of(kind), directory / kind, bare().registry)
+        new.write(kind, name_of(kind), directory / kind, empty_host().registry)
     return directory
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.runtime.files import sealed
+from rlhf_core.runtime.files import seal
 from rlhf_core.stage import Stage
 
 
@@ -49,7 +49,7 @@ def test_saved_is_what_is_read_and_announced(stage: Stage, told: list[Any]) -> N
     saved = save(stage, FakeModel(b"weights"), max_length=512)
     assert saved.path == stage.dir / "artifacts" / "model"
     assert told == [(stage, saved)]
-    found = artifacts.read(saved.path)
+    found = artifacts.open_artifact(saved.path)
     assert found == saved
     assert (found.name, found.kind, found.metadata["stage"]) == ("model", "reward_model", "rm")
     assert found.metadata["contract"] == {"max_length": 512}
@@ -79,7 +79,7 @@ def test_damage_names_the_file(stage: Stage, harm: bytes | None) -> None:
     victim = path / "deep" / "model.safetensors"
     victim.unlink() if harm is None else victim.write_bytes(harm)
     with pytest.raises(InputError, match=r"deep/model\.safetensors (was changed|is missing)"):
-        artifacts.read(path)
+        artifacts.open_artifact(path)
 
 
 def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
@@ -87,7 +87,7 @@ def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
     (path / "config.json").write_text("[]")
     (path / "deep" / "model.safetensors").write_bytes(b"WEIGHTS")
     with pytest.raises(InputError) as caught:
-        artifacts.read(path)
+        artifacts.open_artifact(path)
     assert len(caught.value.problems) == 2
 
 
@@ -98,15 +98,15 @@ def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
         ("{", "is damaged"),
         ("[]", "is damaged"),
         ('{"format": 1}', "is damaged .it has no checksum"),
-        (sealed({"format": 1}), "is damaged"),
-        (sealed({"format": 9, "versions": {"rlhf-core": "9.0"}}), "format 9.*9.0"),
+        (seal({"format": 1}), "is damaged"),
+        (seal({"format": 9, "versions": {"rlhf-core": "9.0"}}), "format 9.*9.0"),
     ],
 )
 def test_manifests_that_cannot_be_used(tmp_path: Path, manifest: str | None, message: str) -> None:
     if manifest is not None:
         (tmp_path / artifacts.MANIFEST).write_text(manifest)
     with pytest.raises(InputError, match=message):
-        artifacts.read(tmp_path)
+        artifacts.open_artifact(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -120,7 +120,7 @@ def test_full_disk_keeps_the_artifact_that_was_there(stage: Stage, told: list[An
     )
     assert "MiB free" in text
     assert "\n" not in text
-    assert artifacts.read(before.path) == before
+    assert artifacts.open_artifact(before.path) == before
     assert [path.name for path in before.path.parent.iterdir()] == ["model"]
     assert len(told) == 1
 
@@ -163,10 +163,10 @@ def test_every_flipped_bit_of_the_manifest_is_an_error(stage: Stage) -> None:
         content[bit // 8] ^= 1 << bit % 8
         manifest.write_bytes(bytes(content))
         with pytest.raises(InputError, match=r"rlhf_artifact\.json is damaged \(.*run the stage"):
-            artifacts.read(path)
+            artifacts.open_artifact(path)
         assert artifacts.identity(path) != made
     manifest.write_bytes(whole)
-    assert artifacts.read(path).metadata["contract"]["max_length"] == 512
+    assert artifacts.open_artifact(path).metadata["contract"]["max_length"] == 512
 
 
 def test_a_file_that_may_not_be_read_is_a_message(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_file_that_may_not_be_read_is_a_message(stage: Stage, monkeypatch: pyt
 
     monkeypatch.setattr(artifacts, "hash_file", refused)
     with pytest.raises(InputError, match=r"/\S+ cannot be read: Permission denied"):
-        artifacts.read(path)
+        artifacts.open_artifact(path)
 
 
 def test_several_processes_share_the_files_and_what_they_find(
@@ -193,8 +193,8 @@ def test_several_processes_share_the_files_and_what_they_find(
     for process in (1, 0):
         monkeypatch.setattr("jax.process_index", lambda process=process: process)
         monkeypatch.setattr(
-            artifacts, "texts_of_all", lambda text, at=process: [said.setdefault(at, text), said.get(1, "")]
+            artifacts, "gather_texts", lambda text, at=process: [said.setdefault(at, text), said.get(1, "")]
         )
         with pytest.raises(InputError, match=r"model\.safetensors was changed since it was written"):
-            artifacts.read(path, together=True)
+            artifacts.open_artifact(path, together=True)
     assert sorted(hashed) == ["config.json", "model.safetensors"]

@@ -307,7 +307,7 @@ def test_an_error_that_is_not_the_disks_is_raised_as_it_is(
     def broken(_: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(checkpoint, "describe", broken)
+    monkeypatch.setattr(checkpoint, "describe_files", broken)
     opened.save(1, make_state(), host={})
     with pytest.raises(ZeroDivisionError):
         opened.wait()
@@ -375,7 +375,7 @@ def test_one_that_may_not_be_read_is_an_error_not_an_older_state(
     def refused(directory: Path, _: Any) -> list[str]:
         raise PermissionError(errno.EACCES, "Permission denied", str(directory / "host.json"))
 
-    monkeypatch.setattr(checkpoint, "damage", refused)
+    monkeypatch.setattr(checkpoint, "find_damage", refused)
     for step in (None, 2):
         with pytest.raises(RunError, match=r"/2/host\.json cannot be read: Permission denied"):
             opened.restore(abstract(make_state()), step)

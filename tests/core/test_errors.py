@@ -41,4 +41,4 @@ def test_the_place(
     error = caught.value
     here = (__file__, str(tmp_path / "core"))
     expected = "raised OSError: no disk" + (f" ({tmp_path / line})" if line else "")
-    assert errors.raised(error, *here) == expected
+    assert errors.error_line(error, *here) == expected

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.mesh import make_mesh, put_rows, replicated
+from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.hf_config import parse
@@ -59,7 +59,7 @@ def assert_precisions(program: str) -> None:
 
 def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
     """A train state of shapes and shardings, without arrays."""
-    tx, everywhere = adamw(0.1), replicated(mesh)
+    tx, everywhere = adamw(0.1), replicated_sharding(mesh)
 
     def placed(tree: Any, shardings: Any) -> Any:
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)

@@ -6,7 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.metrics import Max, Mean, Min, Moments, Sum, from_json, merge, nothing, read, to_json
+from rlhf_core.metrics import (
+    Max,
+    Mean,
+    Min,
+    Moments,
+    Sum,
+    empty_metric,
+    fetch_metrics,
+    from_json,
+    merge,
+    to_json,
+)
 
 VALUES = np.random.default_rng(0).normal(3.0, 2.0, 24).astype(np.float32)
 WEIGHTS = np.random.default_rng(1).integers(0, 3, 24).astype(np.float32)
@@ -40,11 +51,11 @@ def test_any_split_in_any_order_gives_the_same_numbers(cuts, on_host):
         "min": seen.min(),
         "std": seen.std(ddof=1),
     }
-    assert read(total) == pytest.approx(expected, rel=1e-6)
+    assert fetch_metrics(total) == pytest.approx(expected, rel=1e-6)
 
 
 def test_nothing_counted():
-    empty = read(everything(np.ones(3, np.float32), np.zeros(3, np.float32)))
+    empty = fetch_metrics(everything(np.ones(3, np.float32), np.zeros(3, np.float32)))
     assert math.isnan(empty["mean"])
     assert math.isnan(empty["std"])
     assert empty["max"] == -math.inf
@@ -53,17 +64,19 @@ def test_nothing_counted():
 
 def test_nothing_merged_on_either_side_changes_no_bit():
     some = everything(VALUES, WEIGHTS)
-    none = {name: nothing(metric) for name, metric in some.items()}
+    none = {name: empty_metric(metric) for name, metric in some.items()}
     for whole in (merge(some, none), merge(none, some)):
         assert jax.device_get(whole) == jax.device_get(some)
 
 
 def test_an_element_that_does_not_count_cannot_poison_the_mean():
-    assert read({"m": Mean.of(np.array([1.0, np.nan, np.inf]), np.array([1.0, 0.0, 0.0]))})["m"] == 1.0
+    assert (
+        fetch_metrics({"m": Mean.of(np.array([1.0, np.nan, np.inf]), np.array([1.0, 0.0, 0.0]))})["m"] == 1.0
+    )
 
 
 def test_a_name_in_one_part_only_is_kept():
-    assert read(merge({"a": Sum.of(np.ones(2))}, {"b": Sum.of(np.ones(3))})) == {"a": 2.0, "b": 3.0}
+    assert fetch_metrics(merge({"a": Sum.of(np.ones(2))}, {"b": Sum.of(np.ones(3))})) == {"a": 2.0, "b": 3.0}
 
 
 def test_json_gives_back_the_same_bits():
@@ -72,4 +85,4 @@ def test_json_gives_back_the_same_bits():
     first["none"] = jax.device_get(Max.of(np.zeros(2, np.float32), np.zeros(2, bool)))
     kept = from_json(json.loads(json.dumps(to_json(first))))
     assert kept == first
-    assert read(merge(kept, second)) == read(merge(first, second))
+    assert fetch_metrics(merge(kept, second)) == fetch_metrics(merge(first, second))

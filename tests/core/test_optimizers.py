@@ -138,7 +138,7 @@ def test_the_configs_decay_reaches_every_optimizer(name: str) -> None:
     before = flat(PARAMS)
     for given, decay in (({}, 0.01), ({"weight_decay": DECAY}, DECAY)):
         config = TrainerConfig(optimizer=name, learning_rate=RATE, **given)
-        tx, _ = optimizers.make(config, registry, 10)
+        tx, _ = optimizers.make_optimizer(config, registry, 10)
         found = after(tx, still)
         np.testing.assert_allclose(
             found["score.kernel"], before["score.kernel"] * (1 - RATE * decay), rtol=1e-5, err_msg=name
@@ -161,7 +161,7 @@ def test_a_registered_one_with_its_options_and_the_schedule() -> None:
     config = TrainerConfig(
         optimizer={"name": "signed", "scale": 2.0}, learning_rate=RATE, scheduler="linear", weight_decay=DECAY
     )
-    tx, rate = optimizers.make(config, registry, 10)
+    tx, rate = optimizers.make_optimizer(config, registry, 10)
     given, before = gradients()[:1], flat(PARAMS)
     found = after(tx, given)
     assert seen["rate"] is rate
@@ -173,7 +173,7 @@ def test_a_registered_one_with_its_options_and_the_schedule() -> None:
 def test_gradients_are_clipped_by_their_global_norm(limit: float | None) -> None:
     registry, given, before = plugins.load().registry, gradients()[:1], flat(PARAMS)
     config = TrainerConfig(optimizer="sgd", learning_rate=RATE, weight_decay=0.0, max_grad_norm=limit)
-    found = after(optimizers.make(config, registry, 10)[0], given)
+    found = after(optimizers.make_optimizer(config, registry, 10)[0], given)
     norm = np.sqrt(sum((leaf**2).sum() for leaf in flat(given[0]).values()))
     scale = 1.0 if limit is None else min(1.0, limit / norm)
     for name, gradient in flat(given[0]).items():

@@ -20,7 +20,7 @@ from rlhf_core.mesh import (
     make_mesh,
     param_shardings,
     put_rows,
-    replicated,
+    replicated_sharding,
     row_sharding,
 )
 from rlhf_core.metrics import Mean
@@ -111,7 +111,7 @@ def test_rows_that_the_compiler_cannot_spread(shape: tuple[int, int, int], rows:
     """Four on eight devices; and those that the caller has spread itself, of which each of four parts has eight."""
     mesh, arrays = make_mesh(*shape), cases.problem(rows=rows)
     expected = cases.reference(*arrays, 1.3, 2.5)
-    placed = jax.device_put(arrays, replicated(mesh))
+    placed = jax.device_put(arrays, replicated_sharding(mesh))
     logps_of = partial(token_logps, entropy=True, temperature=1.3, softcap=2.5, chunk=3)
     if mapped:
         parts = PartitionSpec(ROW_AXES)
@@ -190,7 +190,7 @@ def test_a_training_step_sends_no_more_in_more_chunks(
         monkeypatch.setattr(logprobs, "chunk_size", lambda *_: chunk)
         jitted = jax.jit(
             lambda params, batch: accumulate(objective, params, batch, None),
-            out_shardings=Accumulated(spread, replicated(mesh), replicated(mesh)),
+            out_shardings=Accumulated(spread, replicated_sharding(mesh), replicated_sharding(mesh)),
         )
         return sent(jitted.lower(params, abstract_rows(mesh, batch)).compile())
 

@@ -18,7 +18,7 @@ from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.pipeline import Results, read, run
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime.files import unsealed
+from rlhf_core.runtime.files import unseal
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.record import write as write_record
 
@@ -119,7 +119,7 @@ def test_a_changed_input_artifact_is_refused(pipeline: Path, fake: ModuleType) -
 def test_the_same_artifact_made_by_other_versions_is_the_same(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     (path,) = Path("runs/a/base").rglob("rlhf_artifact.json")
-    manifest = unsealed(path.read_bytes())
+    manifest = unseal(path.read_bytes())
     manifest["versions"]["rlhf-gentle"] = "0.1.0"
     artifacts.write_manifest(path.parent, manifest)
     assert go(pipeline, fake).stages["rm"].skipped
@@ -163,7 +163,7 @@ def test_a_stage_that_saved_anything_keeps_its_record(pipeline: Path, fake: Modu
         Path("runs/a/rm/checkpoints", name).mkdir(parents=True)
     with pytest.raises(RunError, match="told to fail"):
         go(pipeline, fake, f"rm.fail={'after' if left == 'an output' else 'error'}")
-    assert unsealed(Path("runs/a/rm/stage.json").read_bytes())["state"] == "running"
+    assert unseal(Path("runs/a/rm/stage.json").read_bytes())["state"] == "running"
 
 
 def test_stopped_is_raised_after_the_last_event(pipeline: Path, fake: ModuleType) -> None:
@@ -253,7 +253,7 @@ def test_an_artifact_that_took_the_place_of_the_stages_own_is_told(pipeline: Pat
 def test_a_version_change_is_said_and_no_reason_to_refuse(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
-    record = unsealed(path.read_bytes())
+    record = unseal(path.read_bytes())
     record["versions"]["rlhf-core"] = "0.0.1"
     del record["versions"]["rlhf-sft"]  # installed since: the stage ran without it
     write_record(path.parent, record)

@@ -57,7 +57,7 @@ def test_names_kinds_and_owners(registry: Registry) -> None:
         registry.add(ADVANTAGE, "group", Child)
     assert registry.owner(ADVANTAGE, "group") == "rlhf-x 1.0"
     assert registry.owner(POLICY_LOSS, "dapo") == f"{__name__}.dapo"
-    assert registry.owned("rlhf-x 1.0") == {"advantage": ["group"]}
+    assert registry.components_of("rlhf-x 1.0") == {"advantage": ["group"]}
 
 
 def test_a_collision_names_both(registry: Registry) -> None:

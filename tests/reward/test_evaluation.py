@@ -126,7 +126,7 @@ def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(tiny, 
     def train(at, **inputs):
         config = RewardConfig(**base, save_directory=tmp_path / at)
         result = RewardTrainer(config, model=model, train_dataset=tiny.pairs(9), **inputs).train()
-        return result, artifacts.read(result.artifact.path).metadata["contract"]
+        return result, artifacts.open_artifact(result.artifact.path).metadata["contract"]
 
     result, contract = train("with", eval_dataset=rows)
     kept = contract["evaluation"]

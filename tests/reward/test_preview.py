@@ -88,4 +88,4 @@ def test_a_long_text_is_cut_on_the_console_only(
     assert prompt.endswith(f"  …{words[-87:]}")
     assert chosen.endswith(f"  {('B ' + words)[:87]}…")
     assert rejected.endswith(f"  {('C ' + words)[:87]}…")
-    assert "contract" in artifacts.read(tmp_path / "artifacts" / "model").metadata
+    assert "contract" in artifacts.open_artifact(tmp_path / "artifacts" / "model").metadata

@@ -47,7 +47,7 @@ def test_from_a_directory_and_lists_of_rows(tiny, language_model, tmp_path, recw
     assert all(np.isfinite(x) for x in result.metrics.values())
     steps = [row["step"] for row in tiny.read_rows(tmp_path / "metrics.jsonl")]
     assert steps == [2, 4]
-    contract = artifacts.read(result.artifact.path).metadata["contract"]
+    contract = artifacts.open_artifact(result.artifact.path).metadata["contract"]
     scores = Scorer.load(result.artifact.path).score_rows(as_records(tiny.pairs(5, seed=1)))
     both = np.concatenate([scores["chosen_score"], scores["rejected_score"]])
     assert (contract["mean"], contract["std"]) == pytest.approx((both.mean(), both.std()), rel=1e-4, abs=1e-6)

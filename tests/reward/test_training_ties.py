@@ -22,7 +22,7 @@ from rlhf_reward.objective import SAME, marked, objective, pair_loss
 
 from rlhf_core import create_state, data
 from rlhf_core.fit.batches import choose_row_layout
-from rlhf_core.metrics import Metric, merge, read
+from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.packing.rows import pack
 
 
@@ -54,7 +54,7 @@ def test_reward(tiny: ModuleType, pairs: Any) -> None:
     metrics: dict[str, Metric] = {}
     for batch in batches:
         metrics = merge(metrics, compute(model.params, batch)[1])
-    found = read(metrics)
+    found = fetch_metrics(metrics)
     assert found["ties"] == pytest.approx((len(trees) - differ(pairs)) / len(trees))
     assert found["accuracy"] <= differ(pairs) / len(trees)
 
@@ -80,7 +80,7 @@ def test_dpo(tiny: ModuleType, pairs: Any) -> None:
         metrics = merge(metrics, found)
     chosen, rejected, present = (np.concatenate(x) for x in zip(*seen, strict=True))
     assert int((chosen == rejected)[present].sum()) == len(known.trees) - differ(pairs)
-    assert read(metrics)["rewards/accuracies"] <= differ(pairs) / len(known.trees)
+    assert fetch_metrics(metrics)["rewards/accuracies"] <= differ(pairs) / len(known.trees)
     assert known.same.sum() == len(known.trees) - differ(pairs)
 
 

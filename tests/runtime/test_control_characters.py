@@ -14,15 +14,15 @@ import pytest
 from rich.table import Table
 
 from rlhf_core.loggers.console import Pace, PlainView, TqdmView
-from rlhf_core.runtime.terminal import SafeConsole, listed, visible
+from rlhf_core.runtime.terminal import SafeConsole, escape_control, indented_list
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
 SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
 
 
 def test_control_characters_are_shown_and_text_is_kept() -> None:
-    assert visible(HOSTILE) == SAFE
-    assert visible("tabs\tand\nlines, ä 漢字 🙂 ✓") == "tabs\tand\nlines, ä 漢字 🙂 ✓"
+    assert escape_control(HOSTILE) == SAFE
+    assert escape_control("tabs\tand\nlines, ä 漢字 🙂 ✓") == "tabs\tand\nlines, ä 漢字 🙂 ✓"
 
 
 def test_tables_and_lists_show_them() -> None:
@@ -33,7 +33,7 @@ def test_tables_and_lists_show_them() -> None:
     assert SAFE in out.getvalue()
     for forbidden in ("\x1b]0", "\x07", "\x9b", "\u202e", "\x7f"):
         assert forbidden not in out.getvalue()
-    assert "\x1b" not in listed(HOSTILE, [HOSTILE])
+    assert "\x1b" not in indented_list(HOSTILE, [HOSTILE])
 
 
 @pytest.mark.parametrize("view", [PlainView, TqdmView])

@@ -19,8 +19,8 @@ from rlhf_core.runtime.files import (
     append_line,
     make_directory,
     remove_leftovers,
-    sealed,
-    unsealed,
+    seal,
+    unseal,
     write_atomic,
 )
 
@@ -243,17 +243,17 @@ def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: py
 
 def test_what_is_sealed_comes_back_and_nothing_else_is_taken() -> None:
     record = {"b": [1, 0.1, None], "a": "é\x1b", "n": {"x": True}}
-    assert unsealed(sealed(record).encode()) == record
-    assert list(unsealed(sealed(record).encode())) == ["b", "a", "n"]
+    assert unseal(seal(record).encode()) == record
+    assert list(unseal(seal(record).encode())) == ["b", "a", "n"]
     for content, reason in (
         (b"", "Expecting value"),
         (b"[]", "no JSON object"),
         (b"{}", "no checksum"),
         (b"[" * 100_000, "nested too deeply"),
-        (sealed(record).replace("1", "2").encode(), "checksum is of other content"),
+        (seal(record).replace("1", "2").encode(), "checksum is of other content"),
     ):
         with pytest.raises(ValueError, match=reason):
-            unsealed(content)
+            unseal(content)
 
 
 def test_a_lone_surrogate_is_written_as_json_writes_it(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "pro
 
 PROGRAM = """
 import sys, time
-from rlhf_core import exits, launch, peers, signals
+from rlhf_core.cli import exits
+from rlhf_core.runtime import launch, peers, signals
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.runtime.launchers import Place
+from rlhf_core.runtime.launch import Place
 process, count, port, *what = sys.argv[1:]
 peers.GRACE_SECONDS = 1.0
 launch.TAKEN_PORT_SECONDS, launch.STRANGER_SECONDS, launch.ANSWER_SECONDS = 1.0, 2.0, 1.0
@@ -33,7 +34,7 @@ def command():
     links = launch.gather(place) if place.process == 0 else {0: launch.reach(place)}
     peers.watch(place.process, place.count, links)
     print("joined", flush=True)
-    with peers.running():
+    with peers.joint_run():
         exec(what[0])
 
 with signals.stop_signals():
@@ -154,7 +155,7 @@ peers._watch.running -= 1  # as in a script, outside of any run
 for number in range(2):
     time.sleep(number * place.process)
     try:
-        with peers.running():
+        with peers.joint_run():
             raise InputError('wrong')
     except InputError:
         pass
@@ -166,7 +167,7 @@ time.sleep(3)
 
 def test_files_are_written_before_an_end(job: Job, tmp_path: Path) -> None:
     file = tmp_path / "written"
-    writes = f"with peers.writing():\n time.sleep(4)\n open({str(file)!r}, 'w').close()\n{WAITS}"
+    writes = f"with peers.hold_end():\n time.sleep(4)\n open({str(file)!r}, 'w').close()\n{WAITS}"
     job.start(writes, "raise Stopped('no time')")
     assert [code for code, _ in job.ended()] == [75, 75]
     assert file.exists()

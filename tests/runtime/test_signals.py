@@ -41,7 +41,7 @@ def test_each_asks_and_the_handlers_come_back(number: signal.Signals) -> None:
         with pytest.raises(Stopped, match=f"stopped by {number.name} before it began; nothing is lost"):
             signals.stop_if_asked("before it began")
     assert [signal.getsignal(each) for each in NUMBERS] == before
-    assert not signals.asked()
+    assert not signals.stop_requested()
     signals.stop_if_asked("afterwards")
 
 

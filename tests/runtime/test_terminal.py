@@ -34,10 +34,10 @@ def test_what_is_piped(
 
 
 def test_lists_are_wrapped_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert terminal.listed("title", [WORDS, "last"]) == f"title\n  {WORDS}\n  last"
+    assert terminal.indented_list("title", [WORDS, "last"]) == f"title\n  {WORDS}\n  last"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
-    title, first, second, *_, last = terminal.listed("title", [WORDS, "last"]).splitlines()
+    title, first, second, *_, last = terminal.indented_list("title", [WORDS, "last"]).splitlines()
     assert (title, last) == ("title", "  last")
     assert first.startswith("  three words")
     assert second.startswith("    ")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf_core.mesh import put_rows, replicated
+from rlhf_core.mesh import put_rows, replicated_sharding
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model, load_model
 from rlhf_core.models.params import join, paths, split
@@ -104,7 +104,7 @@ def measured(model: Model) -> dict[str, np.ndarray]:
 
 def _host(mesh: Any, tree: Any) -> Any:
     """Whole arrays on every process."""
-    return jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(tree))
+    return jax.device_get(jax.jit(lambda x: x, out_shardings=replicated_sharding(mesh))(tree))
 
 
 def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:

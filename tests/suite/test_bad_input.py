@@ -45,7 +45,7 @@ def assert_whole(directory: Path) -> None:
     from rlhf_core import artifacts
 
     assert json.loads((directory / "stage.json").read_text())["state"] == "done"
-    artifacts.read(directory / "artifacts/model")
+    artifacts.open_artifact(directory / "artifacts/model")
     steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
     assert not [path for path in directory.rglob(".*") if path.suffix in (".tmp", ".replaced")]

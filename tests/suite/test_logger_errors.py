@@ -101,7 +101,7 @@ def test_two_loggers_of_one_class() -> None:
                 raise KeyError(step)
 
     for failing in (0, 1):
-        host = plugins.bare()
+        host = plugins.empty_host()
         for index in (0, 1):
             host.pm.register(Second(fails=index == failing), name=f"logger '{index}'")
         stage: Any = type("Stage", (), {"name": "base"})

@@ -91,9 +91,9 @@ def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [*known(group=group), point], raising=True
     )
-    plugins.installed.cache_clear()
+    plugins.installed_registry.cache_clear()
     yield
-    plugins.installed.cache_clear()
+    plugins.installed_registry.cache_clear()
     sys.modules.pop(plugin.stem, None)
 
 

@@ -40,7 +40,7 @@ def poisoned_token(inputs: Any) -> LossOutput:
 
 def last_state(model: Any, config: Any, directory: Path) -> tuple[int, Any]:
     """The newest checkpoint of a run, its step and state."""
-    tx, _ = optimizers.make(config, plugins.load().registry, 6)
+    tx, _ = optimizers.make_optimizer(config, plugins.load().registry, 6)
     checkpoints = Checkpoints(directory / "checkpoints", keep=None)
     found = checkpoints.restore(abstract_state(create_state(model, tx)))
     checkpoints.close()

@@ -13,7 +13,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.directory_lock import lock
-from rlhf_core.runtime.files import unsealed
+from rlhf_core.runtime.files import unseal
 
 BASE: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -147,7 +147,7 @@ def test_two_trainers_do_not_share_a_directory(tiny: ModuleType, tmp_path: Path)
 def stopped_at(run: Run, step: int, directory: Path) -> None:
     """A directory as it is after a run that was killed once update `step` was saved."""
     shutil.copytree(run.directory / "checkpoints" / str(step), directory / "checkpoints" / str(step))
-    record = unsealed((run.directory / "stage.json").read_bytes())
+    record = unseal((run.directory / "stage.json").read_bytes())
     record.write(directory, {**record, "state": "running"})
 
 

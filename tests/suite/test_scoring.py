@@ -61,7 +61,7 @@ def save(path: Path, model: Model, kind: str, contract: Contract | None) -> Path
         "name": "model",
         "kind": kind,
         "stage": "rm",
-        "files": artifacts.describe(path),
+        "files": artifacts.describe_files(path),
         "versions": {},
         "contract": {} if contract is None else contract.to_dict(),
     }

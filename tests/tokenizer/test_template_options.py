@@ -19,7 +19,7 @@ from rlhf_core.data.whole_sequences import encode_whole
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.plugins.component import load_file
-from rlhf_core.runtime.files import sealed
+from rlhf_core.runtime.files import seal
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.stage import text_settings
 from rlhf_core.tokenizer import TextOptions, load_tokenizer, render, template_hash
@@ -167,7 +167,7 @@ def test_a_run_keeps_the_day_on_which_it_was_begun(tmp_path: Path) -> None:
     artifact.mkdir(parents=True)
     manifest = {"format": 1, "name": "model", "kind": "language_model", "files": {}}
     described = {**manifest, "contract": {"template_date": "2025-12-24"}}
-    (artifact / "rlhf_artifact.json").write_text(sealed(described))
+    (artifact / "rlhf_artifact.json").write_text(seal(described))
     from_model = TrainerConfig(model=str(artifact))
     assert text_settings.template_date(from_model, stage) == "2025-12-24"  # type: ignore[arg-type]
     set_ = from_model.replace(template_date="2020-02-20")

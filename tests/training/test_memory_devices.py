@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core import optimizers
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_a_device
+from rlhf_core.mesh import make_mesh, planned_mesh, put_rows, rows_per_device
 from rlhf_core.metrics import Mean
 from rlhf_core.models import fresh_model
 from rlhf_core.state import create_state
@@ -98,7 +98,7 @@ def test_activations_are_those_of_a_devices_rows(tiny: ModuleType) -> None:
     assert activations(16, planned_mesh(8)) == activations(16, planned_mesh(8, fsdp=8)) == activations(2)
     assert activations(16, planned_mesh(8, tensor=8)) == activations(16)
     assert activations(3, planned_mesh(8)) == activations(1)  # five devices compute empty rows
-    assert [rows_a_device(planned_mesh(8, fsdp=2, tensor=2), n) for n in (1, 4, 5)] == [1, 1, 2]
+    assert [rows_per_device(planned_mesh(8, fsdp=2, tensor=2), n) for n in (1, 4, 5)] == [1, 1, 2]
 
 
 def test_devices_that_are_not_here(tiny: ModuleType) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.metrics import Mean, Metric, read
+from rlhf_core.metrics import Mean, Metric, fetch_metrics
 from rlhf_dpo.objective import inputs_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Evaluation:
         pairs, which = self.reader.pairs, self.reader.which
         logps = self.reader(self.stored(state.params))
         loss, metrics = self._measure(logps, pairs.reference[which], pairs.tokens[which])
-        return read({**metrics, "loss": loss})
+        return fetch_metrics({**metrics, "loss": loss})
 
 
 def _measured(

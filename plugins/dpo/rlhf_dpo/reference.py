@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rlhf_core import data
 from rlhf_core.fit.batches import pack_chunks
 from rlhf_core.fit.compute import compute_batches
-from rlhf_core.mesh import replicated
+from rlhf_core.mesh import replicated_sharding
 from rlhf_core.packing import Layout
 from rlhf_dpo.objective import SAME, sequence_logps
 
@@ -83,7 +83,7 @@ class Reader:
         """which: int [n], the pairs to read; at_once: how many are packed together."""
         self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
         self._mesh = mesh
-        self._logps = jax.jit(partial(sequence_logps, model), out_shardings=replicated(mesh))
+        self._logps = jax.jit(partial(sequence_logps, model), out_shardings=replicated_sharding(mesh))
 
     def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
         """Return float32 [n, 2], nats: of the chosen and of the rejected completion. which: instead of the reader's."""

@@ -55,7 +55,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
     evaluate = None
     if held_out is not None:
         evaluate = Evaluation(held_out, reference, measure, beta=config.beta, stored=model.as_stored)
-    tx, schedule = optimizers.make(config, stage.registry, updates.total)
+    tx, schedule = optimizers.make_optimizer(config, stage.registry, updates.total)
     fitted = fit(
         stage,
         config,

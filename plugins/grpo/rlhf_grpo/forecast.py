@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from rlhf_core import POLICY_LOSS, PolicyInputs, data
 from rlhf_core.config.warnings import config_warnings as shared_warnings
 from rlhf_core.contracts import Forecast
-from rlhf_core.mesh import rows_a_device
+from rlhf_core.mesh import rows_per_device
 from rlhf_core.rollouts import forecast_rewards
-from rlhf_core.sampling import slots_a_device
+from rlhf_core.sampling import slots_per_device
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import cache_bytes, memory_forecast, scoring_bytes
@@ -60,8 +60,8 @@ def forecast(config: GRPOConfig, stage: Stage) -> Forecast:
         context = hf_config.get("max_position_embeddings")
         if config.keeps_reference:
             parts["reference"] = parts["gradients"]  # a copy of what is trained
-        asked = rows_a_device(stage.planned_mesh, config.prompts_per_rollout)
-        slots = slots_a_device(None, asked * config.num_generations)
+        asked = rows_per_device(stage.planned_mesh, config.prompts_per_rollout)
+        slots = slots_per_device(None, asked * config.num_generations)
         cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, asked, longest)
         parts["rollout cache"] = cache
         if stage.planned_mesh is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.mesh import abstract_rows, put_rows, replicated
+from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding
 from rlhf_core.models.params import join, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_grpo.minibatches import locate, on_host
@@ -53,7 +53,7 @@ class Reference:
 
     @cached_property
     def _gather(self) -> Any:
-        return jax.jit(lambda x: x, out_shardings=replicated(self._mesh))
+        return jax.jit(lambda x: x, out_shardings=replicated_sharding(self._mesh))
 
     def compile(self, params: Any, share: float) -> None:
         """Start to compile what `move` runs, for a policy that is placed like `params`; nothing is computed."""

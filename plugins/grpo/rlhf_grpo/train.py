@@ -65,7 +65,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         warm_up(held_out.collector.sampler, model, held_out.collector.prompts.ids[: held_out.count])
     _warn(config, stage, model, updates.total, int(sizes.max()))
 
-    tx, schedule = optimizers.make(config, registry, updates.total)
+    tx, schedule = optimizers.make_optimizer(config, registry, updates.total)
     shown = held_out or FixedPrompts(collector, len(prompts), config.num_preview_samples, model.as_stored)
     fitted = fit(
         stage,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import AdvantageInputs
-from rlhf_core.errors import InputError, RunError, raised
+from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.fit.batches import empty_batches
 from rlhf_core.packing.rows import Layout, Packed, pack
 from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
@@ -144,7 +144,7 @@ def compute_advantages(
     except (InputError, RunError):
         raise
     except Exception as error:
-        raise RunError(f"{what} {raised(error, HERE)}") from error
+        raise RunError(f"{what} {error_line(error, HERE)}") from error
     longest = int(np.max(inputs.lengths))
     if out.shape != shape and not (out.ndim == 3 and out.shape[:2] == shape and out.shape[2] >= longest):
         raise RunError(

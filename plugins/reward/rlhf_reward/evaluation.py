@@ -18,8 +18,8 @@ from rlhf_core import PairInputs
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.fit.batches import evaluation_batches
 from rlhf_core.fit.compute import compute_batches
-from rlhf_core.mesh import replicated
-from rlhf_core.metrics import read
+from rlhf_core.mesh import replicated_sharding
+from rlhf_core.metrics import fetch_metrics
 from rlhf_core.objective import sequence_scores
 from rlhf_reward.metrics import calibration_bins, histograms, measures
 
@@ -65,7 +65,7 @@ class Evaluation:
         self.subsets = subsets[:count]
         self.mesh = mesh
         self.stored, self.say = stored, say
-        self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated(mesh))
+        self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated_sharding(mesh))
         self._measure = jax.jit(measure)
         self._found: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
 
@@ -98,7 +98,9 @@ class Evaluation:
         # As a loss gets them in training: what NumPy's arrays lack, `.at` for one, is there.
         pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
         loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
-        return read({**metrics, "loss": loss}) | measures(chosen, rejected, self.lengths, self.subsets)
+        return fetch_metrics({**metrics, "loss": loss}) | measures(
+            chosen, rejected, self.lengths, self.subsets
+        )
 
 
 def subsets_of(records: Records, pairs: Pairs) -> list[str | None]:

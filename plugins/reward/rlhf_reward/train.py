@@ -42,7 +42,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     measure = _measure(config, stage)
     loss = objective(model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
-    tx, schedule = optimizers.make(config, stage.registry, updates.total)
+    tx, schedule = optimizers.make_optimizer(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     preview = evaluate and Preview(evaluate, model.tokenizer, stage, config.num_preview_samples)
     fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=preview)

@@ -26,7 +26,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
     train = open_texts(config, stage, model.tokenizer, "train_data")
     assert train is not None
     model, updates = dataset_updates(model, config, stage, train, train.trees(), reads_tokens=True)
-    tx, schedule = optimizers.make(config, stage.registry, updates.total)
+    tx, schedule = optimizers.make_optimizer(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhf_core import __version__, contracts
 from rlhf_core.contracts import Kind
-from rlhf_core.errors import InputError, near
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.registry import Registry
 from rlhf_core.runtime.files import fill_directory, write_atomic
 
@@ -85,7 +85,7 @@ def write(kind: str, name: str, directory: Path | None, registry: Registry) -> W
 def _wrong(kind: str, words: str, registry: Registry) -> list[str]:
     problems = []
     if kind not in KINDS:
-        problems.append(f"no kind '{kind}'.{near(kind, KINDS)} There are: {', '.join(KINDS)}")
+        problems.append(f"no kind '{kind}'.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}")
     name = words.replace("-", "_")
     if not NAME.fullmatch(words):
         problems.append(

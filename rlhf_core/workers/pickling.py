@@ -16,9 +16,11 @@ import types
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.workers.outcomes import UnsendableError
-
 FILE_PREFIX = "rlhf_file_"
+
+
+class UnsendableError(Exception):
+    """The function cannot be found again in another process. The text says why."""
 
 
 def file_module_name(path: Path, source: bytes) -> str:
@@ -55,7 +57,7 @@ class _Pickler(pickle.Pickler):
             same = False
         if not same:
             raise UnsendableError(f"{thing.__qualname__} is no attribute of a module")
-        return find, (module.__name__, str(file), thing.__qualname__)
+        return load_attribute, (module.__name__, str(file), thing.__qualname__)
 
 
 class ByName:
@@ -65,15 +67,15 @@ class ByName:
         self.names = module, attribute
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return imported, self.names
+        return import_attribute, self.names
 
 
-def imported(module: str, attribute: str) -> Any:
+def import_attribute(module: str, attribute: str) -> Any:
     """Import a module and get one of its attributes."""
     return getattr(importlib.import_module(module), attribute)
 
 
-def find(module_name: str, file: str, attribute: str) -> Any:
+def load_attribute(module_name: str, file: str, attribute: str) -> Any:
     """Load the module, by its name where that leads to the same file, else from the file, and get the attribute."""
     module = sys.modules.get(module_name) or _imported(module_name, file) or _from_file(module_name, file)
     return operator.attrgetter(attribute)(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.launchers import Place, find
+from rlhf_core.runtime.launch import Place, find_place
 
 GIVEN = {"JAX_COORDINATOR_ADDRESS": "node1:8476", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 OPEN_MPI_4 = {
@@ -30,12 +30,12 @@ SLURM = {
 
 
 def test_alone() -> None:
-    assert find({}) is None
-    assert find({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
+    assert find_place({}) is None
+    assert find_place({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) is None
 
 
 def test_the_three_variables() -> None:
-    assert find(GIVEN) == Place("node1:8476", 3, 4)
+    assert find_place(GIVEN) == Place("node1:8476", 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_three_variables() -> None:
 )
 def test_variables_that_cannot_be_right(change: dict[str, str], named: str) -> None:
     with pytest.raises(InputError, match=named):
-        find(GIVEN | change)
+        find_place(GIVEN | change)
 
 
 def test_slurm_and_open_mpi_4_as_jax_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,19 +58,19 @@ def test_slurm_and_open_mpi_4_as_jax_reads_them(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             for key, value in environment.items():
                 patched.setenv(key, value)
-            place = find(environment)
+            place = find_place(environment)
             assert place is not None
             assert (place.process, place.count) == (1, 2)
             assert place.host == expected.partition(":")[0]
 
 
 def test_open_mpi_5_on_one_machine() -> None:
-    place, first = find(OPEN_MPI_5), find(OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "0"})
+    place, first = find_place(OPEN_MPI_5), find_place(OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "0"})
     assert place is not None
     assert first is not None
     assert (place.process, place.count, place.devices, place.host) == (1, 2, [1], "127.0.0.1")
     assert place.address == first.address
-    other = find(OPEN_MPI_5 | {"PMIX_NAMESPACE": "prterun-node1-4712@1"})
+    other = find_place(OPEN_MPI_5 | {"PMIX_NAMESPACE": "prterun-node1-4712@1"})
     assert other is not None
     assert other.address != place.address
 
@@ -78,5 +78,5 @@ def test_open_mpi_5_on_one_machine() -> None:
 def test_open_mpi_5_on_several_machines() -> None:
     several = OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     with pytest.raises(InputError, match="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:8476"):
-        find(several)
-    assert find(several | {"JAX_COORDINATOR_ADDRESS": "node1:9000"}) == Place("node1:9000", 1, 2, [0])
+        find_place(several)
+    assert find_place(several | {"JAX_COORDINATOR_ADDRESS": "node1:9000"}) == Place("node1:9000", 1, 2, [0])
