@@ -1,4 +1,4 @@
-"""The tables of results/growth.jsonl into docs/benchmarks.md, between their marks.
+"""The tables of results/growth.jsonl into docs/results/benchmarks.md, between their marks.
 
 python benchmarks/growth/tables.py
 """
