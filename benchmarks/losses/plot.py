@@ -101,7 +101,9 @@ def draw(picture: Picture, figure: Any) -> None:
         if picture.beside is not None:
             label, other = picture.beside
             beside = curves(other, ratios, advantage)[1]
-            panel.plot(ratios, beside, color=BESIDE, linestyle="-.", linewidth=1.2, label=f"gradient, {label}")
+            panel.plot(
+                ratios, beside, color=BESIDE, linestyle="-.", linewidth=1.2, label=f"gradient, {label}"
+            )
         panel.set_xlabel("r, A = +1" if advantage > 0 else "r, A = −1")
         panel.set_xlim(low, high)
         panel.ticklabel_format(useOffset=False)

@@ -1,9 +1,10 @@
-"""docs/how-to/dpo.md and plugins/dpo/README.md: what they show runs, and their tables are the losses'."""
+"""The pages on DPO: what they show runs, and their tables are the losses'."""
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,8 @@ from rlhf_dpo.losses import LOSSES
 
 from rlhf_core import cli, mesh
 
-PAGES = ("docs/how-to/dpo.md", "plugins/dpo/README.md")
+PAGES = ("docs/reference/trainers/dpo.md", "plugins/dpo/README.md")
+LOSSES_PAGE = "docs/reference/losses/dpo.md"
 
 
 @pytest.fixture
@@ -78,8 +80,26 @@ def test_the_readme_runs(
     assert "16 pairs" in said[0]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [LOSSES_PAGE, PAGES[1]])
 def test_every_loss_is_in_the_table(repository: Path, page: str) -> None:
     text = (repository / page).read_text(encoding="utf-8")
-    named = re.findall(r"^\| (?:dpo loss \| )?`(\w+)`(?:, `label_smoothing` ε)? \|", text, re.MULTILINE)
+    named = re.findall(r"^\| (?:dpo loss \| `|\[`)(\w+)`(?:\]\(#\w+\))? \|", text, re.MULTILINE)
     assert set(LOSSES) <= set(named)
+
+
+def test_every_loss_has_a_section_and_its_options(repository: Path) -> None:
+    from rlhf_dpo import DPO_LOSS, DPOConfig
+
+    from rlhf_core import plugins
+    from rlhf_core.config import build
+
+    text, registry = (repository / LOSSES_PAGE).read_text(encoding="utf-8"), plugins.load().registry
+    for name, cell in re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| (.*?) \|", text, re.MULTILINE):
+        assert f"\n## {name}\n" in text
+        options = tomllib.loads("\n".join(re.findall(r"`(.*?)`", cell)))
+        fields = registry._entry(DPO_LOSS, name).options
+        assert set(options) == set(fields), name
+        assert registry.get(DPO_LOSS, name, **options) == registry.get(DPO_LOSS, name)
+    for language, block in blocks(repository, LOSSES_PAGE):
+        assert language == "toml"
+        build(DPOConfig, tomllib.loads(block), where=LOSSES_PAGE, registry=registry)

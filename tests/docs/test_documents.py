@@ -32,10 +32,9 @@ class Page(NamedTuple):
 PAGES = [
     Page("docs/tutorial/your_own_data.md", fails=("rlhf data shop.csv",)),
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
-    Page("docs/explanation/rows.md"),
-    Page("docs/explanation/step.md"),
+    Page("docs/explanation/update.md"),
 ]
-SHOWN = ["docs/reference/numerics.md", *(page.path for page in PAGES)]
+SHOWN = [page.path for page in PAGES]
 """Pages whose toml blocks, where they are no files, are fields of a trainer."""
 
 
@@ -49,6 +48,7 @@ def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "examples/quickstart").mkdir(parents=True)
     for file in (REPOSITORY / "examples/quickstart").glob("*.py"):
         shutil.copy(file, tmp_path / "examples/quickstart")
+    shutil.copy(REPOSITORY / "examples/make_data.py", tmp_path)
     return tmp_path
 
 
@@ -74,6 +74,30 @@ def test_fields_that_a_page_shows_are_those_of_a_trainer(page: str) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in documents.links(page):
         assert (page.parent / target).exists(), f"{page.relative_to(REPOSITORY)} links to {target}"
+
+
+def test_docs_are_few() -> None:
+    assert (
+        len(
+            [
+                path
+                for path in (REPOSITORY / "docs").rglob("*")
+                if path.is_file() and "__pycache__" not in path.parts
+            ]
+        )
+        <= 40
+    )
+
+
+@pytest.mark.parametrize("page", EVERY, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_anchors_are_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        text = (
+            (page.parent / target).read_text(encoding="utf-8") if target else page.read_text(encoding="utf-8")
+        )
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        known = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in known, f"{page.relative_to(REPOSITORY)} links to {target}#{anchor}"
 
 
 def test_every_page_with_code_is_in_a_test() -> None:
