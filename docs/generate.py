@@ -2,9 +2,8 @@
 
     python docs/generate.py
 
-Fields are written between marks into pages that have more to say, the others are whole pages. A test compares the files
-with what this writes. Descriptions stand in the code, beside the field, option or hook that they describe. Only what this
-repository registers is listed, whatever else is installed.
+Fields are written between marks, the other pages whole; a test compares the files with what this writes. Descriptions
+stand in the code, beside the field, option or hook. Only what this repository registers is listed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ NOTE = "*Written by [generate.py](../generate.py) from the code; change it there
 MARKS = ("<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->")
 KINDS = {
     "trainer": "what a stage's `trainer` names: a `Trainer`, its configuration and a function that runs it",
-    "pairwise loss": "a value per pair, from the scores of the chosen and the rejected reply: `loss` of a reward stage",
-    "dpo loss": "a value per pair, from log-probabilities of the chosen and the rejected completion: `loss` of a DPO stage",
+    "pairwise loss": "a value per pair, from the scores of chosen and rejected replies: `loss` of a reward stage",
+    "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO stage",
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
     "advantage": "advantages of groups of completions, from their rewards: `advantage` of a GRPO stage",
     "attention": "attention within rows: `attention` of any stage",

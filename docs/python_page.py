@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import itertools
 import re
 import textwrap
 from collections import defaultdict
@@ -54,7 +55,7 @@ TASKS = (
     Task(
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
-        "open_prompts Prompts encode_prompts require_known open_sampler SamplerInputs SamplingOptions Rollouts "
+        "open_prompts Prompts require_known open_sampler SamplerInputs SamplingOptions Rollouts "
         "slots_a_device stop_table warm_up open_rewards WeightedReward Reward set_up check_columns reward_inputs "
         "RewardInputs measure score completion total_reward rollout_metrics empty_warning snapshots restore "
         "AdvantageInputs group_advantages",
@@ -67,7 +68,7 @@ TASKS = (
     ),
     Task(
         "Write an objective",
-        "An objective returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
+        "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
         "Objective trained_weight trained_sequence loss_output try_loss LossOutput PolicyInputs PairInputs DPOInputs "
         "PolicyLoss PairwiseLoss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric results read",
     ),
@@ -230,7 +231,7 @@ def _constant(promise: Promise) -> str:
         return _sentence(promise.thing)
     module = importlib.import_module(promise.module)
     body = ast.parse(inspect.getsource(module)).body
-    for statement, below in zip(body, body[1:], strict=False):
+    for statement, below in itertools.pairwise(body):
         targets = (
             statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         )

@@ -45,7 +45,7 @@ def vote(order):
     mistake = random.choice(["forgotten", "forgotten", "forgotten", "invented", "swapped"])
     answers = [(sorted(order), random.randint(0, 9)), (wrong(order, mistake), random.randint(0, 2))]
     random.shuffle(answers)
-    texts, counts = zip(*answers)
+    texts, counts = zip(*answers, strict=True)
     return {
         "question": f"sort {' '.join(order)} :",
         "answers": [" ".join(text) for text in texts],

@@ -8,12 +8,14 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import numpy as np
 import pytest
 from rlhf_dpo.losses import LOSSES
 
-from rlhf_core import cli, mesh
+from rlhf_core import cli
+from rlhf_core.plugins.component import load_file
+
+documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 
 PAGES = ("docs/reference/trainers/dpo.md", "plugins/dpo/README.md")
 LOSSES_PAGE = "docs/reference/losses/dpo.md"
@@ -23,9 +25,7 @@ LOSSES_PAGE = "docs/reference/losses/dpo.md"
 def place(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with the model and the data that the pages name; one device."""
     monkeypatch.chdir(tmp_path)
-    make, one = mesh.make_mesh, jax.devices()[:1]
-    monkeypatch.setattr("rlhf_core.training.open.make_mesh", lambda: make(devices=one))
-    monkeypatch.setattr(mesh, "make_mesh", lambda *sizes, **named: make(*sizes, **{**named, "devices": one}))
+    documents.on_one_device(monkeypatch)
     tiny.make_model(scale=4.0).save("base")
     tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(16))
     tiny.write_rows(tmp_path / "heldout.jsonl", tiny.pairs(6, seed=1))

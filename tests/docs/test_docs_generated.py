@@ -83,5 +83,5 @@ def test_every_promised_name_has_one_task_and_says_something(
 
 def test_a_promised_name_without_a_task_is_an_error(generate: ModuleType) -> None:
     page = generate.python_page
-    with pytest.raises(ValueError, match="under no task.*rlhf_core.unheard_of"):
+    with pytest.raises(ValueError, match=r"under no task.*rlhf_core\.unheard_of"):
         page.by_task([*page.promises(), page.Promise("rlhf_core", "unheard_of", len)])
