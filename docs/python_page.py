@@ -219,6 +219,8 @@ def _is_simple(value: Any) -> bool:
 def _sentence(thing: Any) -> str:
     """The first sentence of a docstring; of what dataclass or NamedTuple made up, nothing."""
     text = (vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__) or ""
+    if not text and inspect.isclass(thing):
+        text = getattr(vars(thing).get("__call__"), "__doc__", None) or ""  # of a protocol
     if inspect.isclass(thing) and text.startswith(f"{thing.__name__}("):
         return "a struct."
     first = joined(inspect.cleandoc(text).split("\n\n")[0])

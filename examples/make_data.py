@@ -25,7 +25,9 @@ def shop():
         for colour in colours:
             yes = (i + len(colour)) % 2
             answer = f"Yes, the {item} comes in {colour}." if yes else f"No {colour} {item}, sorry."
-            rows.append({"question": f"Do you have the {item} in {colour}?", "answer": answer, "topic": "colours"})
+            rows.append(
+                {"question": f"Do you have the {item} in {colour}?", "answer": answer, "topic": "colours"}
+            )
     rows.append(rows[0])
     rows.append({"question": "Do you have gift cards?", "answer": "", "topic": "gifts"})
     with open("shop.csv", "w", newline="") as file:
