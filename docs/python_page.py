@@ -182,13 +182,10 @@ def _item(promise: Promise) -> str:
     """`module.name(signature)`: first sentence. Methods."""
     thing = promise.thing
     call = _signature(thing) if _is_called(thing) else ""
-    about = (
-        _constant(promise) if not (inspect.isroutine(thing) or inspect.isclass(thing)) else _sentence(thing)
-    )
+    about = _sentence(thing) if inspect.isroutine(thing) or inspect.isclass(thing) else _constant(promise)
     methods = ", ".join(f"`{name}{_signature(method)}`" for name, method in _methods(thing))
-    text = f"- `{promise.module}.{promise.name}{call}`: {about}" + (
-        f" Methods: {methods}." if methods else ""
-    )
+    text = f"- `{promise.module}.{promise.name}{call}`" + (f": {about}" if about else "")
+    text += f" Methods: {methods}." if methods else ""
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
