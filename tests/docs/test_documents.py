@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -90,6 +91,28 @@ def test_anchors_are_headings(page: Path) -> None:
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         known = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert anchor in known, f"{page.relative_to(REPOSITORY)} links to {target}#{anchor}"
+
+
+def test_files_that_the_architecture_names_are_there() -> None:
+    text = (REPOSITORY / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    places = [REPOSITORY / "rlhf_core", *REPOSITORY.glob("plugins/*")]
+    named = re.findall(r"`((?:rlhf_)?[\w/]+(?:\.py|/))`", text)
+    assert len(named) > 60
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+def test_the_rooms_and_layers_of_the_architecture_are_the_code_s() -> None:
+    text = (REPOSITORY / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    rooms, layers = text.partition("## Layers")[0], text.partition("```text\n")[2].partition("```")[0]
+    core = REPOSITORY / "rlhf_core"
+    there = {path.name for path in core.iterdir() if path.suffix == ".py"}
+    there |= {f"{path.name}/" for path in core.iterdir() if (path / "__init__.py").exists()}
+    cells = "\n".join(re.findall(r"^\| (`.*?`) \|", rooms, re.MULTILINE))
+    assert set(re.findall(r"`(\w+(?:\.py|/))`", cells)) == there
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (linted,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    assert layers.splitlines() == linted
 
 
 def test_every_page_with_code_is_in_a_test() -> None:
