@@ -31,7 +31,7 @@ def read() -> dict[str, list[dict[str, Any]]]:
 
 
 def plain_flops(row: Row) -> float:
-    """2 · N · tokens per pass, N the parameters that multiply a token: 6 · N · tokens with gradients."""
+    """Compute 2 · N · tokens per pass, N the parameters that multiply a token: 6 · N · tokens with gradients."""
     return 2.0 * PASSES[row["work"]] * row["matrix_parameters"] * row["tokens"]
 
 
@@ -40,7 +40,7 @@ def unshared_tokens(row: Row) -> int:
 
 
 def sent(row: Row) -> float:
-    """Bytes of all collectives, a device."""
+    """Count bytes of all collectives, per device."""
     return float(sum(size for _, size in row["collectives"].values()))
 
 

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 
 FILE = task.REPOSITORY / "benchmarks/learning/results/learning.svg"
 TRAINERS = {"ours": ("rlhf-grpo", "#0072b2", "-"), "trl": ("TRL 1.16.0", "#d55e00", "--")}
-"""Label, colour (Okabe and Ito's, told apart by all eyes) and dash of each."""
+"""Label, colour (Okabe and Ito's, distinct for colour-blind readers too) and dash of each."""
 
 
 def curves(trainer: str, column: str) -> dict[int, list[tuple[int, float]]]:

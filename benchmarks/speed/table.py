@@ -84,7 +84,7 @@ def memory(rows: Sequence[Row]) -> str:
 
 
 def first_step(rows: Sequence[Row]) -> str:
-    """Seconds from the start of a process to the end of its first step: the first process, and later ones."""
+    """Show seconds from the start of a process to the end of its first step: the first process, and later ones."""
 
     def cell(row: Row, name: str) -> str:
         found = row["first_step_seconds"].get(name)
