@@ -205,15 +205,15 @@ def kind_rows() -> list[tuple[str, str, str]]:
 
 
 def component(distribution: str, entry: Entry) -> Iterator[str]:
-    """What it is, and its options; without its name, since several may be the same but for that."""
+    """Describe a component and its options, without its name, since several may differ only in that."""
     if entry.kind == TRAINER:
         outputs = ", ".join(f"`{name}` ({kind})" for name, kind in entry.thing.outputs.items())
-        said = f"{paragraphs(entry.thing.config)[0]} Output: {outputs}; [its page](trainers/{entry.name}.md)."
-        yield f"{said} *{distribution}*"
+        about = f"{paragraphs(entry.thing.config)[0]} Output: {outputs}; [its page](trainers/{entry.name}.md)."
+        yield f"{about} *{distribution}*"
         return
-    said = paragraphs(entry.thing) if inspect.isroutine(entry.thing) or inspect.isclass(entry.thing) else []
-    yield " ".join([said[0] if said else f"Reads `{', '.join(entry.thing.name)}`.", f"*{distribution}*"])
-    yield from said[1:]
+    texts = paragraphs(entry.thing) if inspect.isroutine(entry.thing) or inspect.isclass(entry.thing) else []
+    yield " ".join([texts[0] if texts else f"Reads `{', '.join(entry.thing.name)}`.", f"*{distribution}*"])
+    yield from texts[1:]
     if entry.options:
         parameters = inspect.signature(entry.thing).parameters
         rows = []
