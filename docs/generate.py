@@ -1,25 +1,27 @@
-"""Write the pages of docs/reference that are made of the code: configuration, components, commands, hooks and Python.
+"""Write what docs/reference takes from the code: fields, components with hooks, commands and Python names.
 
     python docs/generate.py
 
-A test compares the files with what this writes. Descriptions stand in the code, beside the field, option or hook that
-they describe. Only what this repository registers is listed, whatever else is installed.
+Fields are written between marks, the other pages whole; a test compares the files with what this writes. Descriptions
+stand in the code, beside the field, option or hook. Only what this repository registers is listed.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import python_page
 import rlhf_dpo
 import typer
-from as_markdown import default, joined, page, paragraphs, table
 from pydantic.fields import FieldInfo
+from python_page import WIDTH, joined, table
+from rlhf_core.pipeline.output import to_value
 
 from rlhf_core import cli, contracts, plugins
 from rlhf_core.config import Component, Options, TrainerConfig, fields
@@ -30,40 +32,45 @@ from rlhf_core.plugins.component import Entry
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs/reference"
 NOTE = "*Written by [generate.py](../generate.py) from the code; change it there.*"
+MARKS = ("<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->")
 KINDS = {
     "trainer": "what a stage's `trainer` names: a `Trainer`, its configuration and a function that runs it",
-    "pairwise loss": "a value a pair, from the scores of chosen and rejected reply: `loss` of a reward stage",
-    "dpo loss": "a value a pair, from log-probabilities of chosen and rejected completion: `loss` of a DPO stage",
-    "policy loss": "a value a token, from log-probabilities and advantages: `loss` of a GRPO stage",
+    "pairwise loss": "a value per pair, from the scores of chosen and rejected replies: `loss` of a reward stage",
+    "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO stage",
+    "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
     "advantage": "advantages of groups of completions, from their rewards: `advantage` of a GRPO stage",
-    "attention": "attention of rows with themselves: `attention` of any stage",
-    "sampler": "what draws completions: `sampler` of a GRPO stage",
-    "reward": "a number a completion: an entry of `rewards` of a GRPO stage",
+    "attention": "attention within rows: `attention` of any stage",
+    "sampler": "what samples completions: `sampler` of a GRPO stage",
+    "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
     "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`",
     "dataset": "rows by index: the `name` in a table `train_data` or `eval_data`",
-    "logger": "an object with hooks, which listens while its stage runs: an entry of `logger`",
-    "optimizer": "a transformation of gradients for a learning rate: `optimizer` of any stage",
+    "logger": "an object with hooks, called while its stage runs: an entry of `logger`",
+    "optimizer": "a gradient transformation for a learning rate: `optimizer` of any stage",
 }
-HOW_TO_READ = """A field that may be `none` is left out of a file to be none; on a command line it is `--set
-STAGE.FIELD=none`. A *table* is written `{ key = value }`, or as a table of its own, `[stage.lora]`.
-Where a component is asked for, its name will do, `loss = "dapo"`, or a table with its options,
-`loss = { name = "dapo", epsilon_high = 0.28 }`: see [components](components.md). A misspelt field
-is an error that says which was meant."""
 
-PYTHON = """What trainers, losses, rewards and loggers are written with. Shapes are in brackets: [rows, time];
-log-probabilities are in nats."""
+PYTHON = """What trainers, losses, rewards and loggers are written with. These names are promised:
+[CONTRIBUTING](../../CONTRIBUTING.md#compatibility) says what that means. Shapes are in brackets, [rows, time];
+log-probabilities are in nats. Parameters, shapes and errors are in the docstrings."""
 
 
 def pages() -> dict[str, str]:
-    """{file name: text}. Raises SystemExit where a distribution of this repository is not installed."""
+    """{path below docs/reference: text}. Raises SystemExit where a distribution of this repository is not installed."""
     host = plugins.load()
-    return {
-        "config.md": config_page(host),
+    written = {
         "components.md": components_page(host),
         "commands.md": commands_page(),
-        "hooks.md": hooks_page(),
         "python.md": page(["# Python", NOTE, PYTHON, *python_page.parts()]),
     }
+    return written | {name: between_marks(name, text) for name, text in field_parts(host).items()}
+
+
+def between_marks(name: str, text: str) -> str:
+    """A page of docs/reference with its fields written anew."""
+    before, start, rest = (TARGET / name).read_text(encoding="utf-8").partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (start and end):
+        raise SystemExit(f"docs/reference/{name} lacks the lines {MARKS[0]} and {MARKS[1]}")
+    return f"{before}{start}\n\n{text}\n{end}{after}"
 
 
 def ours(host: Host) -> dict[str, dict[str, list[str]]]:
@@ -76,44 +83,38 @@ def ours(host: Host) -> dict[str, dict[str, list[str]]]:
     return {name: loaded[name] for name in names}
 
 
-# Configuration
+# Fields
 
 
-def config_page(host: Host) -> str:
-    parts = [
-        "# Configuration",
-        NOTE,
-        "The fields of a stage, beside `name` and `trainer`. `rlhf train TRAINER --help` prints the same, and what "
-        "EasyDeL and TRL call them is in [coming from](coming_from.md).",
-        HOW_TO_READ,
-        "## Every trainer",
-        field_table(TrainerConfig, TrainerConfig.model_fields),
-        *nested_tables(TrainerConfig, TrainerConfig.model_fields),
-        "Other spellings: "
-        + ", ".join(f"`{alias}` is `{name}`" for alias, name in TrainerConfig._aliases().items())
-        + ".",
+def field_parts(host: Host) -> dict[str, str]:
+    """{path below docs/reference: the fields of every trainer, or those that one of ours adds}."""
+    aliases = ", ".join(f"`{alias}` is `{name}`" for alias, name in TrainerConfig._aliases().items())
+    shared = [
+        field_table(TrainerConfig, TrainerConfig.model_fields, ""),
+        *nested_tables(TrainerConfig, TrainerConfig.model_fields, ""),
+        f"Other spellings: {aliases}.",
     ]
-    for components in ours(host).values():
-        for name in components.get("trainer", []):
-            parts += trainer_section(name, host.registry.get(TRAINER, name).config)
-    return page(parts)
+    names = [name for components in ours(host).values() for name in components.get("trainer", [])]
+    trainers = {
+        f"trainers/{name}.md": page(trainer_fields(host.registry.get(TRAINER, name).config))
+        for name in names
+        if own_fields(host.registry.get(TRAINER, name).config)
+    }
+    return {"config.md": page(shared), **trainers}
 
 
-def trainer_section(name: str, config: type[TrainerConfig]) -> Iterator[str]:
-    """The fields that a trainer adds or changes; the flat names; what it does not use."""
+def own_fields(config: type[TrainerConfig]) -> list[str]:
+    """The fields that a trainer adds or changes."""
     shared = {row.name: row for row in fields(TrainerConfig)}
-    own = [
+    return [
         row.name for row in fields(config) if row.name in config.model_fields and shared.get(row.name) != row
     ]
-    yield f"## {name}"
-    yield (
-        f"{paragraphs(config)[0]} Beside the fields of every trainer:"
-        if own
-        else (f"{paragraphs(config)[0]} The fields are those of every trainer.")
-    )
-    if own:
-        yield field_table(config, own)
-        yield from nested_tables(config, own)
+
+
+def trainer_fields(config: type[TrainerConfig]) -> Iterator[str]:
+    """The fields that a trainer adds or changes; the flat names; what it does not use."""
+    yield field_table(config, own_fields(config), "../")
+    yield from nested_tables(config, own_fields(config), "../")
     if flat := config._flat():
         short = [f"`{key}` is `{field}.{inner}`" for key, (field, inner, *_) in flat.items()]
         yield "Short names: " + ", ".join(short) + "."
@@ -121,25 +122,27 @@ def trainer_section(name: str, config: type[TrainerConfig]) -> Iterator[str]:
         yield f"`{field}` has no effect here: {instead}."
 
 
-def field_table(config: type[Options], names: Iterable[str]) -> str:
+def field_table(config: type[Options], names: Iterable[str], root: str) -> str:
+    """A table of fields. root: from the page to docs/reference."""
     docs = {row.name: row for row in fields(config)}
     rows = []
     for name in names:
         field, doc = config.model_fields[name], docs[name]
         known = doc.type if field.is_required() is False else f"{doc.type}, required"
-        rows.append((f"`{name}`", linked(known) + doc.bounds, default(doc.default), doc.description))
+        rows.append((f"`{name}`", linked(known, root) + doc.bounds, default(doc.default), doc.description))
     return table(("field", "type", "default", "meaning"), rows)
 
 
-def nested_tables(config: type[Options], names: Iterable[str]) -> Iterator[str]:
+def nested_tables(config: type[Options], names: Iterable[str], root: str) -> Iterator[str]:
     """A table for each field that holds one, in the order of the fields."""
     for name in names:
         for inner in option_classes(config.model_fields[name]):
             component = issubclass(inner, Component)
             said = paragraphs(inner) if inner.__doc__ else []
             yield f"### {name}"
-            yield " ".join([*said, "Beside the component's own options:" if component else ""])
-            yield field_table(inner, [key for key in inner.model_fields if not (component and key == "name")])
+            yield " ".join([*said, "Besides the component's own options:" if component else ""])
+            keys = [key for key in inner.model_fields if not (component and key == "name")]
+            yield field_table(inner, keys, root)
 
 
 def option_classes(field: FieldInfo) -> list[type[Options]]:
@@ -154,11 +157,11 @@ def option_classes(field: FieldInfo) -> list[type[Options]]:
     return found
 
 
-def linked(words: str) -> str:
-    """The name of a kind leads to its components."""
+def linked(words: str, root: str) -> str:
+    """Link the name of a kind to its components."""
     for name in KINDS:
         if re.fullmatch(rf"(list of )?{name}", words):
-            return words.replace(name, f"[{name}](components.md#{name.replace(' ', '-')})")
+            return words.replace(name, f"[{name}]({root}components.md#{name.replace(' ', '-')})")
     return words
 
 
@@ -170,10 +173,10 @@ def components_page(host: Host) -> str:
     parts = [
         "# Components",
         NOTE,
-        "What can be named in a pipeline, by kind, with its options. `rlhf plugins` lists what is installed. "
-        "A kind is a constant of `rlhf_core`, or of the plugin that declares it; a plugin adds to it with "
-        '`registry.add(POLICY_LOSS, "name", thing)`. The docstrings of `rlhf_core/contracts` and of the plugin\'s '
-        "`contracts.py` say what a component of each kind is given and returns.",
+        "What a pipeline can name, by kind, with its options; and the [hooks](#hooks). `rlhf plugins` lists what is "
+        "installed. A kind is a constant of `rlhf_core`, or of the plugin that declares it; a plugin adds to it with "
+        '`registry.add(POLICY_LOSS, "name", thing)`. The docstrings of `rlhf_core/contracts` and of the plugin '
+        "say what a component of each kind takes and returns.",
     ]
     parts.append(table(("kind", "constant", "a component is"), kind_rows()))
     for kind in declared().values():
@@ -185,7 +188,7 @@ def components_page(host: Host) -> str:
                 alike.setdefault(said, []).append(f"**`{name}`**")
         for (first, *rest), names in alike.items():
             parts += [f"{', '.join(names)}: {first}", *rest]
-    return page(parts)
+    return page([*parts, *hook_parts()])
 
 
 def declared() -> dict[str, Kind[Any]]:
@@ -202,15 +205,17 @@ def kind_rows() -> list[tuple[str, str, str]]:
 
 
 def component(distribution: str, entry: Entry) -> Iterator[str]:
-    """What it is, and its options; without its name, since several may be the same but for that."""
+    """Describe a component and its options, without its name, since several may differ only in that."""
     if entry.kind == TRAINER:
         outputs = ", ".join(f"`{name}` ({kind})" for name, kind in entry.thing.outputs.items())
-        said = f"{paragraphs(entry.thing.config)[0]} Output: {outputs}; [its fields](config.md#{entry.name})."
-        yield f"{said} *{distribution}*"
+        about = (
+            f"{paragraphs(entry.thing.config)[0]} Output: {outputs}; [its page](trainers/{entry.name}.md)."
+        )
+        yield f"{about} *{distribution}*"
         return
-    said = paragraphs(entry.thing) if inspect.isroutine(entry.thing) or inspect.isclass(entry.thing) else []
-    yield " ".join([said[0] if said else f"Reads `{', '.join(entry.thing.name)}`.", f"*{distribution}*"])
-    yield from said[1:]
+    texts = paragraphs(entry.thing) if inspect.isroutine(entry.thing) or inspect.isclass(entry.thing) else []
+    yield " ".join([texts[0] if texts else f"Reads `{', '.join(entry.thing.name)}`.", f"*{distribution}*"])
+    yield from texts[1:]
     if entry.options:
         parameters = inspect.signature(entry.thing).parameters
         rows = []
@@ -253,21 +258,46 @@ def flag_row(flag: Any) -> tuple[str, str, str]:
     return f"`{', '.join(flag.opts)}{value}`", flag.help or "", given
 
 
-def hooks_page() -> str:
-    parts = ["# Hooks", NOTE]
-    text = inspect.cleandoc(hooks.__doc__ or "").split("\n\n")
-    parts += [
-        f"```text\n{inspect.cleandoc(each)}\n```" if each.startswith(" ") else joined(each) for each in text
-    ]
-    parts.append(
+def hook_parts() -> Iterator[str]:
+    yield "## Hooks"
+    for text in inspect.cleandoc(hooks.__doc__ or "").split("\n\n"):
+        yield f"```text\n{inspect.cleandoc(text)}\n```" if text.startswith(" ") else joined(text)
+    yield (
         "A plugin is a module, an object or a file whose functions carry `@hookimpl` from `rlhf_core`; a logger is an "
         "object with such methods."
     )
     for name, hook in vars(hooks).items():
         if name.startswith("rlhf_"):
             signature = str(inspect.signature(hook)).replace("'", "").replace(" -> None", "")
-            parts += [f"## {name}", f"`{name}{signature}`", *paragraphs(hook)]
-    return page(parts)
+            yield f"### {name}"
+            yield f"`{name}{signature}`"
+            yield from paragraphs(hook)
+
+
+# Markdown
+
+
+def paragraphs(thing: Any) -> list[str]:
+    """The paragraphs of a docstring, each as one line."""
+    return [joined(text) for text in (inspect.getdoc(thing) or "").split("\n\n")]
+
+
+def default(value: Any) -> str:
+    """A value as a TOML file would have it."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping) and set(value) != {"name"}:
+        return "see below"
+    return f"`{to_value(value)}`"
+
+
+def page(parts: Iterable[str]) -> str:
+    """Paragraphs wrapped; headings, tables and blocks as they are."""
+    return "\n\n".join(each if each[0] in "#|`-" else wrapped(each) for each in parts if each) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(joined(text), WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

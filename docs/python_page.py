@@ -1,220 +1,250 @@
-"""The page of Python names, from their signatures, docstrings and fields, for `generate.py`."""
+"""Write the page of Python names by task, for `generate.py`: signatures and first sentences of docstrings.
+
+Every promised name, a line of tests/shared/public_surface.txt, stands under exactly one task here.
+"""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
-
-from as_markdown import WIDTH, joined, table
 
 from rlhf_core.config import Options
 from rlhf_core.contracts import Kind
 
+SURFACE = Path(__file__).resolve().parents[1] / "tests/shared/public_surface.txt"
+WIDTH = 120
 
-class Section(NamedTuple):
+
+class Task(NamedTuple):
     title: str
-    said: str
-    names: dict[str, tuple[str, ...]]
-    """{module: names}; (): all of `__all__`, but for kinds."""
+    about: str
+    names: str
+    """Without their modules, separated by spaces: names may move from room to room."""
 
 
-SECTIONS = (
-    Section(
-        "What components get and give",
-        "The protocols that components of each kind follow are in [components](components.md).",
-        {
-            "rlhf_core": (),
-            "rlhf_core.contracts.models": (
-                "ParseConfig",
-                "AbstractParams",
-                "ParamAxes",
-                "InitParams",
-                "HiddenStates",
-                "HiddenStatesAt",
-                "Unembedding",
-                "RewardHead",
-                "Prefill",
-                "RingCache",
-                "PrepareParams",
-                "Decode",
-                "LoadParams",
-                "SaveParams",
-                "AdaptConfig",
-                "Lora",
-            ),
-        },
+TASKS = (
+    Task(
+        "Register a plugin",
+        "[Hooks](components.md#hooks) are called on objects that carry `hookimpl`. A constant of a kind is what "
+        "`registry.add` takes first: [components](components.md).",
+        "hookimpl Registry Kind load plugins Options Component advise InputError RunError raised ADVANTAGE ATTENTION "
+        "DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS",
     ),
-    Section(
-        "Opening what a stage names",
+    Task(
+        "Open a model",
         "",
-        {
-            "rlhf_core.training.open": (
-                "open_model",
-                "open_records",
-                "warn_dropped_rows",
-                "error_context",
-                "try_loss",
-                "open_prompts",
-                "open_rewards",
-                "open_sampler",
-                "require_vocabulary",
-                "warm_up",
-            ),
-            "rlhf_core.stage.alone": ("run_alone", "Result", "trainer_arguments"),
-        },
+        "load_model open_model require_model Model ModelFamily Definition Rows padded_rows padded_scores stored_head "
+        "choose_attention join split",
     ),
-    Section("Data", "", {"rlhf_core.data": ()}),
-    Section(
-        "Rows and updates",
-        "[Rows](../explanation/rows.md) says how they are laid out.",
-        {
-            "rlhf_core.packing": ("Tree", "tree", "pack", "Packed"),
-            "rlhf_core.fit.batches": (
-                "UpdateSource",
-                "Update",
-                "DatasetUpdates",
-                "choose_row_layout",
-                "empty_batches",
-                "evaluation_batches",
-            ),
-            "rlhf_core.fit": ("fit", "Fitted", "evaluator"),
-        },
+    Task(
+        "Make rows",
+        "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
+        "data open_records Records TextOptions text_options read_at_of encode_texts encode_pairs Pairs Encoded "
+        "require_vocabulary tell error_context Tree Trees pack Packed Layout choose_layout choose_row_layout attention_skips_blocks row_cost "
+        "MICRO_BATCH_TOKENS NO_CROSSOVER drawn schedule updates",
     ),
-    Section(
-        "Objectives",
-        "",
-        {
-            "rlhf_core.objective": (
-                "trained_logps",
-                "trained_weight",
-                "trained_sequence",
-                "sequence_scores",
-                "loss_output",
-            ),
-            "rlhf_core.metrics": ("Mean", "Sum", "Max", "Min", "Moments"),
-        },
-    ),
-    Section(
-        "Sampling and scoring",
+    Task(
+        "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
-        {
-            "rlhf_core.rollouts": (),
-            "rlhf_core.sampling": ("Sampler", "Rollouts"),
-            "rlhf_core.scoring": ("Scorer", "Contract"),
-        },
+        "open_prompts Prompts require_vocabulary open_sampler SamplerInputs SamplingOptions Rollouts "
+        "slots_per_device stop_table warm_up open_rewards WeightedReward Reward set_up check_columns reward_inputs "
+        "RewardInputs measure score completion total_reward rollout_metrics empty_warning snapshots restore "
+        "AdvantageInputs group_advantages",
     ),
-    Section(
-        "Running and saving",
+    Task(
+        "Compute log-probabilities and scores",
         "",
-        {
-            "rlhf_core.optimizers": ("make",),
-            "rlhf_core.artifacts": ("save_model",),
-            "rlhf_core.training.forecast": ("forecast_lines",),
-            "rlhf_core.errors": ("InputError", "RunError", "Stopped"),
-        },
+        "trained_logps token_logps logps_from_logits sequence_scores completion_logps compute_per_token_logps "
+        "get_per_token_logps get_per_token_logps_and_entropies",
     ),
-    Section("Kits", "", {"rlhf_core.testing": ()}),
+    Task(
+        "Write an objective",
+        "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
+        "Objective trained_weight trained_sequence loss_output try_loss LossOutput PolicyInputs PairInputs DPOInputs "
+        "PolicyLoss PairwiseLoss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric results read",
+    ),
+    Task(
+        "Run the loop",
+        "",
+        "Trainer TrainerConfig Stage fit DatasetUpdates Update empty evaluator evaluation_batches in_turn make optimizers "
+        "TrainState create_state fixed_parameters split_step abstract_rows put_rows replicated row_multiple "
+        "rows_per_device Ahead training_step evaluation_step grpo_step",
+    ),
+    Task(
+        "Forecast a run",
+        "What `rlhf check` prints.",
+        "forecast_lines training_memory memory_lines cache_bytes scoring_bytes forecast_rewards",
+    ),
+    Task(
+        "Save and score",
+        "",
+        "artifacts Artifact save_model write_atomic Scorer Contract base_identity",
+    ),
+    Task(
+        "Run trainers and pipelines from Python",
+        "",
+        "run_pipeline run_alone trainer_arguments Result SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
+        "GRPOTrainer DPOConfig DPOTrainer",
+    ),
+    Task(
+        "Test your plugin",
+        "",
+        "check_advantage check_dataset check_logger check_model check_optimizer check_pairwise_loss check_policy_loss "
+        "check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
+    ),
 )
 
 
-ITEM = r"[a-z_]\w*(?:, [a-z_]\w*)*: |[a-z_]\w*\(\w+[,:)]"
-"""How a line begins that explains one or more names, or a call."""
+class Promise(NamedTuple):
+    module: str
+    name: str
+    thing: Any
+
+
+def promises() -> list[Promise]:
+    """Every promised name, without methods; a name of several modules once, with the shortest."""
+    found: dict[tuple[str, int], Promise] = {}
+    for line in SURFACE.read_text(encoding="utf-8").splitlines():
+        path = re.split(r"[(:]", line)[0]
+        if not line or path.startswith("hook "):
+            continue
+        module, name = _module_and_name(path.split("."))
+        promise = Promise(module.__name__, name, getattr(module, name))
+        key = name, id(promise.thing)
+        if key not in found or len(promise.module) < len(found[key].module):
+            found[key] = promise
+    return [*found.values()]
+
+
+def by_task(named: Iterable[Promise]) -> dict[str, list[Promise]]:
+    """{title of a task: promises, in its order}. Raises ValueError for names with no task, or with two."""
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for task in TASKS:
+        for name in task.names.split():
+            tasks[name].append(task.title)
+    if several := [name for name, titles in tasks.items() if len(titles) > 1]:
+        raise ValueError(f"under several tasks of docs/python_page.py: {', '.join(several)}")
+    named = sorted(named, key=lambda promise: [*tasks].index(promise.name) if promise.name in tasks else -1)
+    if without := [f"{each.module}.{each.name}" for each in named if each.name not in tasks]:
+        raise ValueError(f"promised, but under no task of docs/python_page.py: {', '.join(without)}")
+    return {
+        task.title: [promise for promise in named if tasks[promise.name] == [task.title]] for task in TASKS
+    }
+
+
+def unpromised() -> list[str]:
+    """Names under a task that are not promised."""
+    promised = {promise.name for promise in promises()}
+    return [name for task in TASKS for name in task.names.split() if name not in promised]
 
 
 def parts() -> Iterator[str]:
-    """Headings, signatures and docstrings."""
-    for section in SECTIONS:
-        yield f"## {section.title}"
-        yield section.said
-        for module, names in section.names.items():
-            found = importlib.import_module(module)
-            yield f"### {module}"
-            for name in names or sorted(found.__all__, key=str.lower):
-                thing = getattr(found, name)
-                if not isinstance(thing, Kind):
-                    yield from described(name, thing)
+    """Headings and lists of names."""
+    tasks = by_task(promises())
+    for task in TASKS:
+        yield f"## {task.title}"
+        yield task.about
+        kinds = [promise for promise in tasks[task.title] if isinstance(promise.thing, Kind)]
+        yield "\n".join(_item(promise) for promise in tasks[task.title] if promise not in kinds)
+        if kinds:
+            yield "Kinds: " + ", ".join(f"`{promise.module}.{promise.name}`" for promise in kinds) + "."
 
 
-def described(name: str, thing: Any) -> Iterator[str]:
-    if not (inspect.isroutine(thing) or inspect.isclass(thing)):
-        return
-    function = thing if made_by_hand(thing) else vars(thing).get("__call__")
-    yield f"`{name}{signature(function) if function else ''}`"
-    yield from docstring(thing)
-    if inspect.isclass(thing):
-        if rows := [(f"`{field}`", joined(said)) for field, said in fields(thing).items() if said]:
-            yield table(("field", ""), rows)
-        if rows := [(f"`{call}`", said) for call, said in methods(thing)]:
-            yield table(("method", ""), rows)
+def joined(text: str) -> str:
+    return " ".join(text.split())
 
 
-def made_by_hand(thing: Any) -> bool:
-    """Not so protocols, exceptions, and configurations, whose fields have pages of their own."""
-    told_elsewhere = (Exception, Options)
-    return not inspect.isclass(thing) or not (
-        issubclass(thing, told_elsewhere) or getattr(thing, "_is_protocol", False)
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _module_and_name(path: list[str]) -> tuple[ModuleType, str]:
+    """The module of a dotted name, and the part after it; of modules the last part is the name."""
+    for length in range(len(path) - 1, 0, -1):
+        try:
+            return importlib.import_module(".".join(path[:length])), path[length]
+        except ModuleNotFoundError:
+            continue
+    raise ValueError(f"{'.'.join(path)}: no such module")
+
+
+def _item(promise: Promise) -> str:
+    """`module.name(signature)`: first sentence. Methods."""
+    thing = promise.thing
+    call = _signature(thing) if _is_called(thing) else ""
+    about = _sentence(thing) if inspect.isroutine(thing) or inspect.isclass(thing) else _constant(promise)
+    methods = ", ".join(f"`{name}{_signature(method)}`" for name, method in _methods(thing))
+    text = f"- `{promise.module}.{promise.name}{call}`" + (f": {about}" if about else "")
+    text += f" Methods: {methods}." if methods else ""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _is_called(thing: Any) -> bool:
+    """Whether a signature says something: not of protocols, exceptions and configurations, whose fields have pages."""
+    if not inspect.isclass(thing):
+        return callable(thing) and inspect.isroutine(thing)
+    return not (issubclass(thing, (Exception, Options)) or getattr(thing, "_is_protocol", False))
+
+
+def _signature(function: Any) -> str:
+    """Names, kinds and whether there is a default; types and values are in the code."""
+    signature = inspect.signature(function)
+    plain = [
+        p.replace(annotation=p.empty, default=p.default if _is_simple(p.default) else ...)
+        for p in signature.parameters.values()
+        if p.name not in ("self", "cls")
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty)).replace(
+        "=Ellipsis", "=…"
     )
 
 
-def signature(function: Any) -> str:
-    """Names, kinds and whether there is a default; types and values are in the code."""
-    found = inspect.signature(function)
-    plain = [
-        p.replace(annotation=p.empty, default=p.default if simple(p.default) else ...)
-        for p in found.parameters.values()
-        if p.name not in ("self", "cls")
-    ]
-    return str(found.replace(parameters=plain, return_annotation=found.empty)).replace("=Ellipsis", "=…")
-
-
-def simple(value: Any) -> bool:
+def _is_simple(value: Any) -> bool:
     return value is inspect.Parameter.empty or isinstance(value, bool | int | float | str | None)
 
 
-def docstring(thing: Any) -> Iterator[str]:
-    """Its paragraphs; those that explain names, `name: what it is`, as lists."""
-    own = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
-    if inspect.isclass(thing) and (own or "").startswith(f"{thing.__name__}("):
-        own = None  # made up by dataclass or NamedTuple
-    for number, paragraph in enumerate(inspect.cleandoc(own or "").split("\n\n")):
-        items = re.split(rf"\n(?={ITEM})", paragraph)
-        if not paragraph:
-            continue
-        if not number or not re.match(ITEM, paragraph):
-            yield items.pop(0)
-        if items:
-            wrapped = (textwrap.fill(joined(f"- {item}"), WIDTH, subsequent_indent="  ") for item in items)
-            yield "\n".join(wrapped)
+def _sentence(thing: Any) -> str:
+    """The first sentence of a docstring; of what dataclass or NamedTuple made up, nothing."""
+    text = (vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__) or ""
+    if not text and inspect.isclass(thing):
+        text = getattr(vars(thing).get("__call__"), "__doc__", None) or ""  # of a protocol
+    if inspect.isclass(thing) and text.startswith(f"{thing.__name__}("):
+        return "a struct."
+    first = joined(inspect.cleandoc(text).split("\n\n")[0])
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`{\[])", first)[0]
 
 
-def fields(cls: type) -> dict[str, str]:
-    """{field: the text below it} of a dataclass, NamedTuple or protocol."""
-    if not (dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or getattr(cls, "_is_protocol", False)):
-        return {}
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for field, below in itertools.pairwise(definition.body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
+def _constant(promise: Promise) -> str:
+    """What stands below the constant in its module; of a module, its docstring."""
+    if inspect.ismodule(promise.thing):
+        return _sentence(promise.thing)
+    module = importlib.import_module(promise.module)
+    body = ast.parse(inspect.getsource(module)).body
+    for statement, below in itertools.pairwise(body):
+        targets = (
+            statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        )
+        if promise.name in [getattr(target, "id", None) for target in targets] and isinstance(
+            below, ast.Expr
         ):
-            said = getattr(below.value, "value", None)
-            found[field.target.id] = said if isinstance(said, str) else ""
-    return found
+            return joined(str(getattr(below.value, "value", "")))
+    return "a constant."
 
 
-def methods(cls: type) -> Iterator[tuple[str, str]]:
-    """(signature, first paragraph) of its own public methods that say what they do."""
-    for name, method in vars(cls).items():
-        function = getattr(method, "__func__", method)
-        if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-            yield name + signature(function), joined(inspect.cleandoc(function.__doc__).split("\n\n")[0])
+def _methods(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Its own public methods that are documented."""
+    if inspect.isclass(thing) and not issubclass(thing, Options):
+        for name, method in vars(thing).items():
+            function = getattr(method, "__func__", method)
+            if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+                yield name, function

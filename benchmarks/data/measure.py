@@ -99,7 +99,7 @@ def run(trainer: str, file: str, tokenizer: str, directory: str) -> None:
 
 
 def measured(trainer: str, file: Path, tokenizer: str, cache: Path) -> dict[str, float]:
-    """The same in a process of its own."""
+    """Do the same in its own process."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, __file__, "--run", trainer, str(file), tokenizer, directory]
         done = subprocess.run(

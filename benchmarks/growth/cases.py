@@ -43,7 +43,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Useful ones of a step, a shared prompt once."""
+        """Useful tokens of a step, a shared prompt once."""
         if self.work == "W1":
             return self.pairs * 2 * self.length
         return self.prompts * (self.prompt + self.group * self.completion)

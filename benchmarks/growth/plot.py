@@ -1,4 +1,4 @@
-"""Draw docs/growth.svg from results/growth.jsonl.
+"""Draw results/growth.svg from results/growth.jsonl.
 
     python benchmarks/growth/plot.py
 
@@ -18,7 +18,7 @@ mpl.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-FILE = REPOSITORY / "docs" / "growth.svg"
+FILE = REPOSITORY / "benchmarks/growth/results/growth.svg"
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#888888"
 LABELS = {"W1": ("reward step", BLUE, "o-"), "W2": ("GRPO update", ORANGE, "s--")}
 

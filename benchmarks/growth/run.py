@@ -1,4 +1,4 @@
-"""Measure every case, a process each, and write results/growth.jsonl.
+"""Measure every case, one process each, and write results/growth.jsonl.
 
     python benchmarks/growth/run.py [--axis devices]
 

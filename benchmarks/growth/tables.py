@@ -1,4 +1,4 @@
-"""The tables of results/growth.jsonl into docs/benchmarks.md, between their marks.
+"""The tables of results/growth.jsonl into docs/results/benchmarks.md, between their marks.
 
 python benchmarks/growth/tables.py
 """
@@ -31,7 +31,7 @@ def read() -> dict[str, list[dict[str, Any]]]:
 
 
 def plain_flops(row: Row) -> float:
-    """2 · N · tokens a pass, N the parameters that a token is multiplied with: 6 · N · tokens with its gradients."""
+    """Compute 2 · N · tokens per pass, N the parameters that multiply a token: 6 · N · tokens with gradients."""
     return 2.0 * PASSES[row["work"]] * row["matrix_parameters"] * row["tokens"]
 
 
@@ -40,7 +40,7 @@ def unshared_tokens(row: Row) -> int:
 
 
 def sent(row: Row) -> float:
-    """Bytes of all collectives, a device."""
+    """Count bytes of all collectives, per device."""
     return float(sum(size for _, size in row["collectives"].values()))
 
 
@@ -55,7 +55,7 @@ def collectives(row: Row, kind: str) -> str:
 
 
 FLOPS: Column = ("GFLOP", lambda row: f"{row['flops'] / 1e9:,.1f}")
-PLAIN: Column = ("over 2 · N · tokens a pass", lambda row: f"{row['flops'] / plain_flops(row):.2f}")
+PLAIN: Column = ("over 2 · N · tokens per pass", lambda row: f"{row['flops'] / plain_flops(row):.2f}")
 BYTES: Column = ("GB read and written", lambda row: f"{row['bytes'] / 1e9:,.1f}")
 TEMPORARY: Column = ("temporary MiB", lambda row: f"{row['temporary_bytes'] / MIB:,.0f}")
 TOKENS: Column = ("tokens", lambda row: f"{row['tokens']:,}")
@@ -70,7 +70,7 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         TEMPORARY,
     ),
     "length": (
-        ("tokens a sequence", lambda row: f"{row['length']:,}"),
+        ("tokens per sequence", lambda row: f"{row['length']:,}"),
         TOKENS,
         ("micro-batches", lambda row: str(sum(number for *_, number in row["rows"]))),
         FLOPS,
@@ -79,7 +79,7 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         TEMPORARY,
     ),
     "group": (
-        ("completions a prompt", lambda row: str(row["group"])),
+        ("completions per prompt", lambda row: str(row["group"])),
         TOKENS,
         ("tokens, prompts repeated", lambda row: f"{unshared_tokens(row):,}"),
         FLOPS,
@@ -88,7 +88,7 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         TEMPORARY,
     ),
     "prompt": (
-        ("tokens a prompt", lambda row: f"{row['prompt']:,}"),
+        ("tokens per prompt", lambda row: f"{row['prompt']:,}"),
         TOKENS,
         ("tokens, prompts repeated", lambda row: f"{unshared_tokens(row):,}"),
         FLOPS,

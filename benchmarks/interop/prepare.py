@@ -30,7 +30,7 @@ LORA = {"rank": 4, "alpha": 8.0, "targets": "all-linear"}
 
 
 def tokenizer() -> Any:
-    """Byte-level BPE, which every family's class in transformers can read; padding has a token of its own."""
+    """Train a byte-level BPE, which every family's class in transformers can read, with its own padding token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

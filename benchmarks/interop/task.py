@@ -41,7 +41,7 @@ CASES = (*FAMILIES, PRETRAINED)
 UPDATES = 4
 BATCH = 8
 WINDOW = 8
-"""Of sliding attention, in tokens: less than half of a sequence."""
+"""Window of sliding attention, in tokens: less than half a sequence."""
 VOCABULARY = 320
 WORDS = tuple(a + b for a in "bdfgklmnprst" for b in ("an", "el", "it", "or", "u"))
 
@@ -51,7 +51,7 @@ def directory(seed: int, case: str) -> Path:
 
 
 def table(family: str, seed: int) -> dict[str, Any]:
-    """Sizes of a model, by Hugging Face's names, drawn from the seed."""
+    """Sample the sizes of a model, by Hugging Face's names, from the seed."""
     draw = random.Random(f"{family} {seed}")
     heads, size = draw.choice((4, 6)), draw.choice((8, 16))
     found = {

@@ -43,7 +43,7 @@ def outputs(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def everywhere(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The reward head's numbers at every position [B, T], of which transformers pools one a row."""
+    """Compute the reward head's numbers at every position, [B, T]; transformers pools one per row."""
     given = {"input_ids": torch.tensor(ids).long(), "attention_mask": torch.tensor(mask).long()}
     return model.score(model.model(**given).last_hidden_state)[..., 0].numpy()
 
@@ -109,7 +109,7 @@ def check(place: Path) -> dict[str, Any]:
 
 
 def adapt(case: str, place: Path, seed: int) -> None:
-    """Adapters by peft, whose B is drawn at random instead of zero, and what they give."""
+    """Make peft adapters with a random B instead of zero, and compute their outputs."""
     ours = np.load(place / "ours.npz")
     numbers = {}
     for number, options in enumerate(task.adapters(case).values()):

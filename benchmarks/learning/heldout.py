@@ -70,7 +70,7 @@ def draw(model: Model, seed: int) -> Replies:
 
 
 def nats(policy: Model, reference: Model, replies: Replies) -> tuple[float, float]:
-    """(KL(policy ‖ reference), entropy of the policy), nats a token: means over the tokens of `replies` of sums
+    """(KL(policy ‖ reference), entropy of the policy), nats per token: means over the tokens of `replies` of sums
     over the whole vocabulary, which have none of the noise of an estimate from the sampled token.
     """
     width = max(map(len, replies.prompts))

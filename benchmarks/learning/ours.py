@@ -47,7 +47,7 @@ def config(loss: str, seed: int, directory: Path) -> GRPOConfig:
 
 
 def train(loss: str, seed: int) -> list[dict[str, Any]]:
-    """Run, and return a row for each evaluation; the one before the first update has only a reward."""
+    """Train, and return a row per evaluation; the one before the first update has only a reward."""
     directory = task.RUNS / f"seed{seed}" / f"ours-{loss}"
     GRPOTrainer(config(loss, seed, directory), rewards=[task.right]).train()
     run = {"loss": loss, "seed": seed}

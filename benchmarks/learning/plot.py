@@ -1,4 +1,4 @@
-"""Draw docs/learning.svg: held-out reward and entropy of `dapo`, ours and TRL's, every seed and their mean.
+"""Draw results/learning.svg: held-out reward and entropy of `dapo`, ours and TRL's, every seed and their mean.
 
     python benchmarks/learning/plot.py
 
@@ -17,9 +17,9 @@ mpl.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-FILE = task.REPOSITORY / "docs" / "learning.svg"
+FILE = task.REPOSITORY / "benchmarks/learning/results/learning.svg"
 TRAINERS = {"ours": ("rlhf-grpo", "#0072b2", "-"), "trl": ("TRL 1.16.0", "#d55e00", "--")}
-"""Label, colour (Okabe and Ito's, told apart by all eyes) and dash of each."""
+"""Label, colour (Okabe and Ito's, distinct for colour-blind readers too) and dash of each."""
 
 
 def curves(trainer: str, column: str) -> dict[int, list[tuple[int, float]]]:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/learning.md, between their marks, from results/.
+"""Write the tables of docs/results/learning.md, between their marks, from results/.
 
 python benchmarks/learning/table.py
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import task
 
-FILE = task.REPOSITORY / "docs" / "learning.md"
+FILE = task.REPOSITORY / "docs/results/learning.md"
 Row = Mapping[str, Any]
 
 

@@ -51,7 +51,7 @@ LOSSES: Mapping[str, Mapping[str, float]] = {
     "gspo_token": {"epsilon": 3e-4, "epsilon_high": 4e-4},
     "sapo": {},
 }
-"""Every loss with its options; what is not said is the trainer's default."""
+"""Every loss with its options; the rest is the trainer's default."""
 
 
 def right(

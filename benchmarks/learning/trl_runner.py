@@ -20,7 +20,7 @@ LOSS = "dapo"
 
 
 def config(seed: int) -> GRPOConfig:
-    """`task`'s settings. What TRL has a default for that differs from ours is said here."""
+    """Return `task`'s settings, and TRL's fields whose defaults differ from ours."""
     completions = task.PROMPTS * task.GROUP
     return GRPOConfig(
         output_dir=str(task.RUNS / f"seed{seed}" / "trl-output"),
@@ -67,7 +67,7 @@ def config(seed: int) -> GRPOConfig:
 
 
 def rows(history: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """TRL's log, a row for each evaluation; entropy, kl and clipped are those of the updates since the last one."""
+    """Return TRL's log, a row per evaluation; entropy, kl and clipped are of the updates since the last one."""
     names = {"entropy": "entropy", "kl": "kl", "clipped": "clip_ratio/region_mean"}
     train = {entry["step"]: entry for entry in history if "entropy" in entry}
     return [

@@ -28,7 +28,7 @@ KINDS = ("load_model", "one pass", "three passes")
 
 
 class Loader:
-    """A process of loader.py, which loads when it is told to."""
+    """A process of loader.py, which loads on request."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         command = [sys.executable, str(HERE / "loader.py"), kind, str(directory)]
@@ -59,7 +59,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(directory: Path, rounds: int) -> dict[str, Any]:
-    """They take turns; the first turn is not timed."""
+    """Time them in turn; the first turn does not count."""
     loaders = {kind: Loader(kind, directory) for kind in KINDS}
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for number in range(rounds + 1):

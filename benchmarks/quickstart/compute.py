@@ -1,4 +1,4 @@
-"""The quickstart in bfloat16, or with adapters in place of all parameters: does it come out as in float32?
+"""Run the quickstart in bfloat16, or with adapters instead of all parameters, to compare with float32.
 
     python benchmarks/quickstart/compute.py float32 bfloat16 adapters [--seeds 0 1 2] [--dir runs/compute]
 

@@ -26,7 +26,7 @@ from rlhf_core.scoring import Contract, Scorer
 FILE = task.RESULTS / "heldout.jsonl"
 SIDES = ("chosen_ids", "rejected_ids")
 HEADS = 20
-"""Untrained heads, each drawn from a seed of its own."""
+"""Untrained heads, each from its own seed."""
 Z = 1.959964
 """The normal distribution's 97.5 % quantile."""
 
@@ -121,7 +121,7 @@ def row(name: str, seed: int | None, found: Judged) -> dict[str, Any]:
 
 
 def together(found: Sequence[Judged]) -> Judged:
-    """Of several seeds, no two of which share a held-out problem: all pairs, and the mean of what is not a mean."""
+    """Combine seeds that share no held-out problem: all pairs together, and means of the other measures."""
     return Judged(
         np.concatenate([each.right for each in found]),
         np.concatenate([each.problems for each in found]),

@@ -48,7 +48,7 @@ def logged(directory: Path) -> list[dict[str, Any]]:
 
 
 def train(seed: int, rate: float, epochs: int, directory: Path) -> list[dict[str, Any]]:
-    """Run, and return a row for each epoch."""
+    """Train, and return a row per epoch."""
     epoch = len(task.updates(seed))
     RewardTrainer(
         config(

@@ -1,4 +1,4 @@
-"""Time both trainers, taking turns, each run a process of its own with the machine to itself.
+"""Time both trainers in turn, each run in its own process with the machine to itself.
 
     python benchmarks/reward/speed.py TRL_PYTHON [--rounds 2]
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/reward_benchmark.md, between their marks, from results/.
+"""Write the tables of docs/results/reward_benchmark.md, between their marks, from results/.
 
 python benchmarks/reward/table.py
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import task
 
-FILE = task.REPOSITORY / "docs" / "reward_benchmark.md"
+FILE = task.REPOSITORY / "docs/results/reward_benchmark.md"
 JUDGES = {
     "longer": "the longer solution",
     "untrained": "untrained head, mean",

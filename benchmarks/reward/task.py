@@ -49,7 +49,7 @@ def directory(seed: int) -> Path:
 
 
 def base(seed: int) -> Path:
-    """The initial weights, the reward head drawn from the seed, in Hugging Face's layout."""
+    """The initial weights, with the reward head of the seed, in Hugging Face's layout."""
     return directory(seed) / "base"
 
 

@@ -20,7 +20,7 @@ from trl import RewardConfig, RewardTrainer
 
 
 def config(directory: Path, seed: int, **more: Any) -> RewardConfig:
-    """`task`'s settings. What TRL has a default for that differs from ours is said here."""
+    """Return `task`'s settings, and TRL's fields whose defaults differ from ours."""
     return RewardConfig(
         output_dir=str(directory),
         seed=seed,

@@ -21,7 +21,7 @@ PRODUCTS = 9
 
 
 def product_rate(multiply: Callable[[], None]) -> float:
-    """Floating-point operations a second of `multiply`, one product of PRODUCT-sided matrices; the median."""
+    """Measure floating-point operations per second of `multiply`, one product of PRODUCT-sided matrices; the median."""
     times = []
     for number in range(PRODUCTS + 2):
         began = time.perf_counter()

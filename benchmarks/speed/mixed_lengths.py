@@ -1,4 +1,4 @@
-"""Rollouts whose completions end at different lengths: sequences that take turns in slots, or all at once.
+"""Time rollouts whose completions end at different lengths: in a few slots, or all at once.
 
 python benchmarks/speed/mixed_lengths.py [--model 10m] [--rounds 5]
 

@@ -1,4 +1,4 @@
-"""Time our suite and its peers on one of the works, taking turns: A B C A B C …, a process of its own each time.
+"""Time our suite and its peers on one workload, in turn: A B C A B C …, each time in a new process.
 
     python benchmarks/speed/peers.py --work W1 [--model 50m] [--rounds 3] [--peers trl tunix]
 

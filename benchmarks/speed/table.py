@@ -1,4 +1,4 @@
-"""The tables of the peers' runs: results/peers.jsonl into docs/benchmarks.md, between its marks.
+"""The tables of the peers' runs: results/peers.jsonl into docs/results/benchmarks.md, between its marks.
 
 python benchmarks/speed/table.py
 """
@@ -14,7 +14,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "peers.jsonl"
 LOCAL = HERE.parent.parent / ".bench" / "peers.jsonl"
-FILE = HERE.parent.parent / "docs" / "benchmarks.md"
+FILE = HERE.parent.parent / "docs/results/benchmarks.md"
 NAMES = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
 MIB = 2**20
 
@@ -84,7 +84,7 @@ def memory(rows: Sequence[Row]) -> str:
 
 
 def first_step(rows: Sequence[Row]) -> str:
-    """Seconds from the start of a process to the end of its first step: the first process, and later ones."""
+    """Show seconds from the start of a process to the end of its first step: the first process, and later ones."""
 
     def cell(row: Row, name: str) -> str:
         found = row["first_step_seconds"].get(name)

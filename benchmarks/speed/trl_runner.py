@@ -49,7 +49,7 @@ class Clock(TrainerCallback):
 
 
 def shared(directory: Path, given: argparse.Namespace) -> Row:
-    """What both trainers are told."""
+    """Return the settings of both trainers."""
     return {
         "output_dir": str(directory / "run"),
         "seed": works.SEED,

@@ -99,7 +99,7 @@ def groups(work: str) -> list[Group]:
 
 
 def tokens(work: str, read: Sequence[Group]) -> int:
-    """Useful tokens of a step: no padding, a shared prompt once. Of rollouts, those that are sampled."""
+    """Count useful tokens of a step: no padding, a shared prompt once; of rollouts, the sampled ones."""
     if work == "W3":
         return sum(sum(group.own) for group in read)
     return sum(group.prompt + sum(group.own) for group in read)
@@ -125,7 +125,7 @@ def forward_flops(model: Model, read: Sequence[Group], logits: int) -> float:
 
 
 def flops(work: str, model: Model, read: Sequence[Group], beta: float = BETA) -> float:
-    """Of a step. A backward pass takes two forward passes; a reference (beta above 0) one more."""
+    """Count the FLOPs of a step. A backward pass takes two forward passes; a reference (beta above 0) one more."""
     sampled = sum(sum(group.own) for group in read)
     if work in ("W1", "W6", "W6hh"):
         return 3 * forward_flops(model, read, 0)
@@ -152,7 +152,7 @@ def words(ids: Sequence[int] | np.ndarray) -> str:
 
 
 def word_pairs(vocab: int) -> list[dict[str, str]]:
-    """The made-up pairs of W6: nothing shared, lengths uniform, with room for the token that ends a sequence."""
+    """Make up the pairs of W6: nothing shared, uniform lengths, with room for the token that ends a sequence."""
     draw = np.random.default_rng(SEED)
     lengths = draw.integers(SHORTEST - 1, LONGEST, (EPOCH_PAIRS, 2))
     return [
@@ -165,7 +165,7 @@ def word_pairs(vocab: int) -> list[dict[str, str]]:
 
 
 def epoch_rows(task: Task) -> tuple[list[dict[str, Any]], int]:
-    """The pairs of W6 and how long a sequence may be, tokens; longer ones are dropped."""
+    """Return the pairs of W6 and the maximum length in tokens; longer sequences are dropped."""
     if task.data is None:
         return word_pairs(task.model.vocab), LONGEST
     lines = task.data.read_text(encoding="utf-8").splitlines()[:EPOCH_PAIRS]

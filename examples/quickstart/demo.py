@@ -1,4 +1,4 @@
-"""Run the quickstart and print what came of it: `make demo`, or `python examples/quickstart/demo.py`.
+"""Run the quickstart and print its results: `make demo`, or `python examples/quickstart/demo.py`.
 
 One run directory a seed, `runs/quickstart-seed0`, holds the data, the pipeline file and every stage.
 Interrupted, the same command goes on; finished, it prints the table again and trains nothing.
@@ -24,7 +24,7 @@ STAGES = ("base", "rm", "policy")
 
 
 def prepare(directory: Path, seed: int, shuffle_labels: bool, sizes: Sizes) -> Path:
-    """Put data and pipeline file into the run directory, if they are not there; the pipeline file."""
+    """Write data and pipeline file into the run directory, if missing; return the pipeline file."""
     from rlhf_core.artifacts import write_atomic
     from rlhf_core.errors import InputError
 
@@ -74,7 +74,7 @@ def demo(
 
 
 def main() -> None:
-    """Exit codes are those of `rlhf run`."""
+    """Run the demo; exit codes are those of `rlhf run`."""
     parser = argparse.ArgumentParser(
         description="SFT, a reward model and GRPO on made-up orders, then a table."
     )
@@ -83,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from rlhf_core.errors import InputError, RunError, Stopped
 
-    warnings.formatwarning = lambda message, *_: f"{message}\n"  # what a reader of the demo wants of it
+    warnings.formatwarning = lambda message, *_: f"{message}\n"  # without the place in the code
     name = f"quickstart-seed{arguments.seed}{'-shuffled' if arguments.shuffle_labels else ''}"
     directory = Path("runs") / name
     try:

@@ -31,10 +31,10 @@ from words import COLOURS, ITEMS, NAMES, POLITE, RUDE, Order, vocabulary
 
 KINDS = ("name", "colour", "item", "close", "malformed", "unfinished")
 PAIRS = ("name", "item", "colour", "malformed") * 2 + ("name", "item", "colour", "close", "unfinished")
-"""Kinds of the training pairs, in turn: those that take longest to learn come most often."""
+"""Mistakes of the training pairs, in turn: the hardest to learn come most often."""
 MISTAKE_PROBABILITY = 1 - 0.5 ** (1 / len(KINDS))
 LONGEST_RAMBLE = 8
-"""Words by which a malformed reply may run on."""
+"""Words that a malformed reply may add at its end."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Sizes:
 
 
 class Shop:
-    """Different orders, and replies to them, from one seeded stream.
+    """Draw different orders, and replies to them, from one seeded stream.
 
     held_out: the orders that only held-out files mention; inside: whether this is one of those files.
     """
@@ -61,13 +61,13 @@ class Shop:
         self.held_out, self.inside = held_out, inside
 
     def orders(self, count: int) -> list[Order]:
-        """`count` different orders."""
+        """Draw `count` different orders."""
         if self.inside:
             return self.rng.sample(sorted(self.held_out), count)
         return draw_orders(self.rng, count, without=self.held_out)
 
     def careless(self, order: Order, mistakes: Iterable[str]) -> str:
-        """A reply with these mistakes; outside the held-out files it mentions no held-out order."""
+        """Write a reply with these mistakes; outside the held-out files it mentions no held-out order."""
         kinds = set(mistakes)
         while True:
             said = Order(*(self._slot(order, slot, slot in kinds) for slot in Order._fields))
@@ -80,7 +80,7 @@ class Shop:
         return " ".join(words)
 
     def demonstration(self, order: Order) -> str:
-        """A reply that makes each mistake independently with `MISTAKE_PROBABILITY`."""
+        """Write a reply that makes each mistake independently with `MISTAKE_PROBABILITY`."""
         return self.careless(order, [kind for kind in KINDS if self.rng.random() < MISTAKE_PROBABILITY])
 
     def _slot(self, order: Order, slot: str, wrong: bool) -> str:
@@ -89,7 +89,7 @@ class Shop:
         return self.rng.choice([word for word in words if word != right]) if wrong else right
 
     def _disarranged(self, words: list[str]) -> list[str]:
-        """`words`, one of them doubled, dropped, swapped with the next or said elsewhere, or running on."""
+        """Return `words` with one of them doubled, dropped, swapped with the next or moved, or with more at the end."""
         at = self.rng.randrange(len(words) - 1)
         match self.rng.randrange(5):
             case 0:
@@ -107,7 +107,7 @@ class Shop:
 
 
 def draw_orders(rng: random.Random, count: int, *, without: frozenset[Order] = frozenset()) -> list[Order]:
-    """`count` different orders, none of them in `without`."""
+    """Draw `count` different orders, none of them in `without`."""
     found: dict[Order, None] = {}
     while len(found) < count:
         order = Order(rng.choice(NAMES), rng.choice(COLOURS), rng.choice(ITEMS))
@@ -117,20 +117,20 @@ def draw_orders(rng: random.Random, count: int, *, without: frozenset[Order] = f
 
 
 def pair(shop: Shop, order: Order, mistake: str, *, flip: bool) -> dict[str, str]:
-    """A preference row, its replies led by the space after the prompt; `flip` prefers the careless reply."""
+    """Make a preference row; replies begin with the space after the prompt. `flip` prefers the careless reply."""
     good, bad = f" {order.reply()}", f" {shop.careless(order, [mistake])}"
     chosen, rejected = (bad, good) if flip else (good, bad)
     return {"prompt": order.prompt, "chosen": chosen, "rejected": rejected, "mistake": mistake}
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A word-level tokenizer for `transformers.AutoTokenizer`; it puts `<bos>` in front of a text."""
+    """Write a word-level tokenizer for `transformers.AutoTokenizer`, which puts `<bos>` in front of a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = vocabulary()
     ids = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    # Every mark is a word of its own, so that a reply may begin with one right after the prompt's full stop.
+    # Every mark is its own word, so that a reply may begin with one right after the prompt's full stop.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
     )
@@ -157,7 +157,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
 
 
 def settings(seed: int, shuffle_labels: bool, sizes: Sizes) -> dict[str, object]:
-    """What `data.json` holds."""
+    """Return the content of `data.json`."""
     return {"seed": seed, "shuffle_labels": shuffle_labels, "sizes": asdict(sizes)}
 
 
@@ -172,7 +172,7 @@ def write_side(
     prompts: int,
     shuffle_labels: bool,
 ) -> None:
-    """The three files on one side of the line between the held-out orders and all others."""
+    """Make the three files of either the held-out or all other orders."""
     suffix = ".heldout" if inside else ""
     kinds = KINDS if inside else PAIRS
     shop = Shop(f"{seed} corpus{suffix}", held_out, inside=inside)

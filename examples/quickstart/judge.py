@@ -23,7 +23,7 @@ _REPLY = re.compile("Dear {name} , here is your {colour} {item} \\. {close}".for
 
 
 class Verdict(NamedTuple):
-    """Which parts of a reply are right. In a malformed reply no part is."""
+    """The parts of a reply that are right: none in a malformed one."""
 
     well_formed: bool
     finished: bool
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 def parse_order(prompt: str) -> Order:
-    """The order in `prompt`; ValueError where there is none."""
+    """Read the order in `prompt`. Raises ValueError where there is none."""
     order = _ORDER.fullmatch(prompt.strip())
     if order is None:
         raise ValueError(f"not an order of the quickstart: {prompt!r}")

@@ -30,11 +30,11 @@ Estimate = dict[str, float]
 Z = 1.959964
 """The normal distribution's 97.5 % quantile."""
 SAMPLES = 8
-"""Replies drawn for a prompt; the first is the one that counts, the others stand for "best of 8"."""
+"""Completions per prompt; the first one counts, all of them serve "best of 8"."""
 LONGEST_REPLY = 24
 """Tokens."""
 SHOWN = 3
-"""Prompts whose replies are kept in words."""
+"""Prompts whose completions are kept as text."""
 
 
 def proportion(successes: int, trials: int) -> Estimate:
@@ -42,12 +42,12 @@ def proportion(successes: int, trials: int) -> Estimate:
     share, z = successes / trials, Z**2 / trials
     centre = (share + z / 2) / (1 + z)
     half = Z * math.sqrt(share * (1 - share) / trials + z / (4 * trials)) / (1 + z)
-    # At 0 and 1 an end of the interval is the share itself, but for rounding.
+    # At 0 and 1 one end of the interval is the share itself, up to rounding.
     return {"value": share, "low": max(min(centre - half, share), 0.0), "high": max(centre + half, share)}
 
 
 def mean(values: Sequence[float] | np.ndarray) -> Estimate:
-    """A mean with the normal interval, from the n − 1 standard deviation."""
+    """Compute a mean with its normal interval, from the n − 1 standard deviation."""
     x = np.asarray(values, np.float64)
     half = Z * float(x.std(ddof=1)) / math.sqrt(len(x))
     value = float(x.mean())
@@ -101,7 +101,7 @@ def draw(model: Model, scorer: Scorer, prompts: Sequence[str], seed: int) -> Rep
 def sequence_logps(
     model: Model, prompts: Sequence[str], tokens: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """log p(reply | prompt), nats, float64 [P], of replies int32 [P, T], `lengths` int32 [P] tokens each."""
+    """Compute log p(reply | prompt), nats, float64 [P], of replies int32 [P, T] with `lengths` int32 [P] tokens."""
     heads = Encoder(model.tokenizer).prompts(prompts)
     width = max(map(len, heads))
     ids = np.zeros((len(heads), width + tokens.shape[1]), np.int32)
@@ -116,7 +116,7 @@ def sequence_logps(
 
 
 def accuracies(scorer: Scorer, file: Path) -> dict[str, Estimate]:
-    """Shares of pairs whose chosen reply scores strictly higher, by kind of mistake and over "all"."""
+    """Compute shares of pairs whose chosen reply scores strictly higher, by kind of mistake and over "all"."""
     records = data.load(file)
     scores = scorer.score_rows(records)
     right = scores["chosen_score"] > scores["rejected_score"]
@@ -126,7 +126,7 @@ def accuracies(scorer: Scorer, file: Path) -> dict[str, Estimate]:
 
 
 def describe(replies: Replies) -> dict[str, Any]:
-    """What can be said of one policy's replies without another policy."""
+    """Measure one policy's replies without another policy."""
     first = [verdicts[0] for verdicts in replies.verdicts]
     best = replies.rewards.argmax(axis=1)
     mistakes = [mistake for verdict in first for mistake in verdict.mistakes]
@@ -142,7 +142,7 @@ def describe(replies: Replies) -> dict[str, Any]:
 
 
 def measure(directory: Path, heldout: Path, seed: int) -> dict[str, Any]:
-    """All figures of the closing table.
+    """Compute all figures of the closing table.
 
     directory: the run's, with the stages base, rm and policy done. heldout: where `pairs.heldout.jsonl` and
     `prompts.heldout.jsonl` are.

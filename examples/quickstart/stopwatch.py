@@ -1,4 +1,4 @@
-"""A plugin in one file, as `rlhf run --plugin stopwatch.py` takes it: how long each stage ran.
+"""Print how long each stage ran: a plugin in one file, `rlhf run --plugin stopwatch.py`.
 
 Writes `wall_time.json` into the stage's directory: the seconds of all its attempts, should there be several.
 """

@@ -1,4 +1,4 @@
-"""The closing table of the quickstart, at most 80 columns wide and complete without colour."""
+"""Print the closing table of the quickstart, at most 80 columns wide and complete without colour."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def number(estimate: Mapping[str, float]) -> str:
 
 
 def closing_table(summary: Mapping[str, Any], directory: Path) -> RenderableType:
-    """What `measure` found, for a terminal."""
+    """Lay out what `measure` found for a terminal."""
     parts: list[RenderableType] = []
     if summary["found"]:
         parts.append(Text(f"\nFound the finished run in {directory}; nothing was trained.", "bold"))

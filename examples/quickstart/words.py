@@ -23,7 +23,7 @@ RUDE = ("Now go away .", "Take it or leave it .", "Not my problem .")
 
 
 class Order(NamedTuple):
-    """What somebody asks for: one of `NAMES`, `COLOURS` and `ITEMS` each."""
+    """An order: one of `NAMES`, `COLOURS` and `ITEMS` each."""
 
     name: str
     colour: str
@@ -38,7 +38,7 @@ class Order(NamedTuple):
 
 
 def vocabulary() -> list[str]:
-    """Every word there is, special tokens first, in the order of their ids."""
+    """Every word, special tokens first, in the order of their ids."""
     sentence = Order("", "", "")
     words = [*sentence.prompt.split(), *sentence.reply().split(), *" ".join(RUDE).split()]
     return ["<pad>", "<bos>", "<eos>", "<unk>", *dict.fromkeys([*words, *NAMES, *COLOURS, *ITEMS])]

@@ -1,4 +1,4 @@
-"""Cuts a text file of short stories into the data of `examples/stories.toml`. Needs nothing but Python.
+"""Cut a text file of short stories into the data of `examples/stories.toml`. Needs nothing but Python.
 
     python examples/stories/prepare.py STORIES.txt examples/stories/data
 
@@ -30,14 +30,14 @@ HELD_OUT = 0.1
 
 
 class Cut(NamedTuple):
-    """A place in a story: what is given, and what follows."""
+    """A place in a story: the text before it, and the text after it."""
 
     before: str
     after: str
 
 
 def read_stories(text: str) -> list[str]:
-    """The stories of a file, in order, each once; the last one, which a cut file leaves unfinished, only if it ends."""
+    """Read the stories of a file, in order, without duplicates or an unfinished last one."""
     found = [" ".join(story.split()) for story in text.split(SEPARATOR)]
     if found and not SENTENCE_END.search(found[-1][-2:]):
         found.pop()
@@ -45,24 +45,24 @@ def read_stories(text: str) -> list[str]:
 
 
 def sentences(story: str) -> list[str]:
-    """The sentences of a story, with the space before each: joined, they are the story."""
+    """Split a story into sentences, each with the space before it."""
     ends = [match.end() for match in SENTENCE_END.finditer(story)]
     return [story[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def opening(parts: Sequence[str]) -> Cut:
-    """The first sentences, and those after them."""
+    """Return the first sentences, and those after them."""
     return Cut("".join(parts[:OPENING]), "".join(parts[OPENING : OPENING + CONTINUATION]))
 
 
 def ending(parts: Sequence[str]) -> Cut:
-    """As many sentences, and the last of the story."""
+    """Return as many sentences, and the last of the story."""
     before = parts[-OPENING - CONTINUATION : -CONTINUATION]
     return Cut("".join(before).lstrip(), "".join(parts[-CONTINUATION:]))
 
 
 def pairs(cuts: Sequence[Cut], random: random.Random) -> Iterable[dict[str, str]]:
-    """Each cut's true continuation beside another's; every continuation is rejected once."""
+    """Pair each cut's true continuation with another's; every continuation is rejected once."""
     order = list(range(len(cuts)))
     random.shuffle(order)
     for here, other in zip(order, order[1:] + order[:1], strict=True):

@@ -1,4 +1,4 @@
-"""Two rewards that need no weights: what the policy is to say, and that it does not say it again and again."""
+"""Two rewards without a model: one for saying a word, one against repetition."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def words(text: str) -> list[str]:
 
 
 def mentions_once(completions: Sequence[str], *, word: str = "happy") -> list[float]:
-    """1 where `word` comes exactly once, else 0: saying it again and again earns nothing."""
+    """Return 1 where `word` comes exactly once, else 0: repeating it earns nothing."""
     return [float(words(text).count(word.lower()) == 1) for text in completions]
 
 
 def variety(completions: Sequence[str]) -> list[float]:
-    """Distinct pairs of neighbouring words / pairs: 1 where none comes twice, near 0 for a loop, 0 for a word or none.
+    """Return distinct pairs of neighbouring words / pairs: 1 without repetition, near 0 for a loop, 0 below two words.
 
     Of pairs, since among single words a longer text repeats more: that would reward brevity.
     """

@@ -59,7 +59,7 @@ class MetricWindow:
             total = merge(total, metrics)
         return total
 
-    def read(self, total_tokens: int) -> dict[str, float]:
+    def fetch_metrics(self, total_tokens: int) -> dict[str, float]:
         elapsed = self.elapsed()
         names = dict.fromkeys(name for metrics in self.host for name in metrics)
         averages = {}

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md holds the figures that were measured."""
+"""docs/results/benchmarks.md holds the figures that were measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.plugins.component import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = REPOSITORY / "docs" / "benchmarks.md"
+PAGE = REPOSITORY / "docs/results/benchmarks.md"
 SPEED = REPOSITORY / "benchmarks" / "speed"
 
 

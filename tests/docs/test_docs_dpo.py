@@ -1,29 +1,31 @@
-"""docs/how-to/dpo.md and plugins/dpo/README.md: what they show runs, and their tables are the losses'."""
+"""The pages on DPO: what they show runs, and their tables are the losses'."""
 
 from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import numpy as np
 import pytest
 from rlhf_dpo.losses import LOSSES
 
-from rlhf_core import cli, mesh
+from rlhf_core import cli
+from rlhf_core.plugins.component import load_file
 
-PAGES = ("docs/how-to/dpo.md", "plugins/dpo/README.md")
+documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+
+PAGES = ("docs/reference/trainers/dpo.md", "plugins/dpo/README.md")
+LOSSES_PAGE = "docs/reference/losses/dpo.md"
 
 
 @pytest.fixture
 def place(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with the model and the data that the pages name; one device."""
     monkeypatch.chdir(tmp_path)
-    make, one = mesh.make_mesh, jax.devices()[:1]
-    monkeypatch.setattr("rlhf_core.training.open.make_mesh", lambda: make(devices=one))
-    monkeypatch.setattr(mesh, "make_mesh", lambda *sizes, **named: make(*sizes, **{**named, "devices": one}))
+    documents.on_one_device(monkeypatch)
     tiny.make_model(scale=4.0).save("base")
     tiny.write_rows(tmp_path / "pairs.jsonl", tiny.pairs(16))
     tiny.write_rows(tmp_path / "heldout.jsonl", tiny.pairs(6, seed=1))
@@ -78,8 +80,26 @@ def test_the_readme_runs(
     assert "16 pairs" in said[0]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [LOSSES_PAGE, PAGES[1]])
 def test_every_loss_is_in_the_table(repository: Path, page: str) -> None:
     text = (repository / page).read_text(encoding="utf-8")
-    named = re.findall(r"^\| (?:dpo loss \| )?`(\w+)`(?:, `label_smoothing` ε)? \|", text, re.MULTILINE)
+    named = re.findall(r"^\| (?:dpo loss \| `|\[`)(\w+)`(?:\]\(#\w+\))? \|", text, re.MULTILINE)
     assert set(LOSSES) <= set(named)
+
+
+def test_every_loss_has_a_section_and_its_options(repository: Path) -> None:
+    from rlhf_dpo import DPO_LOSS, DPOConfig
+
+    from rlhf_core import plugins
+    from rlhf_core.config import build
+
+    text, registry = (repository / LOSSES_PAGE).read_text(encoding="utf-8"), plugins.load().registry
+    for name, cell in re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| (.*?) \|", text, re.MULTILINE):
+        assert f"\n## {name}\n" in text
+        options = tomllib.loads("\n".join(re.findall(r"`(.*?)`", cell)))
+        fields = registry._entry(DPO_LOSS, name).options
+        assert set(options) == set(fields), name
+        assert registry.get(DPO_LOSS, name, **options) == registry.get(DPO_LOSS, name)
+    for language, block in blocks(repository, LOSSES_PAGE):
+        assert language == "toml"
+        build(DPOConfig, tomllib.loads(block), where=LOSSES_PAGE, registry=registry)

@@ -32,34 +32,53 @@ def test_the_files_are_what_the_code_says_now(generate: ModuleType, pages: dict[
 
 
 def test_every_field_flag_and_kind_is_described(pages: dict[str, str]) -> None:
-    rows = re.findall(r"^\| (.*) \|$", "\n".join((pages["config.md"], pages["components.md"])), re.MULTILINE)
+    texts = [text for name, text in pages.items() if name not in ("commands.md", "python.md")]
+    rows = [row for text in texts for row in fields_in(text)]
     cells = [row.split(" | ") for row in rows]
     assert len(cells) > 100
     assert [row for row in cells if len(row) == 4 and not row[3].strip()] == []
 
 
+def fields_in(text: str) -> list[str]:
+    """The rows of what is generated of a page."""
+    start, end = "<!-- fields: written by docs/generate.py -->", "<!-- end of fields -->"
+    part = text.partition(start)[2].partition(end)[0] if start in text else text
+    return re.findall(r"^\| (.*) \|$", part, re.MULTILINE)
+
+
 def test_every_heading_is_there_once_where_a_link_needs_it(pages: dict[str, str]) -> None:
     """GitHub gives the second of two equal headings another anchor, so a link would lead to the first."""
     for name, text in pages.items():
-        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        wanted = re.findall(rf"\]\((?:{name})?#([\w-]+)\)", "\n".join(pages.values()))
-        anchors = [heading.lower().replace(" ", "-") for heading in headings]
-        for anchor in {*wanted} & {*anchors}:
-            assert anchors.count(anchor) == 1, f"{name}: {anchor}"
+        wanted = re.findall(rf"\]\((?:(?:\.\./)?{name})?#([\w-]+)\)", "\n".join(pages.values()))
+        for anchor in {*wanted} & {*anchors(text)}:
+            assert anchors(text).count(anchor) == 1, f"{name}: {anchor}"
 
 
-def test_links_of_the_pages_lead_somewhere(pages: dict[str, str]) -> None:
-    anchors = {
-        name: [heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
-        for name, text in pages.items()
-    }
+def test_links_of_the_pages_lead_somewhere(generate: ModuleType, pages: dict[str, str]) -> None:
     for name, text in pages.items():
-        for target, anchor in re.findall(r"\]\(([\w.]*)#([\w-]+)\)", text):
-            assert anchor in anchors[target or name], f"{name} links to {target}#{anchor}"
+        page = generate.TARGET / name
+        for target, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text):
+            linked = (page.parent / target).resolve() if target else page
+            known = anchors(linked.read_text(encoding="utf-8"))
+            assert anchor in known, f"{name} links to {target}#{anchor}"
 
 
-def test_every_python_name_says_something(pages: dict[str, str]) -> None:
-    parts = pages["python.md"].split("\n\n")
-    signatures = [i for i, part in enumerate(parts) if re.fullmatch(r"`[^`\n]+`", part)]
-    assert len(signatures) > 100
-    assert [parts[i] for i in signatures if re.match("[`#|-]", parts[i + 1])] == []
+def anchors(text: str) -> list[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_promised_name_has_one_task(generate: ModuleType, pages: dict[str, str]) -> None:
+    """A name that is promised stands under exactly one task of docs/python_page.py, and no task names another."""
+    page = generate.python_page
+    promises = page.promises()
+    assert sum(len(names) for names in page.by_task(promises).values()) == len(promises)
+    assert page.unpromised() == []
+    text = " ".join(pages["python.md"].split())
+    assert [each for each in promises if f"`{each.module}.{each.name}" not in text] == []
+
+
+def test_a_promised_name_without_a_task_is_an_error(generate: ModuleType) -> None:
+    page = generate.python_page
+    with pytest.raises(ValueError, match=r"under no task.*rlhf_core\.unheard_of"):
+        page.by_task([*page.promises(), page.Promise("rlhf_core", "unheard_of", len)])

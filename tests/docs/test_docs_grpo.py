@@ -1,7 +1,9 @@
-"""The pages on GRPO: every block runs, every option is one, every loss has its page and its picture."""
+"""The pages on GRPO: every block runs, every option is one, every loss has its section."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -12,9 +14,10 @@ from rlhf_core.plugins.component import load_file
 
 documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 REPOSITORY = documents.REPOSITORY
-LOSS_PAGES = sorted((REPOSITORY / "docs/losses").glob("*.md"))
+LOSSES_PAGE = REPOSITORY / "docs/reference/losses/policy.md"
+PICTURE = LOSSES_PAGE.with_suffix(".svg")
 TUTORIAL = REPOSITORY / "docs/tutorial/grpo.md"
-PAGES = [*LOSS_PAGES, TUTORIAL]
+PAGES = [LOSSES_PAGE, TUTORIAL]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -33,38 +36,27 @@ def test_options_of_a_page_are_grpo_s(page: Path, monkeypatch: pytest.MonkeyPatc
         build(GRPOConfig, table, where=page.name, registry=registry)
 
 
-def test_every_loss_has_a_page_a_picture_and_a_row() -> None:
+def test_every_loss_has_a_section_a_row_and_settings() -> None:
     from rlhf_grpo.losses import LOSSES
 
-    directory = REPOSITORY / "docs/losses"
-    rows = (directory / "index.md").read_text(encoding="utf-8").splitlines()
+    text = LOSSES_PAGE.read_text(encoding="utf-8")
+    tables = [tomllib.loads(block) for language, block in documents.blocks(LOSSES_PAGE) if language == "toml"]
     for name, loss in LOSSES.items():
-        page = (directory / f"{name}.md").read_text(encoding="utf-8")
-        assert f"]({name}.svg)" in page
-        tables = [
-            tomllib.loads(text)
-            for language, text in documents.blocks(directory / f"{name}.md")
-            if language == "toml"
-        ]
         assert name in [table["loss"]["name"] for table in tables if "loss" in table]
-        (row,) = [row for row in rows if row.startswith(f"| [`{name}`]({name}.md) |")]
-        assert f"| `{loss.aggregation}` |" in row
+        row = re.search(rf"^\| \[`{name}`\]\(#(\w+)\) \|.*$", text, re.MULTILINE)
+        assert row is not None
+        assert f"\n## {row[1]}\n" in text
+        assert f"| `{loss.aggregation}` |" in row[0]
 
 
-@pytest.mark.parametrize(
-    "picture", sorted((REPOSITORY / "docs/losses").glob("*.svg")), ids=lambda file: file.stem
-)
-def test_pictures_are_small_and_without_a_date(picture: Path) -> None:
-    text = picture.read_text(encoding="utf-8")
-    assert len(text) < 60_000
+def test_the_picture_is_small_and_without_a_date() -> None:
+    text = PICTURE.read_text(encoding="utf-8")
+    assert len(text) < 120_000
     assert "<dc:date>" not in text
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in LOSS_PAGES if ("```python" in page.read_text())], ids=lambda p: p.stem
-)
-def test_python_of_a_loss_page_runs(page: Path) -> None:
-    for language, text in documents.blocks(page):
+def test_python_of_the_page_on_losses_runs() -> None:
+    for language, text in documents.blocks(LOSSES_PAGE):
         if language == "python":
             documents.run_python(text)
 
@@ -73,6 +65,7 @@ def test_python_of_a_loss_page_runs(page: Path) -> None:
 def test_tutorial_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copy(REPOSITORY / "examples/make_data.py", tmp_path)
     documents.on_one_device(monkeypatch)
     documents.follow(TUTORIAL, compare=lambda shown, said: None)  # what it shows is of the whole run
     sys.modules.pop("reward", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_options_of_the_page_are_the_trainer_s() -> None:
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copy(documents.REPOSITORY / "examples/make_data.py", tmp_path)
     documents.on_one_device(monkeypatch)
     shown: list[int] = []
     documents.follow(PAGE, edit=str, compare=lambda text, said: shown.append(compare(text, said)))

@@ -115,7 +115,7 @@ def test_commands_in_documents_exist() -> None:
         "CONTRIBUTING.md",
         "CHANGELOG.md",
     ]
-    others += [str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs/losses").glob("*.md")]
+    others += [str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs/reference").glob("*/*.md")]
     for document in (*DOCUMENTS, *others):
         text = (REPOSITORY / document).read_text(encoding="utf-8")
         used = set(re.findall(r"(?:`|^\$ )rlhf (\w[\w |]*?)(?=[ `\n])", text, re.MULTILINE))

@@ -20,7 +20,7 @@ from rlhf_core.training.memory import definition_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GROWTH = REPOSITORY / "benchmarks" / "growth"
-PAGE = REPOSITORY / "docs" / "benchmarks.md"
+PAGE = REPOSITORY / "docs/results/benchmarks.md"
 hlo: Any = load_file(GROWTH / "hlo.py")
 
 TEXT = """
