@@ -1,4 +1,4 @@
-"""What objectives read from a model over packed rows: log-probabilities of trained tokens, scores of sequences."""
+"""Read packed rows with a model, for objectives: log-probabilities and scores of trained tokens and of sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def trained_logps(
     model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy at every trained token, float32 [rows, trained], nats; 0 where unused.
+    """Compute log-probability and entropy of every trained token, float32 [rows, trained], nats; 0 where unused.
 
     Hidden states are compacted before the head, so that neither the head nor a loss sees a token that is not trained.
     With entropy=False the second array is zeros.
@@ -37,13 +37,13 @@ def trained_logps(
 
 
 def trained_weight(batch: Packed) -> jax.Array:
-    """The weight of every trained token, float32 [rows, trained]; 0 where unused."""
+    """Look up the weight of every trained token, float32 [rows, trained]; 0 where unused."""
     weight = jnp.take_along_axis(batch.rows.weight, jnp.maximum(batch.trained, 0), axis=1)
     return jnp.where(batch.trained >= 0, weight, 0.0)
 
 
 def trained_sequence(batch: Packed) -> jax.Array:
-    """Which sequence of its row every trained token belongs to, int32 [rows, trained]; 0 where unused."""
+    """Look up the sequence of every trained token in its row, int32 [rows, trained]; 0 where unused."""
     return jnp.maximum(jnp.take_along_axis(batch.rows.sequence, jnp.maximum(batch.trained, 0), axis=1), 0)
 
 
@@ -65,7 +65,7 @@ def _parents(batch: Packed) -> jax.Array:
 
 
 def sequence_scores(model: Definition, params: Any, batch: Packed) -> jax.Array:
-    """The reward head at every sequence's last token, float32 [rows, sequences]; meaningless where `last` is -1."""
+    """Apply the score head at every sequence's last token, float32 [rows, sequences]; arbitrary where `last` is -1."""
     rows = batch.rows
     ends = jnp.maximum(batch.last, 0)
     return model.score(params, model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, ends))
@@ -80,10 +80,10 @@ def loss_output(
     element: str,
     caller: str,
 ) -> LossOutput:
-    """What a loss returns for its inputs. Raises InputError where it raises, or returns no value an element.
+    """Call a loss and check its output. Raises InputError where it raises, or does not return a value per element.
 
-    shape: of the inputs. what: the loss, such as "policy loss 'dapo'". element: what one value is of, such as "token".
-    caller: the file that this is called in.
+    shape: of the inputs. what: the loss, such as "policy loss 'dapo'". element: such as "token". caller: the calling
+    file, which error messages leave out.
     """
     try:
         out = loss(inputs)
@@ -100,7 +100,9 @@ def loss_output(
     if not isinstance(out, LossOutput):
         got = "an array" if isinstance(out, jax.Array) else type(out).__name__
         raise InputError(f"{what} returned {got}; wanted is LossOutput(loss, metrics)")
-    wanted = f"wanted is a number a {element}, {list(shape)} as its inputs are: leave the mean to the trainer"
+    wanted = (
+        f"wanted is a number per {element}, {list(shape)} as its inputs are: leave the mean to the trainer"
+    )
     if jnp.shape(out.loss) != tuple(shape):
         raise InputError(f"{what} returned an array of shape {list(jnp.shape(out.loss))}; {wanted}")
     if not isinstance(out.metrics, Mapping):

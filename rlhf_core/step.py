@@ -1,6 +1,6 @@
-"""One update as two programs: `accumulate` once a micro-batch, `apply` once an update.
+"""An update as two programs: `accumulate` once per micro-batch, `apply` once per update.
 
-An objective returns sums, so the number of micro-batches and what lies in which of them cancel out of the result.
+Objectives return sums, so that the result does not depend on how examples are split into micro-batches.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
 Objective: TypeAlias = Callable[[Any, Any], tuple[Mean, Mapping[str, Metric]]]
-"""(params, batch) → (the loss as sum and count, metrics). The gradient is the sum's, divided by the update's count."""
+"""(params, batch) → (the loss as sum and count, metrics). The sum's gradient is divided by the update's count."""
 
 
 class Accumulated(NamedTuple):
-    """What the micro-batches of an update have added up to so far."""
+    """Sums over the micro-batches of an update so far."""
 
     grads: Any
     """float32, like the trained parameters: gradient of `loss.total`."""
@@ -43,9 +43,9 @@ def accumulate(
     key: jax.Array | None = None,
     fixed: frozenset[Path] = frozenset(),
 ) -> Accumulated:
-    """Add one micro-batch; `before` is None for the first of an update, which saves a pass over zeros.
+    """Add one micro-batch; before=None for the first of an update saves a pass over zeros.
 
-    key: of the adapters' dropout; None: nothing is dropped. fixed: paths of parameters without a gradient.
+    key: for the adapters' dropout; None: no dropout. fixed: paths of parameters without a gradient.
     """
     params = params if key is None else with_noise(params, key)
     trained, rest = split(params, fixed) if fixed else (params, {})
@@ -63,10 +63,10 @@ def accumulate(
 
 
 def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
-    """One optimizer update from the mean gradient, applied only while every loss and gradient has been finite.
+    """Update the state by the mean gradient, unless a loss or gradient has not been finite.
 
-    state: all of its parameters trained, as `TrainState.trained` gives it.
-    Metrics: those of the objective, `loss` and `grad_norm` (before the optimizer).
+    state: from `TrainState.trained`, so that all of its parameters are trained. Returns the next state, and the
+    objective's metrics with `loss` and `grad_norm` (before the optimizer).
     """
     scale = 1.0 / jnp.maximum(done.loss.count, jnp.finfo(jnp.float32).tiny)
     grads = jax.tree.map(lambda g: g * jnp.where(done.loss.count > 0, scale, 0.0), done.grads)
@@ -89,15 +89,13 @@ def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, M
 
 
 class Programs:
-    """The compiled pair, for the loop. `accumulate` donates what came before, `apply` the state but for parameters that
-    are not trained, which stay where they are.
-    """
+    """Compiled `accumulate` and `apply`, which donate the previous sums and the trained part of the state."""
 
     def __init__(self, objective: Objective, state: TrainState, *, from_zero: bool = False) -> None:
-        """Gradients and the next state stay sharded as `state` is.
+        """Shard gradients and the next state like `state`.
 
-        from_zero: an update begins with zeros, to which its first micro-batch is added as those after it are. One
-        program a shape in place of two, for a pass over the gradient: for updates of several micro-batches.
+        from_zero: add the first micro-batch of an update to zeros. This takes one program per shape instead of two and
+        an extra pass over the gradient, which pays for updates of several micro-batches.
         """
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
         everywhere: Any = replicated_sharding(state.step.sharding.mesh)
@@ -113,16 +111,16 @@ class Programs:
         self._done: Accumulated | None = None
 
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
-        """Start to compile what these calls need and `apply`, in this order; a call waits for what it needs.
+        """Start to compile the programs of these calls, then `apply`, in the background; a call waits for its program.
 
-        calls: from `rlhf_core.fit.batches.expected_calls`: micro-batches, read for shapes and dtypes only, and whether
-        another came before in the update. What has been asked for already is not compiled again.
+        calls: micro-batches, read for shapes and dtypes only, and whether each follows another in its update; see
+        `rlhf_core.fit.batches.expected_calls`. Programs that are compiled or being compiled are skipped.
         """
         mesh = state.step.sharding.mesh
-        key = _key(state, 0) if self._noise else None
+        key = _dropout_key(state, 0) if self._noise else None
         for batch, follows in calls:
             rows, follows = abstract_rows(mesh, batch), follows or self._from_zero
-            if (name := _name(rows, follows)) in self._ahead:
+            if (name := _program_name(rows, follows)) in self._ahead:
                 continue
             if self._done is None or not follows:
                 traced = self._accumulate.trace(state.params, rows, None, key)
@@ -134,36 +132,36 @@ class Programs:
                 self._ahead.compile("apply", self._apply.lower(state.trained(), self._done))
 
     def wait(self) -> None:
-        """Return once everything that was started to compile is compiled."""
+        """Wait until every program that was started is compiled."""
         self._ahead.wait_for_all()
 
     def accumulate(
         self, state: TrainState, batch: Any, before: Accumulated | None, number: int = 0
     ) -> Accumulated:
         """Add micro-batch `number` of the update."""
-        key = _key(state, number) if self._noise else None
+        key = _dropout_key(state, number) if self._noise else None
         if before is None and self._from_zero:
             if self._done is None:
                 self._done = self._accumulate.trace(state.params, batch, None, key).out_info
             before = self._zeros()
-        self._ahead.wait(_name(batch, before is not None))
+        self._ahead.wait(_program_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key)
         return done
 
     def apply(self, state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
-        """`apply`, fixed parameters handed through."""
+        """Apply `apply` to the trained part of the state; fixed parameters stay as they are."""
         self._ahead.wait("apply")
         following, metrics = self._apply(state.trained(), done)
         return state.with_trained(following), metrics
 
     def compiled(self) -> int:
-        """How many programs have been compiled so far."""
+        """Count the programs compiled so far."""
         jitted: tuple[Any, ...] = (self._accumulate, self._apply)
         return sum(f._cache_size() for f in jitted)
 
 
 def _zeros(like: Any) -> Accumulated:
-    """What no micro-batch adds up to, of the shapes of `like`."""
+    """Make the sums over no micro-batch, in the shapes of `like`."""
     return Accumulated(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
         Mean.of(jnp.zeros(0)),
@@ -171,30 +169,30 @@ def _zeros(like: Any) -> Accumulated:
     )
 
 
-def _name(batch: Any, follows: bool) -> tuple[Any, ...]:
+def _program_name(batch: Any, follows: bool) -> tuple[Any, ...]:
     return follows, *(x.shape for x in jax.tree.leaves(batch))
 
 
-def _folded(key: jax.Array, step: Any, number: Any) -> jax.Array:
+def _fold(key: jax.Array, step: Any, number: Any) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, step), number)
 
 
 @jax.jit
-def _numbered(key: jax.Array, step: jax.Array, number: jax.Array) -> jax.Array:
-    return _folded(key, step, number)
+def _fold_jitted(key: jax.Array, step: jax.Array, number: jax.Array) -> jax.Array:
+    return _fold(key, step, number)
 
 
-def _key(state: TrainState, number: int) -> jax.Array:
-    """Of the dropout of one micro-batch: a function of seed, update and micro-batch, the same after a restart."""
-    return _numbered(state.key, state.step, jax.device_put(np.int32(number), state.step.sharding))
+def _dropout_key(state: TrainState, number: int) -> jax.Array:
+    """Make the dropout key of a micro-batch from seed, update and number, so that a restart does not change it."""
+    return _fold_jitted(state.key, state.step, jax.device_put(np.int32(number), state.step.sharding))
 
 
 def split_step(
     objective: Objective, state: TrainState, batch: Any, splits: int
 ) -> tuple[TrainState, dict[str, Metric]]:
-    """One update from a batch given whole, in `splits` equal parts along the first axis; for use inside jit.
+    """Update the state from a whole batch in `splits` equal parts along the first axis; for use inside jit.
 
-    Leaves of rank 0 are not split. Raises ValueError where a leaf's rows do not divide.
+    Leaves of rank 0 are not split. Raises ValueError where `splits` does not divide the rows of a leaf.
     """
 
     def part(x: jax.Array) -> jax.Array:
@@ -217,7 +215,7 @@ def split_step(
     noise = has_noise(state.params)
 
     def one(before: Accumulated | None, number: Any, parts: list[jax.Array]) -> Accumulated:
-        key = _folded(state.key, state.step, number) if noise else None
+        key = _fold(state.key, state.step, number) if noise else None
         return accumulate(objective, state.params, micro(parts), before, key, state.fixed)
 
     done = one(None, 0, [x[0] for x in stacked])

@@ -1,4 +1,4 @@
-"""Shared settings that cannot act in a run of so many updates; told in a stage's plan, and where it starts."""
+"""Warn of shared settings that have no effect in a run; shown in a stage's forecast, or where it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
-    """One line a setting, by its name. updates: of the whole run."""
+    """Yield one line per setting, beginning with its name. updates: of the whole run."""
     if config.learning_rate_end is not None and config.scheduler == "constant":
         yield (
             f"learning_rate_end={config.learning_rate_end:g}: cannot act: scheduler is 'constant'; linear, cosine and "

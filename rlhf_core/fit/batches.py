@@ -1,4 +1,4 @@
-"""Where the loop gets its updates from, and the source for trainers whose data is known before they start."""
+"""Sources of updates for the loop, and the one for trainers whose data is known before they start."""
 
 from __future__ import annotations
 
@@ -33,95 +33,95 @@ class Update(NamedTuple):
     tokens: int
     """Tokens the model reads, shared prompts once and padding never."""
     where: Callable[[int], str]
-    """Names the example that `Packed.example` numbers, as "pairs.jsonl row 17"."""
+    """Names the example with a number of `Packed.example`, such as "pairs.jsonl row 17"."""
     metrics: Mapping[str, float | Metric] = {}
-    """Metrics the host knows already, with other names than the objective's: numbers are averaged over the updates of a
-    logged step, a `Sum`, `Min`, … of `rlhf_core.metrics` is merged."""
+    """Metrics that the host knows, under other names than the objective's. Numbers are averaged over the updates of a
+    logged step; a `Sum`, `Min`, … of `rlhf_core.metrics` is merged."""
     timing: Mapping[str, float | Metric] = {}
-    """The same of what differs from run to run: seconds, by names that begin with time/, and speeds."""
+    """Metrics that differ from run to run: seconds, under names that begin with time/, and speeds."""
 
 
 class EncodedRows(Protocol):
     """Training data as token ids: `Texts`, `Pairs` or `Prompts`, or a trainer's own."""
 
     def row_digests(self) -> NDArray[np.uint64]:
-        """uint64 [rows]: a hash of what is trained on in each row."""
+        """Hash what is trained on in each row, uint64 [rows]."""
         ...
 
     def where(self, i: int) -> str:
-        """Names row `i`, such as "pairs.jsonl row 17"."""
+        """Name row `i`, such as "pairs.jsonl row 17"."""
         ...
 
 
 class UpdateSource(Protocol):
-    """Where updates come from. What it gives at a step depends on the step, the seed and (rollouts) the state alone.
+    """A source of updates. An update depends on nothing but the step, the seed and, for rollouts, the state.
 
-    Steps count from 0. Unless `needs_state(step)`, `update(step)` may be asked for ahead and again, and the state it is
-    given says nothing: it is a function of `step` alone.
+    Steps count from 0. Unless `needs_state(step)`, `update(step)` must not read the state: the loop may ask for the
+    update early and more than once.
     """
 
     total: int
     """Updates in the whole run."""
     updates_per_epoch: float
-    """The metric `epoch` is the updates done over it."""
+    """Divides the number of updates done to give the metric `epoch`."""
     data: EncodedRows
-    """What updates are drawn from; a run is not continued where a row that was drawn is another now."""
+    """The rows that updates are drawn from; a run cannot continue after a row that it has drawn changes."""
 
     def shapes(self) -> Sequence[Packed]:
-        """An empty micro-batch of every shape there will be; those of updates that read the state compile ahead."""
+        """Return an empty micro-batch of every shape, for compiling updates that read the state."""
         ...
 
     def needs_state(self, step: int) -> bool:
-        """True where `update(step)` reads the state, so that earlier updates are checked before it."""
+        """Return whether `update(step)` reads the state; earlier updates are then checked before it."""
         ...
 
     def update(self, step: int, state: TrainState) -> Update:
-        """What is computed as update `step`, the same on every process. state: before it, where `needs_state(step)`."""
+        """Return update `step`, the same on every process. state: before it; read only if `needs_state(step)`."""
         ...
 
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
-        """The rows of `data` that the first `step` updates took. host: what `snapshot(step)` gave."""
+        """Return the rows of `data` that the first `step` updates used. host: from `snapshot(step)`."""
         ...
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What a checkpoint after `step` updates must hold beside the state: what JSON can hold, and arrays."""
+        """Return what a checkpoint after `step` updates holds beside the state: JSON values, and arrays."""
         ...
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """Go on after `step` updates, with what `snapshot(step)` gave."""
+        """Continue after `step` updates from the result of `snapshot(step)`."""
         ...
 
 
 KNOWN_UPDATES = 24
-"""Updates whose programs are compiled ahead."""
+"""Updates whose programs are compiled early, in the background."""
 FIRST_UPDATES = 8
-"""Updates that tell whether there are several micro-batches in one."""
+"""Updates that `uses_several_batches` looks at."""
 
 
 def expected_calls(
     updates: UpdateSource, start: int, count: int, state: TrainState
 ) -> list[tuple[Packed, bool]]:
-    """What `count` updates from `start` on compute: micro-batches, and whether another comes before in the update.
+    """List the programs that `count` updates from `start` on call: a micro-batch, and whether it follows another.
 
-    Each combination once, as first needed. Where one of the updates reads the state, only shapes are known: every one
-    at the head of an update, and for more than one update also after another.
+    Each combination of shape and flag comes once, in the order of first use. Where an update reads the state, only
+    shapes are known: each is listed as the first of an update, and for `count` > 1 also as a later one.
     """
     steps = range(start, min(start + count, updates.total))
     if any(map(updates.needs_state, steps)):
         empties = updates.shapes()
         return [(batch, follows) for follows in (False, True)[:count] for batch in empties]
-    found: dict[Any, tuple[Packed, bool]] = {}
+    calls: dict[Any, tuple[Packed, bool]] = {}
     for step in steps:
         for number, batch in enumerate(updates.update(step, state).batches):
             kind = number > 0, *(array.shape for array in jax.tree.leaves(batch))
-            found.setdefault(kind, (batch, number > 0))
-    return list(found.values())
+            calls.setdefault(kind, (batch, number > 0))
+    return list(calls.values())
 
 
 def uses_several_batches(updates: UpdateSource, state: TrainState) -> bool:
-    """Whether updates are of several micro-batches now and then, as far as can be told before one is computed.
+    """Return whether any of the run's first updates has several micro-batches; False where they read the state.
 
-    By the first of the run, wherever it continues from: a run that continues then computes the same.
+    A continued run looks at the same first updates, so that it computes the same.
     """
     steps = range(min(FIRST_UPDATES, updates.total))
     known = not any(map(updates.needs_state, steps))
@@ -131,7 +131,7 @@ def uses_several_batches(updates: UpdateSource, state: TrainState) -> bool:
 def empty_batches(
     layout: Layout, *, token_names: Sequence[str] = (), sequence_names: Sequence[str] = ()
 ) -> list[Packed]:
-    """A micro-batch without a sequence in it, of every class of `layout`."""
+    """Make a micro-batch without sequences for every class of `layout`."""
 
     def one(time: int, rows: int, sequences: int, trained: int) -> Packed:
         def full(width: int, value: int) -> Any:
@@ -160,13 +160,13 @@ def empty_batches(
 def choose_row_layout(
     trees: Sequence[Tree], config: TrainerConfig, mesh: Mesh, hidden_size: int, *, reads_tokens: bool
 ) -> Layout:
-    """Rows for these trees. `gradient_accumulation_steps` splits an update into about so many micro-batches.
+    """Choose rows for the trees so that an update has about `gradient_accumulation_steps` micro-batches.
 
-    reads_tokens: whether the objective reads log-probs of trained tokens (not so for reward models).
+    reads_tokens: whether the objective reads values of trained tokens; a reward model's reads sequences only.
     """
     sizes = sizes_of(trees)
     per_update = min(config.total_batch_size, len(trees))
-    # Updates differ in size: most of them shall fit the micro-batches that were asked for.
+    # Updates differ in size: most should fit into the number of micro-batches that was asked for.
     update_tokens = int(np.ceil(sizes.mean() * per_update)) + int(2 * sizes.std() * np.sqrt(per_update))
     return choose_layout(
         sizes,
@@ -184,7 +184,7 @@ def choose_row_layout(
 
 
 def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
-    """Whether attention in rows of several trees will skip what no token sees: blocks are for one device."""
+    """Return whether attention skips the blocks of a row that no token sees, which it does on one device only."""
     name = config.attention.name
     return mesh.size == 1 and (name == "blocks" or (name == "auto" and jax.default_backend() == "cpu"))
 
@@ -199,7 +199,7 @@ def evaluation_batches(
     sequence_names: Sequence[str] = (),
     group: int = 1,
 ) -> list[Packed]:
-    """Micro-batches that hold every tree once, or the first `max_evaluation_steps` batches of `eval_batch_size`."""
+    """Pack every tree once, or the first `max_evaluation_steps` batches of `eval_batch_size` trees."""
     at_once = config.eval_batch_size or config.total_batch_size
     if config.max_evaluation_steps is not None:
         trees = trees[: at_once * config.max_evaluation_steps]
@@ -225,9 +225,9 @@ def pack_chunks(
 
 
 class DatasetUpdates:
-    """Shuffled epochs over trees, `total_batch_size` an update; batches run across the ends of epochs.
+    """Draw `total_batch_size` trees per update from shuffled epochs; batches run across the ends of epochs.
 
-    Stateless: update `n` is a function of the trees, the seed and `n`, so a checkpoint needs to keep nothing.
+    Update `n` is a function of the trees, the seed and `n`, so that checkpoints hold no state of it.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class DatasetUpdates:
         )
 
     def _examples(self, step: int) -> int:
-        """How many examples the first `step` updates take: the last one of the epochs takes what is left."""
+        """Count the examples of the first `step` updates: the last update of the epochs takes what is left."""
         whole = step * self.config.total_batch_size
         if self.config.max_training_steps:
             return whole
@@ -292,7 +292,7 @@ class DatasetUpdates:
         return {"examples": self._examples(step)}, {}
 
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-        """There is nothing to restore; say where a run that is extended differs from one that was longer at once."""
+        """Warn where an extended run differs from one that had this length from the start; restore nothing."""
         missing = self._examples(step) - host["examples"]
         if missing > 0:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run it belongs to, compared before a run goes on from it."""
+"""Identify the run that a checkpoint belongs to, and compare before a run continues from it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 ROWS = "data_rows"
-"""The name of the rows' digests among a checkpoint's arrays."""
+"""The name of the rows' digests in a checkpoint's arrays."""
 RATES = 17
-"""Past updates whose learning rate is kept, to tell whether another length of the run changes them."""
+"""Past updates whose learning rate is saved, to notice where another length of the run changes them."""
 SHOWN = 5
 
 
 class Continuation:
-    """One loop's part of every checkpoint: the experiment, a digest per row of the data, past learning rates."""
+    """The identity of a run in its checkpoints: the experiment, a digest per row of the data, past learning rates."""
 
     def __init__(
         self, stage: Stage, config: TrainerConfig, updates: UpdateSource, schedule: Schedule
@@ -38,7 +38,7 @@ class Continuation:
 
     @cached_property
     def experiment(self) -> differences.Record:
-        """As the stage was started with it; else what can be told of a trainer that was called by itself."""
+        """The experiment that the stage was started with, or that of a trainer called without one."""
         stage = self.stage
         if stage.experiment is not None:
             return stage.experiment
@@ -49,7 +49,7 @@ class Continuation:
         return self.updates.data.row_digests()
 
     def host(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` updates holds, as JSON."""
+        """Return the JSON part of a checkpoint after `step` updates."""
         return {
             "experiment": {"digest": differences.digest(self.experiment), **self.experiment},
             "rows": len(self.rows),
@@ -60,63 +60,63 @@ class Continuation:
     def arrays(self) -> dict[str, np.ndarray]:
         return {ROWS: self.rows}
 
-    def accept(self, found: Restored) -> None:
-        """Raise InputError where a checkpoint belongs to another run; warn of what may differ.
+    def accept(self, saved: Restored) -> None:
+        """Raise InputError where a checkpoint belongs to another run; warn where unused rows have changed.
 
         Called before the state is read.
         """
-        self._require_experiment(found)
-        if found.step > self.updates.total:
+        self._require_experiment(saved)
+        if saved.step > self.updates.total:
             self._refuse(
-                found,
+                saved,
                 f"it has made more updates than the {self.updates.total:,} that are asked for; give at least as many",
             )
-        if found.host["total"] != self.updates.total:
-            self._require_rates(found)
-        self._require_rows(found)
+        if saved.host["total"] != self.updates.total:
+            self._require_rates(saved)
+        self._require_rows(saved)
 
-    def _require_experiment(self, found: Restored) -> None:
-        kept = found.host.get("experiment")
-        if kept is None:
-            self._refuse(found, "it was written by another version of this suite, which did not record that")
-        if kept["digest"] == differences.digest(self.experiment):
+    def _require_experiment(self, saved: Restored) -> None:
+        recorded = saved.host.get("experiment")
+        if recorded is None:
+            self._refuse(saved, "it was written by another version of this suite, which did not record that")
+        if recorded["digest"] == differences.digest(self.experiment):
             return
-        refused = differences.compare(kept, self.experiment).refused
+        refused = differences.compare(recorded, self.experiment).refused
         if refused:
-            self._refuse(found, *map(str, refused))
+            self._refuse(saved, *map(str, refused))
 
-    def _require_rates(self, found: Restored) -> None:
-        for at, rate in found.host["rates"].items():
+    def _require_rates(self, saved: Restored) -> None:
+        for at, rate in saved.host["rates"].items():
             now = self._rate(int(at))
             if not np.isclose(rate, now, rtol=1e-5, atol=0.0):
                 self._refuse(
-                    found,
-                    f"with {self.updates.total:,} updates in place of {found.host['total']:,}, update {int(at) + 1} "
+                    saved,
+                    f"with {self.updates.total:,} updates in place of {saved.host['total']:,}, update {int(at) + 1} "
                     f"would have had a learning rate of {now:.6g} rather than {rate:.6g}; give back the length it had, "
                     'or use scheduler = "constant" for runs that are to be extended',
                 )
 
-    def _require_rows(self, found: Restored) -> None:
-        before, now = found.arrays[ROWS], self.rows
+    def _require_rows(self, saved: Restored) -> None:
+        before, now = saved.arrays[ROWS], self.rows
         if len(before) != len(now):
             self._refuse(
-                found,
+                saved,
                 f"train_data: it had {len(before):,} rows for training and has {len(now):,} now; give back the rows "
                 "that were added or left out",
             )
         changed = np.flatnonzero(before != now)
         if not len(changed):
             return
-        drawn = np.intersect1d(changed, self.updates.drawn(found.step, found.host["updates"]))
+        drawn = np.intersect1d(changed, self.updates.drawn(saved.step, saved.host["updates"]))
         if len(drawn):
             self._refuse(
-                found,
+                saved,
                 f"train_data: {self._listed(drawn)} changed after it was trained on; give back what was there",
             )
         if self.stage.is_main:
             warnings.warn(
                 f"stage '{self.stage.name}'.train_data: {self._listed(changed)} changed since the checkpoint at update "
-                f"{found.step}; no update has drawn it yet, so the run goes on with what is there now",
+                f"{saved.step}; no update has drawn it yet, so the run goes on with what is there now",
                 stacklevel=2,
             )
 
@@ -125,11 +125,11 @@ class Continuation:
         more = f" and {len(rows) - SHOWN:,} more rows" if len(rows) > SHOWN else ""
         return ", ".join(names) + more
 
-    def _refuse(self, found: Restored, *problems: str) -> NoReturn:
+    def _refuse(self, saved: Restored, *problems: str) -> NoReturn:
         name = f"stage '{self.stage.name}'"
         raise InputError(
             *(f"{name}.{problem}" if ": " in problem else f"{name}: {problem}" for problem in problems),
-            f"{name}: the checkpoint at update {found.step} belongs to another run: give back what it had, use another "
+            f"{name}: the checkpoint at update {saved.step} belongs to another run: give back what it had, use another "
             f"directory, or delete {self.stage.dir}",
         )
 
@@ -138,10 +138,10 @@ class Continuation:
 
 
 def _sampled(step: int) -> list[int]:
-    """Some of the updates before `step`, the first and the last among them."""
+    """Choose up to `RATES` updates before `step`, the first and the last among them."""
     return sorted({int(at) for at in np.linspace(0, step - 1, RATES)}) if step > 0 else []
 
 
 def without_rows(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A checkpoint's arrays without those of the loop itself."""
+    """Return a checkpoint's arrays without those of the loop itself."""
     return {name: array for name, array in arrays.items() if name != ROWS}

@@ -1,4 +1,4 @@
-"""Evaluating in the middle of training: the metrics of held-out data, and a failure that does not end the run."""
+"""Evaluate during training, so that a failure does not end the run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def evaluator(
     stored: Callable[[Any], Any] = lambda params: params,
     say: Callable[[str], None] | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
-    """A function of the state: the objective's loss and metrics over `batches`, every example once, no gradient.
+    """Make a function from the state to the objective's loss and metrics over `batches`, without a gradient.
 
-    stored: makes of the state's parameters what is read, such as `model.as_stored`, so that what is evaluated is saved.
-    say: told how far an evaluation is that takes longer than a few seconds, such as `stage.say`.
+    stored: converts parameters to those that are saved, such as `model.as_stored`. say: prints the progress of an
+    evaluation that takes longer than a few seconds, such as `stage.say`.
     """
     forward = jax.jit(objective)
 
@@ -52,11 +52,11 @@ def evaluator(
 def evaluate_or_warn(
     evaluate: Callable[[TrainState], dict[str, float]], state: TrainState, count: int, stage: str
 ) -> dict[str, float] | None:
-    """Call `evaluate` after `count` updates; None, with a warning, where it raises or returns no metrics.
+    """Call `evaluate` after `count` updates; return None, with a warning, where it fails.
 
-    What it raises before the first update is raised: nothing is lost yet, and what is wrong with its settings is told
-    before hours of training. With several processes the same holds of errors that all of them agree on, RunError and
-    InputError; another one may have left the others in the middle of a computation, and is raised.
+    Errors before the first update are raised: nothing is lost yet, and wrong settings show before hours of training.
+    With several processes only RunError and InputError become warnings, since all processes raise those; any other
+    error may leave the other processes in the middle of a computation, and is raised.
     """
     failure: Exception | None = None
     metrics: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What the training loop gathers between two logged steps."""
+"""Collect metrics between two logged steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhf_core.fit.batches import Update
 
 TIME = "time/"
-"""Names of seconds per update begin so; what an Update does not report of `step_time` is time/update."""
+"""Begins the names of seconds per update; time/update is the part of `step_time` that an Update does not report."""
 
 
 @dataclass
@@ -34,17 +34,17 @@ class MetricWindow:
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, update: Update, metrics: Metrics) -> None:
-        """Raises InputError where an Update reports a metric of the step or the objective."""
-        told = {**update.metrics, **update.timing}
-        if both := sorted(told.keys() & metrics.keys()):
+        """Add one update. Raises InputError where it reports a metric of the step or the objective."""
+        reported = {**update.metrics, **update.timing}
+        if both := sorted(reported.keys() & metrics.keys()):
             raise InputError(
                 f"metrics: {', '.join(both)} reported twice, by the Update and by the objective or the step; "
                 "rename the Update's"
             )
         self.device.append(metrics)
-        self.host.append({name: value for name, value in told.items() if not isinstance(value, Metric)})
+        self.host.append({name: value for name, value in reported.items() if not isinstance(value, Metric)})
         self.merged_host = merge(
-            self.merged_host, {name: value for name, value in told.items() if isinstance(value, Metric)}
+            self.merged_host, {name: value for name, value in reported.items() if isinstance(value, Metric)}
         )
         self.tokens += update.tokens
         self.slots += sum(batch.rows.tokens.size for batch in update.batches)
@@ -59,7 +59,7 @@ class MetricWindow:
             total = merge(total, metrics)
         return total
 
-    def fetch_metrics(self, total_tokens: int) -> dict[str, float]:
+    def read(self, total_tokens: int) -> dict[str, float]:
         elapsed = self.elapsed()
         names = dict.fromkeys(name for metrics in self.host for name in metrics)
         averages = {}
@@ -80,7 +80,7 @@ class MetricWindow:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint between two logged steps: the next one then says the same as without a stop."""
+        """Describe the window for a checkpoint, so that the next logged step is the same as without a stop."""
         return {
             "device": to_json(self.merged()),
             "host": [dict(metrics) for metrics in self.host],
@@ -92,13 +92,13 @@ class MetricWindow:
         }
 
     @classmethod
-    def from_json(cls, kept: Mapping[str, Any]) -> MetricWindow:
+    def from_json(cls, saved: Mapping[str, Any]) -> MetricWindow:
         return cls(
-            [from_json(kept["device"])],
-            kept["host"],
-            from_json(kept["merged_host"]),
-            kept["tokens"],
-            kept["slots"],
-            kept["updates"],
-            kept["elapsed"],
+            [from_json(saved["device"])],
+            saved["host"],
+            from_json(saved["merged_host"]),
+            saved["tokens"],
+            saved["slots"],
+            saved["updates"],
+            saved["elapsed"],
         )

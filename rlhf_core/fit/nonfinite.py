@@ -1,4 +1,4 @@
-"""Which rows of an update made its loss or gradient not finite."""
+"""Find the rows of an update that made its loss or gradient not finite."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 def find_nonfinite_rows(
     steps: Programs, state: TrainState, update: Update, shapes: Sequence[Packed], mesh: Mesh
 ) -> list[str]:
-    """The rows whose own loss or gradient is not finite, with the examples in them.
+    """Name the rows whose own loss or gradient is not finite, with their examples.
 
-    shapes: an empty micro-batch of every shape; each row is computed by itself in one, with the programs at hand.
+    shapes: an empty micro-batch of every shape; each row is computed alone in one, with the compiled programs.
     """
     empty = {batch.rows.tokens.shape: batch for batch in shapes}
-    found = []
+    culprits = []
     for number, batch in enumerate(update.batches):
         blank = empty[batch.rows.tokens.shape]
         for row in range(len(batch.example)):
             examples = sorted({int(i) for i in batch.example[row] if i >= 0})
             if not examples:
                 continue
-            alone = jax.tree.map(lambda x, b, r=row: _only(x, b, r), batch, blank)
+            alone = jax.tree.map(lambda x, b, r=row: _keep_row(x, b, r), batch, blank)
             done = steps.accumulate(state, put_rows(mesh, alone), None, number)
             leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
             if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
                 names = ", ".join(update.where(i) for i in examples)
-                found.append(f"row {row} of micro-batch {number} ({names})")
-    return found
+                culprits.append(f"row {row} of micro-batch {number} ({names})")
+    return culprits
 
 
 def nonfinite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunError:
-    """Say that the update after `step` others was none, which rows it comes from, and what to do."""
+    """Make the error for update `step` + 1: the rows that it comes from, and what to do."""
     listed = "; ".join(culprits[:5]) + (f"; and {len(culprits) - 5} more" if len(culprits) > 5 else "")
     return RunError(
         f"stage '{stage.name}': loss or gradient of update {step + 1} is not finite. "
@@ -58,7 +58,7 @@ def nonfinite_error(stage: Stage, step: int, culprits: Sequence[str]) -> RunErro
     )
 
 
-def _only(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:
+def _keep_row(x: np.ndarray, blank: np.ndarray, row: int) -> np.ndarray:
     out = np.array(blank)
     out[row] = x[row]
     return out

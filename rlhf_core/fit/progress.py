@@ -1,4 +1,4 @@
-"""How far a training loop has come, as its checkpoints keep it."""
+"""The progress of a training loop, as its checkpoints hold it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DEFAULT_SAVE_MINUTES = 10.0
 
 
 class Progress:
-    """What a run has done beside its state, and where both are saved.
+    """Track what a run has done, and save and restore it with the state.
 
-    metrics: the newest value of each. tokens, elapsed (seconds): so far. window: since the last logged step. best: of
-    the evaluations. newest: the step of the newest checkpoint, −1 without one. reported: whether that step was logged
-    and evaluated before it was saved.
+    metrics: the newest value of each. tokens, elapsed (seconds): so far. window: metrics since the last logged step.
+    best: the best evaluation. newest: the step of the newest checkpoint, −1 without one. reported: whether that step
+    was logged and evaluated before it was saved.
     """
 
     def __init__(
@@ -46,29 +46,29 @@ class Progress:
         self.saved_at = time.perf_counter()
 
     def restore(self, state: TrainState) -> tuple[int, TrainState]:
-        """Go on from the newest whole checkpoint: the updates done, and the state; 0 and `state` where there is none.
+        """Restore the newest whole checkpoint: return the updates done and the state, 0 and `state` without one.
 
-        Cuts the stage's files to what they had then.
+        Truncates the stage's files to what they held then.
         """
-        found = self.checkpoints.restore(abstract_state(state.trained()), accept=self.continuation.accept)
-        if found is not None:
-            self.newest, self.reported = found.step, found.host.get("reported", True)
-            self.tokens, self.elapsed = found.host["tokens"], found.host["elapsed"]
-            self.window = MetricWindow.from_json(found.host["window"])
-            self.updates.restore(found.step, found.host["updates"], without_rows(found.arrays))
-            self.best.restore(found.host["best"])
-            kept = found.host["metrics"]
-            self.metrics = {name: math.nan if value is None else value for name, value in kept.items()}
+        saved = self.checkpoints.restore(abstract_state(state.trained()), accept=self.continuation.accept)
+        if saved is not None:
+            self.newest, self.reported = saved.step, saved.host.get("reported", True)
+            self.tokens, self.elapsed = saved.host["tokens"], saved.host["elapsed"]
+            self.window = MetricWindow.from_json(saved.host["window"])
+            self.updates.restore(saved.step, saved.host["updates"], without_rows(saved.arrays))
+            self.best.restore(saved.host["best"])
+            metrics = saved.host["metrics"]
+            self.metrics = {name: math.nan if value is None else value for name, value in metrics.items()}
             self.stage.metrics.update(self.metrics)
-            state = state.with_trained(found.state)
+            state = state.with_trained(saved.state)
         if self.stage.is_main:
             step_files.cut(self.stage.dir, self.newest if self.reported else self.newest - 1)
         return max(self.newest, 0), state
 
     def save(self, step: int, state: TrainState, *, reported: bool = True, wait: bool = False) -> None:
-        """Save what was reached after `step` updates; `wait` until it is on the disk."""
+        """Save the state after `step` updates; `wait`: return once it is on the disk."""
         host, arrays = self.updates.snapshot(step)
-        kept = {
+        progress = {
             "updates": host,
             **self.continuation.host(step),
             "tokens": self.tokens,
@@ -82,7 +82,7 @@ class Progress:
         self.checkpoints.save(
             step,
             state.trained(),
-            host=kept,
+            host=progress,
             arrays={**arrays, **self.continuation.arrays()},
             protect=self.best.step,
             block=wait,
@@ -91,7 +91,7 @@ class Progress:
         self.newest, self.saved_at = step, time.perf_counter()
 
     def due(self, count: int) -> bool:
-        """Whether the config asks for a checkpoint after `count` updates."""
+        """Return whether the config asks for a checkpoint after `count` updates."""
         minutes = self.config.save_interval_minutes
         if minutes is None and self.config.save_steps is None:
             minutes = DEFAULT_SAVE_MINUTES

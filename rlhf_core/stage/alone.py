@@ -1,4 +1,4 @@
-"""A trainer run from Python, outside a pipeline: its arguments, and what it leaves."""
+"""Run a trainer from Python, outside a pipeline."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SPELLINGS = {
     "reward_funcs": "rewards",
 }
 INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks")
-"""What a trainer class is handed beside its config."""
+"""Arguments of a trainer class beside its config."""
 
 
 def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) -> tuple[C, dict[str, Any]]:
-    """A trainer class's arguments, with the other spellings that users of other libraries type.
+    """Check a trainer class's arguments and translate the names that other libraries use.
 
-    Raises InputError for a name nobody knows or given twice, TypeError for a config of another class.
+    Raises InputError for an unknown or repeated name, TypeError for a config of another class.
     """
     inputs = dict(inputs)
     for spelling, name in SPELLINGS.items():
@@ -63,14 +63,14 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     if unknown := sorted(set(inputs) - set(INPUTS)):
         raise InputError(
             *(
-                f"{name}: unknown argument of the trainer of {cls.__name__}{_meant(name, cls)}"
+                f"{name}: unknown argument of the trainer of {cls.__name__}{_hint(name, cls)}"
                 for name in unknown
             )
         )
     return config, inputs
 
 
-def _meant(name: str, cls: type[TrainerConfig]) -> str:
+def _hint(name: str, cls: type[TrainerConfig]) -> str:
     ours = {**OTHER_NAMES, **TRL_NAMES}.get(name, name).partition(".")[0]
     if ours in INPUTS:
         return f"; write {ours}"
@@ -81,7 +81,7 @@ def _meant(name: str, cls: type[TrainerConfig]) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trainer run from Python leaves: its main artifact, all of them by output name, and the last metrics."""
+    """The result of a trainer run from Python: its main artifact, all artifacts by output name, the last metrics."""
 
     artifact: Artifact
     artifacts: Mapping[str, Artifact]
@@ -92,10 +92,10 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
     inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
-        `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called as the loggers are.
-    Writes to `config.save_directory`, or to a fresh temporary directory, all that a pipeline writes of a stage, and its
-    events.jsonl. Continues a run that was interrupted there; of one that is done, returns what it has left. Raises
-    InputError where the directory is in use, or holds a run of another model, data, rewards or settings.
+        `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called like loggers.
+    Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory.
+    Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
+    is in use, or holds a run with another model, data, rewards or settings.
     """
     with stop_signals(redeliver=True):
         runtime.prepare()

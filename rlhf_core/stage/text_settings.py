@@ -1,4 +1,4 @@
-"""How the rows of a stage become tokens: what its config says, and what its model was trained with."""
+"""Choose how the rows of a stage become tokens, from its config and from what its model was trained with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def text_options(config: TrainerConfig, stage: Stage, *, read_at: ReadAt = "eos") -> TextOptions:
-    """How the stage's rows become tokens. read_at: where conversations end; see `read_at_of`."""
+    """Collect the text options of a stage. read_at: where conversations end; see `read_at_of`."""
     return TextOptions(
         config.chat_template,
         config.chat_template_kwargs,
@@ -30,30 +30,30 @@ def text_options(config: TrainerConfig, stage: Stage, *, read_at: ReadAt = "eos"
 
 
 def template_date(config: TrainerConfig, stage: Stage) -> str:
-    """The day that chat templates of a stage write: the config's, that of the model it starts from, or the run's."""
+    """Return the date that chat templates write: the config's, the date of the stage's model, or that of the run."""
     recorded = config.template_date or _recorded(config, stage).get("template_date")
     return recorded or stage.template_date or day_begun(stage.dir)
 
 
 def day_begun(directory: Path) -> str:
-    """The day on which a run in this directory, or a stage, was begun; today where none was yet."""
+    """Return the date on which the run or stage in this directory was started; today where there is none."""
     days = []
     for file in (directory / "stage.json", *sorted(directory.glob("*/stage.json"))):
         with suppress(
             OSError, ValueError, KeyError, TypeError
-        ):  # what is wrong with it is told by who needs it
+        ):  # errors are raised where the record is needed
             days.append(date.fromisoformat(json.loads(file.read_bytes())["started"][:10]).isoformat())
     return min(days, default=date.today().isoformat())
 
 
 def read_at_of(config: TrainerConfig, stage: Stage, chosen: ReadAt | None) -> ReadAt:
-    """Where a reward model's conversations end: as chosen, as the model that training starts from says, or "eos".
+    """Return where a reward model's conversations end: as chosen, as recorded with the stage's model, or "eos".
 
-    A reward model without a contract of ours was trained on what its chat template writes.
+    A reward model that records nothing was trained on whole chat templates.
     """
     if chosen is not None:
         return chosen
-    directory = _directory(config, stage)
+    directory = _model_directory(config, stage)
     if directory is None:
         return "eos"
     if (directory / artifacts.MANIFEST).is_file():
@@ -63,18 +63,18 @@ def read_at_of(config: TrainerConfig, stage: Stage, chosen: ReadAt | None) -> Re
 
 
 def _recorded(config: TrainerConfig, stage: Stage) -> dict[str, Any]:
-    """What the artifact that the stage starts from says of its use; empty for any other model."""
-    directory = _directory(config, stage)
+    """Read the settings recorded with the artifact that the stage starts from; empty for other models."""
+    directory = _model_directory(config, stage)
     return {} if directory is None else artifacts.read_contract(directory)
 
 
-def _directory(config: TrainerConfig, stage: Stage) -> Path | None:
-    """Where the stage's model comes from; None for a fresh one, and while it is planned for one that is not here."""
-    given = stage.inputs.get("model", config.model)
-    if isinstance(given, Model):
-        return given.source
-    if not isinstance(given, str | Path):
+def _model_directory(config: TrainerConfig, stage: Stage) -> Path | None:
+    """Find the directory of the stage's model; None for a fresh one, and in a check for one that is not local."""
+    source = stage.inputs.get("model", config.model)
+    if isinstance(source, Model):
+        return source.source
+    if not isinstance(source, str | Path):
         return None
-    if Path(given).expanduser().is_dir():
-        return Path(given).expanduser()
-    return None if stage.mesh is None else local_directory(given)
+    if Path(source).expanduser().is_dir():
+        return Path(source).expanduser()
+    return None if stage.mesh is None else local_directory(source)

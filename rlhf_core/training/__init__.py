@@ -1,1 +1,1 @@
-"""What trainers share: opening what a config names, forecasts, memory and the choice of attention."""
+"""Shared parts of trainers: open models and data, forecast, choose attention, run from Python."""

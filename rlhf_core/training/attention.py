@@ -1,4 +1,4 @@
-"""Which attention suits the rows of a stage."""
+"""Choose the attention that suits the rows of a stage."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 WORTH_BLOCKS = 0.7
-"""Share of the blocks at or before the queries that may be visited for loops over them to be the faster way on CPUs."""
+"""Loops over blocks are faster on CPUs while they visit at most this share of the causal blocks."""
 SIZES = (64, 128, 256)
-"""Queries, and keys, of a block that are tried."""
+"""Block sizes to try: queries, and keys, per block."""
 VISIT = 1536
-"""What a step of the loops over blocks takes beside its products, in products of queries with keys."""
-SAMPLE = 64  # trees that are tried
+"""Overhead of visiting a block, in query-key products."""
+SAMPLE = 64  # trees packed to measure the share
 log = logging.getLogger("rlhf_core")
 
 
@@ -39,22 +39,22 @@ def choose_attention(
     *,
     group: int = 1,
 ) -> Model:
-    """The model with the attention that `config.attention` names, or that is faster on rows of such trees.
+    """Return the model with the attention that `config.attention` names, or the faster one for these trees.
 
-    trees, layout, group: as they go to `pack`. What is chosen is logged; the result is the same to rounding.
+    trees, layout, group: see `pack`. The choice is logged; it changes results by rounding only.
     """
     asked = config.attention
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
-    # On several devices, which blocks are visited would have to be agreed on in every layer.
+    # Several devices would have to agree in every layer on the blocks to visit.
     elif jax.default_backend() != "cpu" or stage.devices().size > 1 or model.definition.family is not DECODER:
         return model
     else:
         chosen = attend_blocks
     if chosen is attend_blocks:
         batches = pack(trees[:SAMPLE], layout, group=group)
-        block = suited_block(batches)
+        block = fastest_block(batches)
         share = visited_share(batches, block)
         if asked.name == "auto" and share > WORTH_BLOCKS:
             return model
@@ -64,27 +64,27 @@ def choose_attention(
     return model.computing(attention=chosen)
 
 
-def suited_block(batches: Sequence[Packed]) -> int:
-    """Queries, and keys, of a block with which `blockwise` takes least time over these rows."""
+def fastest_block(batches: Sequence[Packed]) -> int:
+    """Return the block size with the lowest estimated time over these rows."""
 
     def cost(block: int) -> int:
         return sum(
             visited * (VISIT + batch.rows.tokens.shape[0] * block * block)
             for batch in batches
-            for visited, _ in [_visits(batch, block)]
+            for visited, _ in [_count_blocks(batch, block)]
         )
 
     return min(SIZES, key=cost)
 
 
 def visited_share(batches: Sequence[Packed], block: int) -> float:
-    """Of all blocks at or before the queries, the share that `blockwise` visits; 1.0 where rows are one block."""
-    visited, every = np.sum([_visits(batch, block) for batch in batches], axis=0).tolist()
-    return visited / every if every > len(batches) else 1.0
+    """Return the share of the causal blocks that is visited; 1.0 where a row is one block."""
+    visited, causal = np.sum([_count_blocks(batch, block) for batch in batches], axis=0).tolist()
+    return visited / causal if causal > len(batches) else 1.0
 
 
-def _visits(batch: Packed, block: int) -> tuple[int, int]:
-    """Pairs of blocks that are visited, and all of those at or before the queries."""
+def _count_blocks(batch: Packed, block: int) -> tuple[int, int]:
+    """Count the visited pairs of query and key blocks, and all causal pairs."""
     until = np.asarray(batch.rows.visible_until)
     count = -(-until.shape[1] // block)
     filled = np.pad(until, ((0, 0), (0, count * block - until.shape[1])))

@@ -1,4 +1,4 @@
-"""How much memory a stage will need, told from shapes alone: nothing is computed and no device is touched."""
+"""Estimate the memory of a stage from shapes, without computing anything or touching a device."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
 
 COMPUTE = "float32"
-"""What activations and caches are counted in; an accelerator's bfloat16 takes half."""
+"""The dtype in which activations and caches are counted; an accelerator's bfloat16 takes half."""
 PROCESS = 1_200_000_000
-"""Bytes of a process on the host beside its arrays: Python, libraries, compilers and what they compiled."""
+"""Bytes of a host process beside its arrays: Python, libraries, compilers and compiled programs."""
 HOLES = 1.15
-"""What a host's allocator holds for each byte in use: freed blocks that fit nothing stay."""
+"""Bytes that a host's allocator holds per byte in use, since it keeps freed blocks that fit nothing."""
 SCORING_WIDTHS = 12
-"""Widths of the hidden states that one layer's forward pass holds for each token."""
+"""Values per token that one layer's forward pass holds, in multiples of the hidden size."""
 
 
 class MemoryLine(str):
-    """A forecast's line on memory, with the bytes that it names."""
+    """A line of a forecast on memory, with its number of bytes."""
 
     bytes: int
 
@@ -58,12 +58,9 @@ def definition_of(
     dtype: str | None = None,
     remat: Remat = "auto",
 ) -> tuple[Definition, Mapping[str, Any]] | None:
-    """What `model`, a table of sizes or a local directory, describes, and its config.json.
+    """Return the definition and config.json of `model`, a table of sizes or a local directory; None for others.
 
-    dtype, remat: of the computation, see `DecoderConfig`; no dtype: COMPUTE, where the family can be told.
-
-    None where nothing local says it.
-
+    dtype, remat: of the computation, see `DecoderConfig`; without dtype, COMPUTE where the family has a choice.
     Raises InputError, as loading would, for what cannot be built.
     """
     if isinstance(model, Mapping):
@@ -71,7 +68,7 @@ def definition_of(
         if tokenizer is None and "vocab_size" not in table:
             return None
         hf_config, file = complete_table(table, tokenizer, registry), "model"
-    elif isinstance(model, str) and (directory := _described(Path(model))) is not None:
+    elif isinstance(model, str) and (directory := _config_directory(Path(model))) is not None:
         file = str(directory / "config.json")
         hf_config = read_json_object(file)
     else:
@@ -82,8 +79,8 @@ def definition_of(
     return describe(family, hf_config, head, file, dtype=dtype, remat=remat), hf_config
 
 
-def _described(directory: Path) -> Path | None:
-    """The directory with the config.json of a local model, which for an adapter is that of its base model."""
+def _config_directory(directory: Path) -> Path | None:
+    """Find the directory with the config.json of a local model, or of its base model if it is an adapter."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         directory = Path(peft.base_of(directory).named)
     return directory if (directory / "config.json").is_file() else None
@@ -96,32 +93,32 @@ def training_bytes(
     frozen: str | Sequence[str] | None = None,
     mesh: AbstractMesh | None = None,
 ) -> dict[str, int]:
-    """Bytes of {parameters, gradients, optimizer, activations}, in all or on each device of `mesh`; activations in the
-    definition's dtype, the rest float32.
+    """Count the bytes of {parameters, gradients, optimizer, activations}, in all or per device of `mesh`.
 
-    shape: rows and time of a micro-batch. frozen: as `create_state` takes it. Activations are what the backward pass
-    keeps of the forward, before the compiler merges any of it: an upper estimate. A device keeps those of its rows,
-    whole along `tensor`; what it gathers of other devices' parameters while it computes is not counted.
+    shape: rows and time of a micro-batch. frozen: see `create_state`. Activations are in the definition's dtype, the
+    rest in float32. Activations are what the forward pass saves for the backward pass, before the compiler merges any
+    of it: an upper bound. A device holds those of its rows, whole along `tensor`; parameters that it gathers from
+    other devices while it computes are not counted.
     """
     params = definition.abstract_params()
     fixed_paths = fixed_parameters(params, frozen, definition)
     trained, fixed = split(params, fixed_paths)
     tokens = jax.ShapeDtypeStruct((rows_per_device(mesh, shape[0]), shape[1]), np.int32)
 
-    def kept(trained: Any, fixed: Any, tokens: Any) -> Any:
+    def saved(trained: Any, fixed: Any, tokens: Any) -> Any:
         return jax.vjp(lambda p: definition.hidden(join(p, fixed), tokens, tokens, tokens), trained)[1]
 
-    residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(kept, trained, fixed, tokens))]
-    for leaf in jax.tree.leaves(params):  # parameters that the backward pass reads are there anyway
+    residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(saved, trained, fixed, tokens))]
+    for leaf in jax.tree.leaves(params):  # already counted as parameters
         if (leaf.shape, leaf.dtype) in residuals:
             residuals.remove((leaf.shape, leaf.dtype))
     optimizer = jax.eval_shape(tx.init, trained)
-    activations = sum(_size(*each) for each in residuals)
+    activations = sum(_size(*residual) for residual in residuals)
     if mesh is not None:
         shardings = definition.shardings(mesh)
         placed = split(shardings, fixed_paths)[0]
-        optimizer = _part(optimizer, optimizer_shardings(optimizer, trained, placed, mesh))
-        params, trained = _part(params, shardings), _part(trained, placed)
+        optimizer = _shard_shapes(optimizer, optimizer_shardings(optimizer, trained, placed, mesh))
+        params, trained = _shard_shapes(params, shardings), _shard_shapes(trained, placed)
     return {
         "parameters": _bytes(params),
         "gradients": _bytes(trained),
@@ -131,7 +128,7 @@ def training_bytes(
 
 
 def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
-    """Bytes of the key/value cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
+    """Count the bytes of the KV cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
     tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
 
     def cache(params: Any, tokens: Any) -> Any:
@@ -141,14 +138,14 @@ def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
 
 
 def scoring_bytes(model: str, tokenizer: Any | None, registry: Registry | None) -> int | None:
-    """Bytes of a reward model in float32 and of the forward pass of a full micro-batch; None where it is not there yet.
+    """Count the bytes of a reward model in float32 and of its forward pass over a full micro-batch.
 
-    model: a directory or hub name.
+    model: a directory or hub name. Returns None where nothing local describes it yet.
     """
-    found = definition_of(model, "score", tokenizer, registry)
-    if found is None:
+    described = definition_of(model, "score", tokenizer, registry)
+    if described is None:
         return None
-    definition, _ = found
+    definition, _ = described
     forward = MICRO_BATCH_TOKENS * definition.hidden_size * SCORING_WIDTHS * 4
     return _bytes(definition.abstract_params()) + forward
 
@@ -156,28 +153,28 @@ def scoring_bytes(model: str, tokenizer: Any | None, registry: Registry | None) 
 def memory_forecast(
     parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None
 ) -> Forecast:
-    """Make `memory_line`, and a warning where this machine computes on its CPU and has less.
+    """Forecast memory in one line, with a warning where this machine computes on its CPU and has less.
 
-    On a CPU the parts of the process are added to those of the arrays, which then are a bound for the process.
+    On a CPU the line also counts the process itself, so that it bounds what the process takes.
     """
     on_host = mesh is None and computes_on_cpu()
     line = memory_line(process_parts(parts) if on_host else parts, dtype, mesh)
-    there = machine_memory() if on_host else None
-    if there is None or line.bytes <= there:
+    available = machine_memory() if on_host else None
+    if available is None or line.bytes <= available:
         return Forecast((line,))
     warning = (
-        f"memory: up to {format_bytes(line.bytes)}, and this machine has {format_bytes(there)}: "
-        "raise gradient_accumulation_steps, lower max_sequence_length, "
-        "train adapters (lora), or compute in bfloat16 on an accelerator"
+        f"memory: up to {format_bytes(line.bytes)}, and this machine has {format_bytes(available)}: raise "
+        "gradient_accumulation_steps, lower max_sequence_length, train adapters (lora), or compute in bfloat16 on an "
+        "accelerator"
     )
     return Forecast((line,), (warning,))
 
 
 def process_parts(parts: Mapping[str, int]) -> dict[str, int]:
-    """The parts of a stage as the process that runs it holds them, with what saving copies and the libraries take.
+    """Add to the parts of a stage what its process holds besides: copies made while saving, and the libraries.
 
-    A checkpoint is written from a copy, since training goes on meanwhile; micro-batches of one update hold the sum of
-    the gradients beside the newest one, and the last artifact is gathered into arrays on the host.
+    A checkpoint is written from a copy while training goes on; several micro-batches hold a sum of gradients beside the
+    newest gradient; the last artifact is gathered into arrays on the host.
     """
     copied = parts.get("gradients", 0) + parts.get("optimizer", 0)
     arrays = {**parts, "copies while saving": copied + parts.get("parameters", 0)}
@@ -188,20 +185,22 @@ def process_parts(parts: Mapping[str, int]) -> dict[str, int]:
 def memory_line(
     parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None
 ) -> MemoryLine:
-    """One line: the sum of all parts, and each. dtype: of the computation; None: COMPUTE. mesh: of the devices each of
-    which has these parts; None: they are in all."""
+    """Format the sum of all parts and each part in one line.
+
+    dtype: of the computation; None: COMPUTE. mesh: the parts are per device of it; None: they are totals.
+    """
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    told = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
+    precision = "float32" if (dtype or COMPUTE) == "float32" else f"computed in {dtype}"
     where = "in all"
     if mesh is not None:
         axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         where = f"on {f'each of {mesh.size} devices' if mesh.size > 1 else '1 device'} ({axes})"
     size = sum(parts.values())
-    return MemoryLine(f"memory at most about {format_bytes(size)} {where}, {told}: {listed}", size)
+    return MemoryLine(f"memory at most about {format_bytes(size)} {where}, {precision}: {listed}", size)
 
 
-def _part(tree: Any, shardings: Any) -> Any:
-    """The shapes of what one device holds of `tree`."""
+def _shard_shapes(tree: Any, shardings: Any) -> Any:
+    """Return the shapes of the part of `tree` that one device holds."""
 
     def one(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)

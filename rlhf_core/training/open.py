@@ -1,4 +1,4 @@
-"""How a trainer gets what its config and its caller name, and how it is run from Python."""
+"""Open what a stage's config and inputs name: the model, data, rewards and the sampler."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ if TYPE_CHECKING:
     from rlhf_core.tokenizer.text_options import ReadAt
 
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
-"""How the dropout rates of a config.json end: attention_dropout, hidden_dropout_prob, resid_pdrop."""
+"""Endings of dropout rates in a config.json: attention_dropout, hidden_dropout_prob, resid_pdrop."""
 
 
 def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
-    """The model a stage starts from: given as an object, a directory or hub name, or a table for a fresh one.
+    """Open the model that a stage starts from: an object, a directory or hub name, or a table for a fresh one.
 
-    head: "lm" or "score". An object's parameters are copied, since training donates them.
+    head: "lm" or "score". Parameters of an object are copied, since training donates them.
     """
     stop_if_asked(f"before the model of stage '{stage.name}' was loaded")
-    given = _given_model(config, stage)
+    source = _model_source(config, stage)
     mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
-    if isinstance(given, Model):
-        shardings = given.definition.shardings(mesh)
-        params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), given.params, shardings)
-        model = replace(given, params=params, mesh=mesh).with_head(head, seed=stage.seed)
-    elif isinstance(given, Mapping):
-        table = dict(given)
+    if isinstance(source, Model):
+        shardings = source.definition.shardings(mesh)
+        params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), source.params, shardings)
+        model = replace(source, params=params, mesh=mesh).with_head(head, seed=stage.seed)
+    elif isinstance(source, Mapping):
+        table = dict(source)
         named = table.pop("tokenizer", None)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(named)
         model = fresh_model(
             table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
         )
     else:
-        stage.say(f"loading {given}")
+        stage.say(f"loading {source}")
         with warnings.catch_warnings():
-            # It is trained to get one.
+            # Training gives it one.
             warnings.filterwarnings("ignore", message=".*its reward head is new")
             model = load_model(
-                str(given),
+                str(source),
                 head,
                 mesh=mesh,
                 seed=stage.seed,
@@ -74,12 +74,12 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
         model = replace(model, stored_dtype=config.stored_dtype)
     with error_context(stage, "model"):
         model = model.computing(dtype=config.dtype, remat=config.remat)
-    model = _adapted(config, stage, model, given)
+    model = _with_adapters(config, stage, model, source)
     if tokenizer is not None:
         model = replace(model, tokenizer=tokenizer)
     if model.tokenizer is None:
         raise InputError(
-            f"stage '{stage.name}'.model: {given!r} has no tokenizer files; put tokenizer.json and "
+            f"stage '{stage.name}'.model: {source!r} has no tokenizer files; put tokenizer.json and "
             "tokenizer_config.json beside its config.json"
         )
     with error_context(stage, "chat_template"):
@@ -97,11 +97,11 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     return model
 
 
-def _adapted(config: TrainerConfig, stage: Stage, model: Model, given: Any) -> Model:
-    """The model with the adapters that `lora` asks for; without, adapters that it came with are merged."""
-    own, asked, where = model.definition.lora, config.lora, f"stage '{stage.name}'.lora"
+def _with_adapters(config: TrainerConfig, stage: Stage, model: Model, source: Any) -> Model:
+    """Add the adapters that `lora` asks for; without `lora`, merge the adapters that the model came with."""
+    present, asked, where = model.definition.lora, config.lora, f"stage '{stage.name}'.lora"
     if asked is None:
-        if own is not None:
+        if present is not None:
             _warn(
                 stage,
                 "model",
@@ -112,72 +112,72 @@ def _adapted(config: TrainerConfig, stage: Stage, model: Model, given: Any) -> M
         raise InputError(
             f"{where}: an adapter needs a base model in a directory or on the hub; save this one first"
         )
-    hub = isinstance(given, str) and not Path(given).exists()
-    if own is None:
-        return model.with_lora(**asked.to_dict(), seed=stage.seed, base=given if hub else None)
+    hub = isinstance(source, str) and not Path(source).exists()
+    if present is None:
+        return model.with_lora(**asked.to_dict(), seed=stage.seed, base=source if hub else None)
     modules = linear_modules(model.definition.abstract_params())
-    if own != asked_lora(asked, modules):
+    if present != asked_lora(asked, modules):
         raise InputError(
-            f"{where}: the model comes with adapters of rank {own.rank}, alpha {own.alpha:g} on "
-            f"{', '.join(own.targets)}. Ask for the same to train these on; or leave lora out, and they are merged"
+            f"{where}: the model comes with adapters of rank {present.rank}, alpha {present.alpha:g} on "
+            f"{', '.join(present.targets)}. Ask for the same to train these on; or leave lora out, and they are merged"
         )
     return model
 
 
 def asked_lora(options: LoraOptions, modules: Sequence[str]) -> Lora:
-    """The adapters that the options ask for, on a model with these linear layers."""
+    """Return the adapters that the options describe for a model with these linear layers."""
     targets = resolve(options.targets, modules)
     return Lora(options.rank, options.alpha, options.dropout, options.use_rslora, targets)
 
 
-def _given_model(config: TrainerConfig, stage: Stage) -> Any:
-    """What the stage starts from, as it was given; raises InputError where it is missing or lacks a tokenizer."""
-    given = stage.inputs.get("model")
-    given = config.model if given is None else given
-    if given is None:
+def _model_source(config: TrainerConfig, stage: Stage) -> Any:
+    """Return the stage's input or config field `model`. Raises InputError where it or its tokenizer is missing."""
+    source = stage.inputs.get("model")
+    source = config.model if source is None else source
+    if source is None:
         raise InputError(
             f"stage '{stage.name}'.model: missing; give a directory, a hub name, an earlier STAGE.OUTPUT or a table"
         )
-    if isinstance(given, Mapping) and "tokenizer" not in given and stage.inputs.get("tokenizer") is None:
+    if isinstance(source, Mapping) and "tokenizer" not in source and stage.inputs.get("tokenizer") is None:
         raise InputError(
             f"stage '{stage.name}'.model.tokenizer: missing; a fresh model needs a tokenizer directory"
         )
-    return given
+    return source
 
 
 def require_model(config: TrainerConfig, stage: Stage, *, head: Head) -> None:
-    """Raise InputError where the stage's model is missing or, as far as its files tell, could not be loaded.
+    """Raise InputError where the stage's model is missing or its files show that it could not be loaded.
 
-    A model of the hub, or one that an earlier stage still has to make, is not looked at.
+    A model of the hub, or one that an earlier stage has yet to make, is not checked.
     """
-    given = _given_model(config, stage)
-    if isinstance(given, str) and Path(given).exists():
+    source = _model_source(config, stage)
+    if isinstance(source, str) and Path(source).exists():
         with error_context(stage, "model"):
-            check_model(given, head, registry=stage.registry)
+            check_model(source, head, registry=stage.registry)
 
 
 def try_loss(stage: Stage, measure: Callable[..., Any], *inputs: Any) -> None:
-    """Raise InputError where a loss fails for inputs of these shapes: told before anything is loaded or trained."""
+    """Raise InputError where a loss fails for inputs of these shapes, before anything is loaded or trained."""
     with error_context(stage, "loss"):
         jax.eval_shape(measure, *inputs)
 
 
 @contextmanager
 def error_context(stage: Stage, field: str) -> Iterator[None]:
-    """Put the stage and the field in front of what is wrong, unless it is there."""
+    """Prefix the problems of an InputError with the stage and the field, unless they name the stage."""
     try:
         yield
     except InputError as error:
-        at = f"stage '{stage.name}'"
+        name = f"stage '{stage.name}'"
         raise InputError(
-            *(p if p.startswith(at) else f"{at}.{field}: {p}" for p in error.problems)
+            *(p if p.startswith(name) else f"{name}.{field}: {p}" for p in error.problems)
         ) from error
 
 
 def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: bool = True) -> Records | None:
-    """The rows of `train_data` or `eval_data`; None where they are not given and not needed."""
-    given = stage.inputs.get(field.replace("_data", "_dataset"))
-    spec = given if given is not None else getattr(config, field)
+    """Open the rows of `train_data` or `eval_data`; None where they are not given and not needed."""
+    dataset = stage.inputs.get(field.replace("_data", "_dataset"))
+    spec = dataset if dataset is not None else getattr(config, field)
     if spec is None:
         if needed:
             raise InputError(
@@ -202,16 +202,16 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
 
 
 def warn_dropped_rows(report: Report, stage: Stage, field: str) -> None:
-    """Warn where rows of `train_data` or `eval_data` were dropped, cut, or teach nothing; once, not a process.
+    """Warn, on one process, where rows of `train_data` or `eval_data` were dropped, cut, or teach nothing.
 
-    A stage that is only checked has it in its plan.
+    A stage that is only checked has the report in its forecast.
     """
     if not report.all_as_given:
         _warn(stage, field, str(report))
 
 
 def _warn(stage: Stage, field: str, line: str) -> None:
-    """On one process, and where the stage runs: it has been checked just before."""
+    """Warn on one process, and only while the stage runs, not while it is checked."""
     if stage.is_main and stage.mesh is not None:
         warnings.warn(f"stage '{stage.name}'.{field}: {line}", stacklevel=3)
 
@@ -323,10 +323,10 @@ def require_vocabulary(prompts: Prompts, vocab_size: int) -> None:
 def open_rewards(
     components: Sequence[WeightedReward], stage: Stage, *, weights: Sequence[float] | None = None
 ) -> list[Reward]:
-    """The reward functions of a config's field `rewards`, and those handed over from Python after them.
+    """Make the reward functions of a config's field `rewards`, followed by those passed from Python.
 
-    weights: of all of them, in this order, in place of their own. Raises InputError where there is no function, for
-    unknown names and options, equal labels, and weights that do not match.
+    weights: of all functions in this order, instead of those in the config. Raises InputError where there is no
+    function, and for unknown names and options, equal labels, and weights that do not match.
     """
     return make_rewards(
         components, stage.inputs.get("rewards"), weights, stage.registry, f"stage '{stage.name}'"
@@ -343,9 +343,9 @@ def open_sampler(
     prompts_per_call: int,
     sampler: Component | None = None,
 ) -> Any:
-    """A function (parameters, prompts, key) → `rlhf_core.sampling.Rollouts`, see `rlhf_core.sampling.Sampler`.
+    """Make a function (parameters, prompts, key) → `rlhf_core.sampling.Rollouts`; see `rlhf_core.sampling.Sampler`.
 
-    sampler: the component that makes it; None: the core's. Raises InputError for a model without a stop token.
+    sampler: the component that makes it; None: the core's sampler. Raises InputError for a model without a stop token.
     """
     if not model.stop_ids and not options.stop_token_ids:
         raise InputError(
@@ -369,6 +369,6 @@ def open_sampler(
 
 
 def warm_up(sampler: Any, model: Model, prompts: Sequence[Any]) -> None:
-    """Let the sampler do ahead what prompts of these lengths need once, where it can: compile."""
+    """Compile the sampler's programs for prompts of these lengths, if the sampler can compile early."""
     if hasattr(sampler, "warm_up"):
         sampler.warm_up(model.params, [len(ids) for ids in prompts])

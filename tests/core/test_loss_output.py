@@ -39,15 +39,15 @@ def asks_for_more(inputs):
         (lambda inputs: None, "policy loss 'mine' returned NoneType; wanted is LossOutput"),
         (
             lambda inputs: LossOutput(inputs.mean()),
-            r"array of shape \[\]; wanted is a number a token, \[2, 3\]",
+            r"array of shape \[\]; wanted is a number per token, \[2, 3\]",
         ),
         (
             lambda inputs: LossOutput(inputs, {"spread": inputs.std()}),
-            r"returned metric 'spread' of shape \[\]; wanted is a number a token, \[2, 3\]",
+            r"returned metric 'spread' of shape \[\]; wanted is a number per token, \[2, 3\]",
         ),
         (
             lambda inputs: LossOutput(inputs, {"spread": 1.0}),
-            r"returned float as metric 'spread'; wanted is a number a token, \[2, 3\]",
+            r"returned float as metric 'spread'; wanted is a number per token, \[2, 3\]",
         ),
         (
             lambda inputs: LossOutput(inputs, [inputs]),

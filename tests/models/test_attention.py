@@ -18,7 +18,7 @@ from rlhf_core.models.attention_blocks import attend_blocks, block_size, in_bloc
 from rlhf_core.models.attention_cudnn import attend_cudnn
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import pack, tree
-from rlhf_core.training.attention import suited_block, visited_share
+from rlhf_core.training.attention import fastest_block, visited_share
 
 ROWS, KV_HEADS, GROUPS, SIZE = 2, 2, 2, 4
 WAYS = {
@@ -148,8 +148,8 @@ def test_blocks_suit_what_rows_hold() -> None:
     """Of a row of 4,096, short sequences are visited in small blocks, one long one in few."""
     layout = Layout((4096,), (1,), (256,), (0,))
     short = [tree([np.full(200, 7, np.int32)]) for _ in range(20)]
-    assert suited_block(pack(short, layout)) == 64
-    assert suited_block(pack([tree([np.full(4096, 7, np.int32)])], layout)) == 256
+    assert fastest_block(pack(short, layout)) == 64
+    assert fastest_block(pack([tree([np.full(4096, 7, np.int32)])], layout)) == 256
 
 
 def test_they_are_registered() -> None:

@@ -18,7 +18,7 @@ from rlhf_dpo.objective import pair_loss as dpo_pair_loss
 from rlhf_dpo.reference import PairSet
 from rlhf_reward import RewardConfig, evaluation_step
 from rlhf_reward.losses import BradleyTerry
-from rlhf_reward.objective import SAME, marked, objective, pair_loss
+from rlhf_reward.objective import SAME, mark_equal_pairs, objective, pair_loss
 
 from rlhf_core import create_state, data
 from rlhf_core.fit.batches import choose_row_layout
@@ -44,7 +44,7 @@ def differ(pairs: Any) -> int:
 
 def test_reward(tiny: ModuleType, pairs: Any) -> None:
     model = tiny.make_model("score", scale=4.0)
-    trees = marked(pairs.trees())
+    trees = mark_equal_pairs(pairs.trees())
     layout = choose_row_layout(
         trees, RewardConfig(), model.mesh, model.definition.hidden_size, reads_tokens=False
     )

@@ -1,4 +1,4 @@
-"""What a DPO stage can be told."""
+"""Options of a DPO stage."""
 
 from __future__ import annotations
 

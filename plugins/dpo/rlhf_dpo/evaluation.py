@@ -1,4 +1,4 @@
-"""Held-out pairs: the loss and metrics of training, each pair once."""
+"""Evaluate on held-out pairs: the loss and metrics of training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """A function of the state: metrics of held-out pairs.
+    """Compute the metrics of held-out pairs, each counted once, from the state.
 
-    Their log-probabilities are gathered and measured all at once, so that packing, batch size and mesh change nothing
-    but rounding.
+    Log-probabilities are gathered and measured all at once, so that packing, batch size and mesh change nothing but
+    rounding.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Evaluation:
         beta: float,
         stored: Callable[[Any], Any] = lambda params: params,
     ) -> None:
-        """stored: makes of the state's parameters what is read, such as `Model.as_stored`."""
+        """stored: converts parameters to those that are saved, such as `Model.as_stored`."""
         self.reader, self.reference, self.stored = reader, reference, stored
-        self._measure = jax.jit(partial(_measured, measure, beta))
+        self._measure = jax.jit(partial(_measure_pairs, measure, beta))
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         self.reference.ensure(state)
@@ -46,7 +46,7 @@ class Evaluation:
         return fetch_metrics({**metrics, "loss": loss})
 
 
-def _measured(
+def _measure_pairs(
     measure: Measure, beta: float, logps: jax.Array, reference: jax.Array, tokens: jax.Array
 ) -> tuple[Mean, Mapping[str, Metric]]:
     return measure(inputs_of(logps, reference, tokens, beta), jnp.ones(len(logps), bool))

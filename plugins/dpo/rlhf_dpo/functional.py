@@ -1,4 +1,4 @@
-"""DPO's mathematics as plain functions over padded batches."""
+"""The DPO trainer's loss and update as plain functions over padded batches."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def dpo_loss(
     loss_type: Loss = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A DPO loss over log-probabilities, differentiable in the policy's.
+    """Compute a DPO loss over log-probabilities, differentiable in those of the policy.
 
-    logps_…, ref_logps_…: float32 [pairs], nats, sums over a completion's tokens. tokens_…: how many those are, [pairs];
-    None: 1, so that losses which divide by them see the sums. loss_type: a registered name, a table of the name and its
+    logps_…, ref_logps_…: float32 [pairs], nats, sums over a completion's tokens. tokens_…: their number, [pairs]; None:
+    1, so that losses which divide by it use the sums. loss_type: a registered name, a table of the name and its
     options as in a file, {"name": "ipo", "mean": False}, or a component. label_smoothing: for losses that have it,
     named without a table.
     Returns the mean loss, float32 [], and the metrics rewards/chosen, rewards/rejected, rewards/accuracies (strict),
@@ -65,7 +65,7 @@ def dpo_loss(
 
 
 def completion_logps(model: Model, input_ids: Any, attention_mask: Any, completion_mask: Any) -> jax.Array:
-    """Log-probability of each row's completion, float32 [B], nats: what `ref_logps_chosen` and `…_rejected` hold.
+    """Compute the log-probability of each row's completion, float32 [B], nats: `ref_logps_chosen` and `…_rejected`.
 
     input_ids, attention_mask, completion_mask: int [B, T]; padding on either side.
     """
@@ -82,7 +82,7 @@ def training_step(
     gradient_accumulation_steps: int = 1,
     label_smoothing: float = 0.0,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update on a padded batch; nothing is donated.
+    """Update the state from a padded batch; nothing is donated.
 
     batch: input_ids_chosen, attention_mask_chosen, completion_mask_chosen and the same of rejected, int [pairs, T]
     (chosen and rejected may differ in T; padding on either side), ref_logps_chosen and ref_logps_rejected, float
@@ -105,7 +105,7 @@ def evaluation_step(
     loss_type: Loss = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> dict[str, jax.Array]:
-    """The loss and metrics of `training_step` without an update."""
+    """Compute the loss and metrics of `training_step` without an update."""
     objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
     return evaluate_once(objective, state, _arrays(batch))
 
@@ -121,7 +121,7 @@ def _logps(
 ) -> jax.Array:
     hidden = model.hidden(params, *padded_rows(ids, attended))
     kernel, softcap = model.unembedding(params)
-    # A first token has no prediction; of padding on the left it would be one from padding.
+    # Nothing predicts a first token; with padding on the left, padding would.
     predicted = (completion[:, 1:] != 0) & (attended[:, 1:] != 0) & (attended[:, :-1] != 0)
     targets = jnp.where(predicted, ids[:, 1:], -1)
     return token_logps(hidden[:, :-1], kernel, targets, softcap=softcap)[0].sum(1)
@@ -156,7 +156,7 @@ class _Objective:
 def _inputs(
     logps: Sequence[jax.Array], reference: Sequence[jax.Array], tokens: Sequence[jax.Array], beta: float
 ) -> DPOInputs:
-    """Of what is given of chosen and rejected."""
+    """Make the inputs of a loss from arrays of the chosen and the rejected completions."""
     (a, b), (ref_a, ref_b), (n, m) = (
         [jnp.asarray(x, jnp.float32) for x in sides] for sides in (logps, reference, tokens)
     )

@@ -1,4 +1,4 @@
-"""DPO losses: a value a pair.
+"""DPO losses: a value per pair.
 
 With h = β [(log π − log π_ref)(chosen) − (log π − log π_ref)(rejected)], log-probabilities summed over a completion.
 Each is finite, and so is its gradient, for every finite h.
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DPOInputs:
-    """One element a preference pair, float32 [pairs]. Log-probabilities are sums over a completion's tokens, nats.
+    """One element per preference pair, float32 [pairs]. Log-probabilities are sums over a completion's tokens, nats.
 
     logps_chosen, logps_rejected: under the policy; differentiable.
     ref_logps_chosen, ref_logps_rejected: under the reference; no gradient.
-    tokens_chosen, tokens_rejected: how many tokens the completion has, 1 at least.
+    tokens_chosen, tokens_rejected: tokens of the completion, at least 1.
     beta: β, above 0: how strongly the policy is held to the reference.
     """
 
@@ -44,12 +44,12 @@ class DPOInputs:
 
     @property
     def ratio_rejected(self) -> jax.Array:
-        """The same of the rejected completion."""
+        """log π(rejected) − log π_ref(rejected), nats."""
         return self.logps_rejected - self.ref_logps_rejected
 
 
 class DPOLoss(Protocol):
-    """A value a pair, and metrics a pair, which are averaged and logged under the loss's name."""
+    """Compute a value per pair, and metrics per pair, which are averaged and logged under the loss's name."""
 
     def __call__(self, inputs: DPOInputs, /) -> LossOutput: ...
 
@@ -58,17 +58,17 @@ DPO_LOSS: Kind[DPOLoss] = Kind("dpo loss", ("inputs",), constant=True)
 
 
 def difference(inputs: DPOInputs) -> jax.Array:
-    """h, float32 [pairs]: the difference of the implicit rewards."""
+    """Compute h, the difference of the implicit rewards, float32 [pairs]."""
     return inputs.beta * (inputs.ratio_chosen - inputs.ratio_rejected)
 
 
 def mean_difference(inputs: DPOInputs) -> jax.Array:
-    """The difference of the two log-ratios, each a mean over its completion's tokens, float32 [pairs], nats."""
+    """Subtract the two log-ratios, each a mean over its completion's tokens, float32 [pairs], nats."""
     return inputs.ratio_chosen / inputs.tokens_chosen - inputs.ratio_rejected / inputs.tokens_rejected
 
 
-def smoothed(h: jax.Array, share: float) -> jax.Array:
-    """−(1 − ε) log σ(h) − ε log σ(−h), ε the share."""
+def smoothed_log_sigmoid(h: jax.Array, share: float) -> jax.Array:
+    """Compute −(1 − ε) log σ(h) − ε log σ(−h) with ε = share."""
     value = -(1 - share) * jax.nn.log_sigmoid(h)
     return value - share * jax.nn.log_sigmoid(-h) if share else value
 
@@ -84,13 +84,13 @@ class Sigmoid:
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
 
     def __call__(self, inputs: DPOInputs) -> LossOutput:
-        return LossOutput(smoothed(difference(inputs), self.label_smoothing))
+        return LossOutput(smoothed_log_sigmoid(difference(inputs), self.label_smoothing))
 
 
 @dataclass(frozen=True)
 class SigmoidNorm:
     """−log σ(h) with each log-ratio divided by its completion's tokens (length-normalised DPO, Lambert et al. 2024), so
-    that long completions do not count for more. β is then larger, by about a completion's length.
+    that long completions do not count more. β is then larger, by about a completion's length.
 
     label_smoothing: as in `sigmoid`.
     """
@@ -98,7 +98,7 @@ class SigmoidNorm:
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
 
     def __call__(self, inputs: DPOInputs) -> LossOutput:
-        return LossOutput(smoothed(inputs.beta * mean_difference(inputs), self.label_smoothing))
+        return LossOutput(smoothed_log_sigmoid(inputs.beta * mean_difference(inputs), self.label_smoothing))
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Robust:
 
     def __call__(self, inputs: DPOInputs) -> LossOutput:
         h, e = difference(inputs), self.label_smoothing
-        kept = -(1 - e) * jax.nn.log_sigmoid(h) + e * jax.nn.log_sigmoid(-h)
-        return LossOutput(kept / (1 - 2 * e))
+        value = -(1 - e) * jax.nn.log_sigmoid(h) + e * jax.nn.log_sigmoid(-h)
+        return LossOutput(value / (1 - 2 * e))
 
 
 LOSSES = {"sigmoid": Sigmoid, "sigmoid_norm": SigmoidNorm, "ipo": Ipo, "hinge": Hinge, "robust": Robust}

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from rlhf_dpo.losses import DPOLoss
 
 SAME = "same"
-"""A sequence's value: 1 where chosen and rejected completion are the same tokens."""
+"""A value per sequence: 1 where the chosen and the rejected completion are the same tokens."""
 Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
-"""(pairs, bool [pairs]: which of them are there) → the loss and the metrics: `pair_loss`, all else given."""
+"""(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""
 
 
 def pair_loss(
     loss: DPOLoss, inputs: DPOInputs, present: jax.Array, *, name: str
 ) -> tuple[Mean, dict[str, Metric]]:
-    """mean over pairs of loss(pair), and the metrics of the implicit rewards β (log π − log π_ref).
+    """Compute the mean over pairs of loss(pair), and the metrics of the implicit rewards β (log π − log π_ref).
 
-    present: bool [pairs], False where there is no pair. name: the loss's, in front of the metrics it reports itself.
+    present: bool [pairs], False where there is no pair. name: prefix of the loss's own metrics.
     """
     shape = jnp.shape(inputs.logps_chosen)
     out = loss_output(loss, inputs, shape, what=f"dpo loss '{name}'", element="pair", caller=__file__)
@@ -48,7 +48,7 @@ def pair_loss(
 
 
 def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
-    """Log-probability of every sequence's trained tokens, float32 [rows, sequences], nats; 0 where there is none."""
+    """Sum the log-probabilities of every sequence's trained tokens, float32 [rows, sequences], nats; 0 without any."""
     logps, _ = trained_logps(model, params, batch)
     member = trained_sequence(batch)[:, :, None] == jnp.arange(batch.last.shape[1])
     # A sum, not a product with `member`: accelerators round the factors of products.
@@ -56,22 +56,23 @@ def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
 
 
 def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs:
-    """The pairs whose sides stand side by side in arrays float32 [..., 2 pairs], chosen first."""
+    """Make the inputs of a loss from arrays float32 [..., 2 pairs], chosen and rejected in turn."""
     arrays = (jnp.asarray(x) for x in (logps, reference, tokens))
     (a, b), (ref_a, ref_b), (n, m) = ((x[..., 0::2].reshape(-1), x[..., 1::2].reshape(-1)) for x in arrays)
     return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), beta)
 
 
 def objective(model: Definition, measure: Measure, *, beta: float) -> Objective:
-    """Over rows whose sequences 2i and 2i + 1 are the chosen and the rejected completion of one pair, and which carry
-    `reference`, the completion's log-probability under the reference, and `tokens`, how many it has.
+    """Make the objective over rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair.
+
+    Sequences carry the values `reference`, their log-probability under the reference, and `tokens`, their number.
     """
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
         values = batch.sequence_values
         logps = sequence_logps(model, params, batch)
         if SAME in values:
-            # Where in its row a sequence lies changes the last bits: completions that are the same must tie.
+            # A sequence's place in its row changes the last bits, and equal completions must tie.
             chosen = jnp.repeat(logps[:, 0::2], 2, axis=1)
             logps = jnp.where(values[SAME] > 0, chosen, logps)
         pairs = inputs_of(logps, values["reference"], values["tokens"], beta)

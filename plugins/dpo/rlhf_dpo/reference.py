@@ -1,6 +1,6 @@
-"""Log-probabilities of completions under the model that training starts from: read once, two numbers a pair.
+"""Log-probabilities of completions under the starting model: computed once, two numbers per pair.
 
-No second model is kept, with adapters or without, and an update costs no forward pass for it.
+There is no second model in memory, with adapters or without, and updates take no forward pass for it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PairSet:
-    """Encoded pairs as trees, with what is known of both sides of each."""
+    """Encoded pairs as trees, with values of both completions of each."""
 
     trees: Trees
-    """With the values `tokens` and `reference` a sequence, which are rows of the arrays below."""
+    """With the values `tokens`, `reference` and `SAME` per sequence, which are rows of the arrays below."""
     digests: NDArray[np.uint64]
     """uint64 [pairs]: see `Pairs.row_digests`."""
     reference: NDArray[np.float32]
-    """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where it has not been read."""
+    """float32 [pairs, 2], nats: of the chosen and the rejected completion; NaN where not computed yet."""
     tokens: NDArray[np.float32]
-    """float32 [pairs, 2]: of each completion."""
+    """float32 [pairs, 2]: tokens of each completion."""
     same: NDArray[np.bool_]
     """bool [pairs]: both completions are the same tokens."""
 
     @classmethod
     def of(cls, pairs: Pairs) -> PairSet:
-        """pairs: encoded with their completions."""
+        """Make the trees of pairs that were encoded with their completions."""
         trees = pairs.trees()
         assert pairs.starts is not None
         lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)
@@ -58,7 +58,7 @@ class PairSet:
         reference = np.full((len(trees), 2), np.nan, np.float32)
 
         def with_values(i: int, tree: Tree) -> Tree:
-            # Views: what is read later is there when rows are packed.
+            # Views, so that packing sees references that are computed later.
             mark = np.full(2, same[i], np.float32)
             values = {"reference": reference[i], "tokens": tokens[i], SAME: mark}
             return tree._replace(sequence_values=values)
@@ -69,7 +69,7 @@ class PairSet:
 
 
 class Reader:
-    """Log-probabilities of some pairs' completions under any parameters of a model."""
+    """Compute the log-probabilities of some pairs' completions under any parameters of a model."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Reader:
         which: NDArray[np.integer],
         at_once: int,
     ) -> None:
-        """which: int [n], the pairs to read; at_once: how many are packed together."""
+        """which: int [n], the pairs. at_once: how many are packed together."""
         self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
         self._mesh = mesh
         self._logps = jax.jit(partial(sequence_logps, model), out_shardings=replicated_sharding(mesh))
@@ -95,7 +95,7 @@ class Reader:
         for batch, of_rows in compute_batches(partial(self._logps, params), self._mesh, batches):
             pair = batch.example[:, 0::2]
             logps[pair[pair >= 0]] = np.stack([of_rows[:, side::2][pair >= 0] for side in (0, 1)], 1)
-        # Where in its row a sequence lies changes the last bits: equal completions must tie.
+        # A sequence's place in its row changes the last bits, and equal completions must tie.
         same = self.pairs.same[which]
         logps[same, 1] = logps[same, 0]
         return logps
@@ -103,17 +103,17 @@ class Reader:
 
 @dataclass
 class Reference:
-    """Fills the references of pairs from the state at update 0, and is part of every checkpoint from then on."""
+    """Compute the references of pairs from the state at update 0, and save them in every checkpoint."""
 
     stage: Stage
     readers: Mapping[str, Reader]
-    """By the field that the pairs come from: `train_data`, `eval_data`."""
+    """By field: `train_data`, `eval_data`."""
     start: Any
-    """The parameters that training starts from, for pairs that a checkpoint knows nothing of."""
+    """The parameters that training starts from, for pairs that a checkpoint does not have."""
     known: bool = field(default=False, init=False)
 
     def ensure(self, state: TrainState) -> None:
-        """Read, the first time; `state` is then the one that training starts from."""
+        """Compute the references on the first call, from the state that training starts from."""
         if self.known:
             return
         count = sum(len(reader.which) for reader in self.readers.values())
@@ -123,29 +123,32 @@ class Reference:
         self.known = True
 
     def snapshot(self) -> dict[str, NDArray[Any]]:
-        """For a checkpoint: what tells the pairs apart, and their references."""
-        kept: dict[str, NDArray[Any]] = {}
+        """Return the digests of the pairs and their references for a checkpoint."""
+        arrays: dict[str, NDArray[Any]] = {}
         for name, reader in self.readers.items():
-            kept[f"digests/{name}"] = reader.pairs.digests
-            kept[f"reference/{name}"] = reader.pairs.reference
-        return kept
+            arrays[f"digests/{name}"] = reader.pairs.digests
+            arrays[f"reference/{name}"] = reader.pairs.reference
+        return arrays
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """The inverse of `snapshot`. Pairs that are others now, or that a longer run reaches, are read."""
+        """Restore a `snapshot`, and compute the references of pairs that changed or that only a longer run uses."""
         for name, reader in self.readers.items():
-            own, digests = reader.pairs.reference, arrays.get(f"digests/{name}", np.zeros(0, np.uint64))
-            if len(digests) == len(own):
+            references, digests = (
+                reader.pairs.reference,
+                arrays.get(f"digests/{name}", np.zeros(0, np.uint64)),
+            )
+            if len(digests) == len(references):
                 same = digests == reader.pairs.digests
-                own[same] = arrays[f"reference/{name}"][same]
-            missing = reader.which[np.isnan(own[reader.which]).any(axis=1)]
+                references[same] = arrays[f"reference/{name}"][same]
+            missing = reader.which[np.isnan(references[reader.which]).any(axis=1)]
             if len(missing):
                 self.stage.say(f"reading the log-probabilities of {len(missing):,} more pairs of {name}")
-                own[missing] = reader(self.start, missing)
+                references[missing] = reader(self.start, missing)
         self.known = True
 
 
 def pairs_reached(updates: DatasetUpdates) -> NDArray[np.integer]:
-    """The pairs that the updates will take, ascending; not all of them where updates end before the epoch."""
+    """Return the pairs that the updates use, ascending; not all of them where training ends within an epoch."""
     config, count = updates.config, len(updates.trees)
     if updates.total * config.total_batch_size >= count:
         return np.arange(count)

@@ -1,4 +1,4 @@
-"""What a reward stage can be told."""
+"""Options of a reward stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.config import Component
 
 
 class RewardConfig(TrainerConfig):
-    """Training a scalar reward model on preference pairs."""
+    """Train a scalar reward model on preference pairs."""
 
     FLAT: ClassVar = {"loss_type": ("loss", "name")}
 

@@ -1,4 +1,4 @@
-"""Held-out pairs: the loss and metrics of training, and what the scores of all of them say together."""
+"""Evaluate on held-out pairs: the loss and metrics of training, and metrics of all scores together."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """A function of the state: metrics of held-out pairs, each of which counts once.
+    """Compute the metrics of held-out pairs, each counted once, from the state.
 
-    The scores are gathered on the host and measured all at once, so that packing, batch size and mesh change nothing
-    but rounding. What was found is kept: for the same parameters nothing is computed twice.
+    Scores are gathered on the host and measured all at once, so that packing, batch size and mesh change nothing but
+    rounding. The result is cached for the same parameters.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Evaluation:
         stored: Callable[[Any], Any] = lambda params: params,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """stored: makes of the state's parameters what is read, such as `Model.as_stored`. say: see `compute_batches`.
-
-        subsets: of each pair, see `subsets_of`. `max_evaluation_steps` and `eval_batch_size` are the config's."""
+        """subsets: see `subsets_of`. stored: converts parameters to those that are saved, such as `Model.as_stored`.
+        say: see `compute_batches`. The config gives `max_evaluation_steps` and `eval_batch_size`.
+        """
         trees = pairs.trees()
         self.batches = evaluation_batches(trees, config, mesh, model.hidden_size, reads_tokens=False, group=2)
         count = sum(int((batch.example >= 0).sum()) for batch in self.batches) // 2
@@ -67,21 +67,21 @@ class Evaluation:
         self.stored, self.say = stored, say
         self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated_sharding(mesh))
         self._measure = jax.jit(measure)
-        self._found: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
+        self._cached: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        return self._of(state)[1]
+        return self._measured(state)[1]
 
     def scores(self, state: TrainState) -> NDArray[np.float32]:
-        """Of the chosen and of the rejected reply, float32 [pairs, 2], reward units."""
-        return self._of(state)[0]
+        """Score the chosen and the rejected sequence of each pair, float32 [pairs, 2], reward units."""
+        return self._measured(state)[0]
 
-    def _of(self, state: TrainState) -> tuple[NDArray[np.float32], dict[str, float]]:
-        if self._found is None or self._found[0] is not state.params:
-            self._found = None  # before the arrays of the last one are needed no more
+    def _measured(self, state: TrainState) -> tuple[NDArray[np.float32], dict[str, float]]:
+        if self._cached is None or self._cached[0] is not state.params:
+            self._cached = None  # frees the previous arrays first
             scores = self._gather(self.stored(state.params))
-            self._found = state.params, scores, self._metrics(scores)
-        return self._found[1:]
+            self._cached = state.params, scores, self._metrics(scores)
+        return self._cached[1:]
 
     def _gather(self, params: Any) -> NDArray[np.float32]:
         scores = np.full((len(self.margins), 2), np.nan, np.float32)
@@ -89,13 +89,13 @@ class Evaluation:
         for batch, of_rows in compute_batches(compute, self.mesh, self.batches, self.say):
             pair = batch.example[:, 0::2]
             scores[pair[pair >= 0]] = np.stack([of_rows[:, side::2][pair >= 0] for side in (0, 1)], 1)
-        # Where in its row a sequence lies changes the last bits: replies that are the same must tie.
+        # A sequence's place in its row changes the last bits, and equal sequences must tie.
         scores[self.same, 1] = scores[self.same, 0]
         return scores
 
     def _metrics(self, scores: NDArray[np.float32]) -> dict[str, float]:
         chosen, rejected = scores[:, 0], scores[:, 1]
-        # As a loss gets them in training: what NumPy's arrays lack, `.at` for one, is there.
+        # JAX arrays, as in training: a loss may use what NumPy's lack, such as `.at`.
         pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
         loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
         return fetch_metrics({**metrics, "loss": loss}) | measures(
@@ -104,9 +104,7 @@ class Evaluation:
 
 
 def subsets_of(records: Records, pairs: Pairs) -> list[str | None]:
-    """The text in the column `subset` of the row that each pair comes from, None where it has none; empty without
-    such a column.
-    """
+    """Return the text in the column `subset` of each pair's row, None where it has none; [] without that column."""
     if "subset" not in records.columns:
         return []
     values = [records[i].get("subset") for i in pairs.rows.tolist()]
@@ -114,22 +112,22 @@ def subsets_of(records: Records, pairs: Pairs) -> list[str | None]:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what JSON cannot hold: a correlation with something constant."""
+    """Drop values that JSON cannot hold, such as a correlation with a constant."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 WIDTH = 88
-"""Characters of a text on the console; samples/ holds all of it."""
+"""Characters of a text shown on the console; samples/ has the whole text."""
 
 
 class Preview:
-    """An evaluation that also shows pairs, the same ones every time, evenly spread over those it scores.
+    """Evaluate, and show the same pairs every time, evenly spread over those that are scored.
 
-    DIR/samples/evaluation-NNNNNN.jsonl, after update NNNNNN: `prompt`, what both texts begin with, `chosen` and
+    DIR/samples/evaluation-NNNNNN.jsonl, after update NNNNNN: `prompt`, the shared beginning of both texts; `chosen` and
     `rejected`, as the model reads them, special tokens included; `chosen_score`, `rejected_score`, `margin`, reward
-    units; `row`, where the pair comes from.
+    units; `row`, the name of the pair's row.
 
-    DIR/evaluations/NNNNNN.json, of all pairs: `step`; `scores`, their histograms; `calibration`, its bins.
+    DIR/evaluations/NNNNNN.json, over all pairs: `step`; `scores`, their histograms; `calibration`, its bins.
     """
 
     def __init__(self, evaluate: Evaluation, tokenizer: Any, stage: Stage, count: int) -> None:
@@ -142,7 +140,7 @@ class Preview:
         metrics = self.evaluate(state)
         if self.stage.is_main:
             step, scores = int(state.step), self.evaluate.scores(state)
-            self._keep(step, scores)
+            self._write_summary(step, scores)
             if self.shown:
                 self._show(step, scores)
         return metrics
@@ -154,17 +152,17 @@ class Preview:
         shared = sum(1 for _ in takewhile(bool, alike))
         return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
-    def _keep(self, step: int, scores: np.ndarray) -> None:
-        """Nothing of scores that are not finite: there is no histogram of them, and the run is about to say so."""
+    def _write_summary(self, step: int, scores: np.ndarray) -> None:
+        """Write evaluations/; skip scores that are not finite, which have no histogram and which the run reports."""
         if not np.isfinite(scores).all():
             return
         chosen, rejected = scores[:, 0].astype(np.float64), scores[:, 1].astype(np.float64)
-        found = {
+        summary = {
             "step": step,
             "scores": histograms(chosen, rejected),
             "calibration": calibration_bins(chosen - rejected),
         }
-        write_atomic(self.stage.dir / "evaluations" / f"{step:06d}.json", json.dumps(found) + "\n")
+        write_atomic(self.stage.dir / "evaluations" / f"{step:06d}.json", json.dumps(summary) + "\n")
 
     def _show(self, step: int, scores: np.ndarray) -> None:
         lines = []
@@ -180,7 +178,7 @@ class Preview:
 
 
 def _cut(text: str, *, end: bool = False) -> str:
-    """One line of its beginning, or of its end."""
+    """Shorten a text to one line of its beginning, or of its end."""
     line = " ".join(text.split())
     if len(line) <= WIDTH:
         return line

@@ -1,4 +1,4 @@
-"""The reward trainer's mathematics as plain functions over padded batches."""
+"""The reward trainer's loss and update as plain functions over padded batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pairwise_loss(
     loss: Loss = "bradley_terry",
     center_rewards_coefficient: float | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A pairwise loss over score arrays.
+    """Compute a pairwise loss over score arrays.
 
     chosen, rejected, margin: float32 [pairs], reward units. loss: a registered name, a table of the name and its
     options as in a file, {"name": "conservative", "label_smoothing": 0.2}, or a component.
@@ -60,7 +60,7 @@ def training_step(
     *,
     loss: Loss = "bradley_terry",
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update on a padded batch; nothing is donated.
+    """Update the state from a padded batch; nothing is donated.
 
     batch: input_ids_chosen, attention_mask_chosen, input_ids_rejected, attention_mask_rejected, int [pairs, T]
     (chosen and rejected may differ in T; padding on either side), and optionally margin, float [pairs].
@@ -79,7 +79,7 @@ def evaluation_step(
     *,
     loss: Loss = "bradley_terry",
 ) -> dict[str, jax.Array]:
-    """The loss and metrics of `training_step` without an update."""
+    """Compute the loss and metrics of `training_step` without an update."""
     return evaluate_once(_Objective(_named(loss), center_rewards_coefficient), state, _arrays(batch))
 
 

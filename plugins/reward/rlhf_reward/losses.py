@@ -1,4 +1,4 @@
-"""Pairwise losses: a value a pair, from the scores of the preferred and of the rejected reply.
+"""Pairwise losses: a value per pair, from the scores of the chosen and of the rejected sequence.
 
 With d = chosen − rejected − margin in reward units; margin is 0 where the data has none. Each is finite, and so is its
 gradient, for every finite d.
@@ -36,7 +36,7 @@ class Conservative:
     """−(1 − ε) log σ(d) − ε log σ(−d): Bradley-Terry with label smoothing, for labels that are wrong with probability
     ε (Mitchell 2023, there for DPO). Lowest at d = log((1 − ε) / ε).
 
-    label_smoothing: ε; at 0.5 and above the labels would say nothing, or the opposite.
+    label_smoothing: ε; at 0.5 and above the labels would mean nothing, or the opposite.
     """
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.1

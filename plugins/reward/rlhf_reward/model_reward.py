@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelReward:
-    """Scores prompt and completion exactly as the reward model was trained to read them.
+    """Score prompt and completion exactly as the reward model was trained to read them.
 
     model: a reward model's artifact or a ForSequenceClassification directory.
-    normalize: give scores less their mean and divided by their standard deviation on the reward model's evaluation
-        data, which its artifact has stored.
+    normalize: subtract the mean and divide by the standard deviation of the scores on the reward model's evaluation
+        data, which are stored in its artifact.
     """
 
     model: str
@@ -32,7 +32,7 @@ class ModelReward:
     _scorer: Scorer | None = field(default=None, init=False, repr=False)
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
-        """Raise InputError where the files of a local model say that it cannot score; nothing is loaded."""
+        """Raise InputError where the files of a local model show that it cannot score; nothing is loaded."""
         directory = Path(self.model)
         if directory.is_dir() and stored_head(directory) == "lm":
             raise InputError(
@@ -49,11 +49,10 @@ class ModelReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | None]:
-        """One score a completion, in reward units, or in standard deviations where normalized.
+        """Return one score per completion, in reward units, or in standard deviations where normalized.
 
-        Columns `tools` and `chat_template_kwargs` are part of the conversations, as in training. A completion that was
-        cut off at the policy's length limit is scored as if it ended there: reward models have only learned from texts
-        that end.
+        Columns `tools` and `chat_template_kwargs` are part of the conversations, as in training. A completion cut off
+        at the policy's length limit is scored as if it ended there, since reward models have only seen texts that end.
         """
         if self._scorer is None:
             raise RuntimeError("setup(stage) comes before the first call")
@@ -63,15 +62,15 @@ class ModelReward:
         return [None if math.isnan(score) else float(score) for score in scores]
 
     def snapshot(self) -> dict[str, Any]:
-        """What the last bits of scores depend on beside the texts: the shapes that were chosen for the first ones."""
+        """Return the row shapes chosen for the first texts, on which the last bits of scores depend."""
         layout = None if self._scorer is None else self._scorer.layout
         return {} if layout is None else layout._asdict()
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """The inverse of `snapshot`, after `setup`; on a mesh that these shapes do not fit, others are chosen."""
-        if self._scorer is None or not kept:
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a `snapshot` after `setup`; a mesh that these shapes do not fit gets others."""
+        if self._scorer is None or not saved:
             return
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
         layout = Layout(**values)
         if not any(rows % row_multiple(self._scorer.model.mesh) for rows in layout.rows):
             self._scorer.layout = layout

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from rlhf_core.step import Objective
 
 SAME = "same"
-"""A sequence's value: 1 where chosen and rejected reply are the same tokens."""
+"""A value per sequence: 1 where the chosen and the rejected sequence are the same tokens."""
 Measure: TypeAlias = Callable[[PairInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
-"""(pairs, bool [pairs]: which of them are there) → the loss and the metrics: `pair_loss`, all else given."""
+"""(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""
 
 
 def pair_loss(
     loss: PairwiseLoss, pairs: PairInputs, present: jax.Array, coefficient: float | None, *, name: str
 ) -> tuple[Mean, dict[str, Metric]]:
-    """mean over pairs of loss(pair) + coefficient · (chosen + rejected)², and the metrics of the scores.
+    """Compute the mean over pairs of loss(pair) + coefficient · (chosen + rejected)², and the metrics of the scores.
 
-    present: bool [pairs], False where there is no pair. The centring term is that of Eisenstein et al. 2023.
-    `name`: the loss's, in front of the metrics it reports itself.
+    present: bool [pairs], False where there is no pair. name: prefix of the loss's own metrics. The centring term is
+    from Eisenstein et al. 2023.
     """
     chosen, rejected = pairs.chosen, pairs.rejected
     what = f"pairwise loss '{name}'"
@@ -54,8 +54,8 @@ def pair_loss(
     }
 
 
-def marked(trees: Trees) -> Trees:
-    """Mark the pairs whose replies are the same, by the sequence value `SAME`."""
+def mark_equal_pairs(trees: Trees) -> Trees:
+    """Mark the pairs of two equal sequences with the sequence value `SAME`."""
 
     def mark(i: int, tree: Tree) -> Tree:
         chosen, rejected = tree.branches
@@ -66,13 +66,13 @@ def marked(trees: Trees) -> Trees:
 
 
 def objective(model: Definition, measure: Measure) -> Objective:
-    """Over rows whose sequences 2i and 2i + 1 are the chosen and the rejected reply of one pair."""
+    """Make the objective over rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair."""
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
         scores = sequence_scores(model, params, batch)
         chosen, rejected = scores[:, 0::2], scores[:, 1::2]
         if SAME in batch.sequence_values:
-            # Where in its row a sequence lies changes the last bits: replies that are the same must tie.
+            # A sequence's place in its row changes the last bits, and equal sequences must tie.
             rejected = jnp.where(batch.sequence_values[SAME][:, 1::2] > 0, chosen, rejected)
         pairs = PairInputs(
             chosen=chosen.reshape(-1),

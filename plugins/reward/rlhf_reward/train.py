@@ -20,7 +20,7 @@ from rlhf_core.training.python import python_trainer
 from rlhf_core.training.updates import dataset_updates
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite, subsets_of
-from rlhf_reward.objective import SAME, marked, objective, pair_loss
+from rlhf_reward.objective import SAME, mark_equal_pairs, objective, pair_loss
 
 if TYPE_CHECKING:
     from rlhf_core import Stage
@@ -35,7 +35,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     model = open_model(config, stage, head="score")
     train = _open_pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
-    trees = marked(train.trees())
+    trees = mark_equal_pairs(train.trees())
     model, updates = dataset_updates(
         model, config, stage, train, trees, reads_tokens=False, sequence_names=("margin", SAME), group=2
     )
@@ -72,7 +72,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
 
 
 STATISTICS_PAIRS = 128
-"""Pairs of the training data that the stored mean and deviation are taken over where there is no evaluation data."""
+"""Training pairs for the stored mean and deviation of scores where there is no evaluation data."""
 
 
 def _measure(config: RewardConfig, stage: Stage) -> Measure:

@@ -1,4 +1,4 @@
-"""What an SFT stage can be told: nothing beyond what every trainer shares."""
+"""Options of an SFT stage: those that every trainer shares."""
 
 from __future__ import annotations
 

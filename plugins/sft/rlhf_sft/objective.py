@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def objective(model: Definition) -> Objective:
-    """Mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; weights w count in the denominator too."""
+    """Make the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t."""
 
     def loss(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
         logps, entropies = trained_logps(model, params, batch, entropy=True)
