@@ -1,4 +1,4 @@
-"""Language and reward models: load, run, save. Everything public of the package is here."""
+"""Load, run and save language and reward models. All public names of the room are here."""
 
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.config import Head as Head

@@ -1,4 +1,4 @@
-"""An adapter directory of PEFT, put on a model."""
+"""Load a PEFT adapter directory onto a model."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Adapter:
                     )
 
     def on(self, model: Model, base: Base) -> Model:
-        """Put this adapter on a model. DoRA's are merged into the weights, with a warning that says so.
+        """Put this adapter on a model. An adapter of DoRA is merged into the weights, with a warning.
 
-        base: what the adapter's configuration calls the model from now on. Raises InputError where the adapter does not
+        base: the name of the model in the adapter's new configuration. Raises InputError where the adapter does not
         fit, and where the model has no place for its reward head.
         """
         if self.score is not None and model.definition.head != "score":
@@ -75,7 +75,7 @@ class Adapter:
                     f"takes {list(layers['score', 'kernel'].shape[::-1])}: is this its base model?"
                 )
             params = {**params, "score": {"kernel": kernel}}
-        found: dict[str, Any] = {}
+        added: dict[str, Any] = {}
         whole = True
         for target in lora.targets:
             count, *sizes = layers["layers", *target.split("."), "kernel"].shape
@@ -83,11 +83,11 @@ class Adapter:
             adapter = self._stacked(target, lora, count, (sizes[0], sizes[1]))
             if lora.dropout:
                 adapter["lora_key"] = np.zeros((count, 2), np.uint32)
-            inner: Any = found.setdefault("layers", {})
+            inner: Any = added.setdefault("layers", {})
             for name in target.split("."):
                 inner = inner.setdefault(name, {})
             inner["adapter"] = adapter
-        params = jax.device_put(join(params, found), definition.shardings(model.mesh))
+        params = jax.device_put(join(params, added), definition.shardings(model.mesh))
         same = whole and lora.rank == self.config.get("r") and not self.config.get("alpha_pattern")
         if same:
             config = {**self.config, "base_model_name_or_path": base.named}
@@ -97,10 +97,10 @@ class Adapter:
             head = definition.head
             config = peft.config_for(lora, base=base.named, head=head, revision=base.revision)
         adapted = dataclasses.replace(model, definition=definition, params=params, adapter=config)
-        return self._turned(adapted) if self.config.get("use_dora") else adapted
+        return self._merge_dora(adapted) if self.config.get("use_dora") else adapted
 
-    def _turned(self, adapted: Model) -> Model:
-        """The weights of DoRA (Liu et al. 2024): merged, and every output's to the length that the adapter says."""
+    def _merge_dora(self, adapted: Model) -> Model:
+        """Merge the adapter of DoRA (Liu et al. 2024), and scale every output's weights to the adapter's magnitude."""
         warnings.warn(
             f"{self.directory}: an adapter of DoRA is merged into the model's weights", stacklevel=4
         )
@@ -111,15 +111,15 @@ class Adapter:
         for target in lora.targets:
             path = ("layers", *target.split("."), "kernel")
             kernel = dict(paths(params))[path]
-            turned = _of_length(kernel, self._magnitudes(target, kernel.shape[0]))
-            params = join(split(params, frozenset([path]))[0], _nested(path, turned))
+            scaled = _with_lengths(kernel, self._magnitudes(target, kernel.shape[0]))
+            params = join(split(params, frozenset([path]))[0], _nested(path, scaled))
         return model.with_params(jax.device_put(params, model.definition.shardings(model.mesh)))
 
     def _view(self, name: str) -> np.ndarray:
         return np.asarray(self._reader.view(name), np.float32)
 
     def _lora(self) -> Lora:
-        """The rank is the largest of any module: others are filled up with zeros, which changes nothing."""
+        """Describe the adapter. Its rank is the largest of any module; others are padded with zeros."""
         ranks = [
             self._reader.header[names["lora_A"]]["shape"][0]
             for layers in self._modules.values()
@@ -128,17 +128,17 @@ class Adapter:
         if not ranks:
             raise InputError(f"{self.directory / WEIGHTS}: it holds no lora_A and lora_B")
         config = self.config
-        given = Lora(
+        lora = Lora(
             rank=int(config.get("r", max(ranks))),
             alpha=float(config.get("lora_alpha", 8)),
             dropout=float(config.get("lora_dropout", 0.0)),
             use_rslora=bool(config.get("use_rslora", False)),
             targets=tuple(self._modules),
         )
-        if set(ranks) == {given.rank}:
-            return given
+        if set(ranks) == {lora.rank}:
+            return lora
         largest = max(ranks)
-        return Lora(largest, float(largest), given.dropout, False, given.targets)
+        return Lora(largest, float(largest), lora.dropout, False, lora.targets)
 
     def _scale(self, module: str, layer: str, rank: int) -> float:
         alpha = self.config.get("lora_alpha", 8)
@@ -150,7 +150,7 @@ class Adapter:
         return float(alpha / (rank**0.5 if self.config.get("use_rslora") else rank))
 
     def _stacked(self, module: str, lora: Lora, layers: int, sizes: tuple[int, int]) -> dict[str, np.ndarray]:
-        """{"lora_a": float32 [layers, in, rank], "lora_b": float32 [layers, rank, out]}; zeros for a layer without."""
+        """Stack {"lora_a": float32 [layers, in, rank], "lora_b": float32 [layers, rank, out]}; absent layers are 0."""
         a = np.zeros((layers, sizes[0], lora.rank), np.float32)
         b = np.zeros((layers, lora.rank, sizes[1]), np.float32)
         for layer, names in self._modules.get(module, {}).items():
@@ -169,19 +169,19 @@ class Adapter:
         return {"lora_a": a, "lora_b": b}
 
     def _magnitudes(self, module: str, layers: int) -> np.ndarray:
-        """DoRA's (Liu et al. 2024), float32 [layers, 1, out], NaN for a layer that has none."""
-        found = {
+        """Stack DoRA's magnitudes (Liu et al. 2024), float32 [layers, 1, out], NaN for a layer that has none."""
+        magnitudes = {
             int(layer): self._view(names["lora_magnitude_vector"]).reshape(-1)
             for layer, names in self._modules[module].items()
         }
-        out = np.full((layers, 1, len(next(iter(found.values())))), np.nan, np.float32)
-        for layer, values in found.items():
+        out = np.full((layers, 1, len(next(iter(magnitudes.values())))), np.nan, np.float32)
+        for layer, values in magnitudes.items():
             out[layer, 0] = values
         return out
 
 
-def _of_length(kernel: jax.Array, magnitudes: np.ndarray) -> jax.Array:
-    """A kernel [..., in, out] whose columns have the lengths `magnitudes` [..., 1, out], or their own where NaN."""
+def _with_lengths(kernel: jax.Array, magnitudes: np.ndarray) -> jax.Array:
+    """Scale the columns of a kernel [..., in, out] to the lengths `magnitudes` [..., 1, out], except where NaN."""
     length = jnp.linalg.norm(kernel, axis=-2, keepdims=True)
     return jnp.where(jnp.isnan(magnitudes), kernel, kernel * (magnitudes / length))
 

@@ -1,4 +1,4 @@
-"""Attention over rows that hold several sequences, and of one query with a cache.
+"""Attention over rows that hold several sequences, and of one query over a KV cache.
 
 Heads are split as [kv head, query head of that kv head], so that keys and values are never repeated. Axes in
 the einsums: b row, k kv head, g query head within it, t query, s key, h head dimension.
@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 MASKED = -1e30
-"""Logit of a key that is not seen. Finite: a query that sees no key gets the mean of the values, not NaN."""
+"""Logit of an invisible key. Finite: a query that sees no key gets the mean of the values, not NaN."""
 
 
 def query_block(time: int) -> int:
-    """How many queries are taken at once: 128, more in long rows, so that a row is at most 16 blocks."""
+    """Choose how many queries are computed at once: 128, or more in long rows, so that a row has at most 16 blocks."""
     return 128 * max(1, math.ceil(time / (16 * 128)))
 
 
@@ -30,13 +30,13 @@ def attend(
     window: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attention of a row with itself; the key at s is seen by the queries s <= t < visible_until[s].
+    """Compute self-attention over rows; queries t with s <= t < visible_until[s] see the key at s.
 
     q: [B, K, G, T, h], already scaled; k, v: [B, K, T, h]; positions, visible_until: int32 [B, T].
-    window: int32 scalar; a key at least that many positions before the query is not seen. Positions, not indices: a
-        branch is as far from its shared prompt as if it followed it directly.
+    window: int32 scalar; a query does not see keys that many positions back or more. Positions, not indices: a branch
+        is as far from its shared prompt as if it followed the prompt directly.
     softcap: logits become softcap · tanh(logits / softcap).
-    Returns [B, T, K·G·h] in v's dtype. Softmax in float32. A block of queries never touches keys after it.
+    Returns [B, T, K·G·h] in v's dtype; softmax is in float32. A block of queries never touches keys after it.
     """
     batch, kv_heads, groups, time, head_dim = q.shape
     block, parts = query_block(time), []
@@ -66,7 +66,7 @@ def attend_at(
     window: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """As `attend`, for the queries at the indices `at` alone.
+    """Compute `attend` for the queries at the indices `at` alone.
 
     at: int32 [B, n]; q: [B, K, G, n, h]. Returns [B, n, K·G·h].
     """
@@ -84,7 +84,7 @@ def attend_at(
 def attend_cached(
     q: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, softcap: float | None = None
 ) -> jax.Array:
-    """Attention of one query a row with a cache.
+    """Compute attention of one query per row over a cache.
 
     q: [B, K, G, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h]; visible: bool [B, S]; softcap as in
     `attend`. Returns [B, K·G·h] in the values' dtype.
@@ -100,7 +100,7 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
 
 
 def _mix(logits: jax.Array, values: jax.Array, spec: str) -> jax.Array:
-    """softmax(logits) · values, divided by the sum at the end: one pass less over the largest array."""
+    """Compute softmax(logits) · values; dividing by the sum at the end saves a pass over the largest array."""
     weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
     total = weights.sum(-1, keepdims=True)
     mixed = jnp.einsum(spec, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)

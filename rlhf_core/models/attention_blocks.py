@@ -1,8 +1,8 @@
-"""Attention over rows in blocks of queries and keys, of which those that no query sees are never touched.
+"""Attention over rows in blocks of queries and keys, without the blocks of keys that no query sees.
 
-FlashAttention's recurrence (Dao et al. 2022) in XLA's loops: nothing of size time × time exists, forward or backward.
-Which blocks of keys a block of queries visits is found from `visible_until` when the program runs, for all rows of
-the batch together. A group of completions that shares its prompt costs what its completions see, not time².
+FlashAttention's recurrence (Dao et al. 2022) in XLA's loops: no array of time × time exists, forward or backward. At
+run time, `visible_until` decides which blocks of keys a block of queries visits, for all rows of the batch together. A
+group of completions with a shared prompt costs what its completions see, not time².
 
 Axes in the einsums: b row, k kv head, g query head within it, t query, s key, h head dimension, x = (g, t). Arrays of
 blocks lead with the block, so that a block is one piece of memory.
@@ -22,17 +22,17 @@ from rlhf_core.contracts import AttentionOver
 from rlhf_core.models.attention import MASKED
 
 LOWEST = 0.1 * MASKED
-"""Where the running maximum starts: so far above MASKED that a key that is not seen weighs exactly nothing."""
+"""Start of the running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
 
 
 def block_size(time: int) -> int:
-    """Queries, and keys, of a block where nothing is known of the rows: 64, more in long ones, at most 16 blocks."""
+    """Choose the size of blocks without knowing the rows: 64, or more in long rows, for at most 16 blocks."""
     return 64 * math.ceil(time / (16 * 64))
 
 
 @functools.cache
 def in_blocks(block: int) -> AttentionOver:
-    """`attend_blocks` with blocks of this size: the same object for the same size, so that programs are shared."""
+    """Return `attend_blocks` with this block size: one object per size, so that programs are shared."""
     return functools.partial(attend_blocks, block=block)
 
 
@@ -47,9 +47,9 @@ def attend_blocks(
     softcap: float | None = None,
     block: int | None = None,
 ) -> jax.Array:
-    """`attention.attend`, to float32 rounding, but for queries that see no key: they get 0.
+    """Compute `attention.attend` up to float32 rounding, except that queries that see no key get 0.
 
-    block: queries, and keys, of a block; None: what `block_size` says.
+    block: queries per block, and keys; None: `block_size`.
     """
     time = q.shape[3]
     block = block or block_size(time)
@@ -72,9 +72,10 @@ def _blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
 
 
 def _visits(positions: jax.Array, until: jax.Array, window: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(int32 [queries' blocks, keys' blocks], those to visit first, in order; int32 [queries' blocks], how many).
+    """Find the blocks of keys to visit: (int32 [query blocks, key blocks], visited ones first, in order; int32 [query
+    blocks], how many are visited). positions, until: [blocks, B, block].
 
-    positions, until: [blocks, B, block]. A block is left out where no row has a query in it that sees one of its keys.
+    A block of keys is visited if any row has a query that sees one of its keys.
     """
     count, _, block = until.shape
     start = jnp.arange(count) * block
@@ -89,7 +90,7 @@ def _visits(positions: jax.Array, until: jax.Array, window: jax.Array | None) ->
 def _seen(
     i: jax.Array, j: jax.Array, positions: jax.Array, until: jax.Array, window: jax.Array | None
 ) -> jax.Array:
-    """Which queries of block i see which keys of block j, bool [B, 1, 1, t, s]."""
+    """Compute which queries of block i see which keys of block j, bool [B, 1, 1, t, s]."""
     block = until.shape[-1]
     query, key = (n * block + jnp.arange(block) for n in (i, j))
     seen = (key <= query[:, None]) & (query[:, None] < until[j][:, None])
@@ -99,7 +100,7 @@ def _seen(
 
 
 def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Array | None]:
-    """Float32 [B, K, G, t, s] after the cap, and tanh(x / cap) for the backward pass."""
+    """Compute logits, float32 [B, K, G, t, s], after the cap, and tanh(x / cap) for the backward pass."""
     logits = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
     if softcap is None:
         return logits, None
@@ -172,13 +173,13 @@ def _backward(softcap: float | None, block: int, residuals: Any, cotangent: jax.
     # Σ_s p dp of a query is Σ_h d_mixed · mixed.
     shared = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
 
-    def turned(x: jax.Array) -> jax.Array:  # [B, K, G, t, h] → [B, K, h, x]
+    def transposed(x: jax.Array) -> jax.Array:  # [B, K, G, t, h] → [B, K, h, x]
         return x.transpose(0, 1, 4, 2, 3).reshape(rows, kv_heads, size, groups * block)
 
     def one(d_both: tuple[jax.Array, jax.Array], xs: Any) -> Any:
         i, queries, d_mixed, normalizer, shared = xs
-        # Both are turned once, so that no array of queries × keys ever is.
-        queries_t, d_mixed_t = turned(queries), turned(d_mixed)
+        # Transposed once here, so that no array of queries × keys has to be.
+        queries_t, d_mixed_t = transposed(queries), transposed(d_mixed)
 
         def visit(n: jax.Array, so_far: Any) -> Any:
             d_keys, d_values, d_queries = so_far

@@ -21,10 +21,10 @@ def attend_cudnn(
     softcap: float | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """`attention.attend` in one kernel: bfloat16, no soft cap, heads of at most 128 dimensions that 8 divides.
+    """Compute `attention.attend` in one kernel: bfloat16, no soft cap, head sizes up to 128 that are multiples of 8.
 
-    What a query sees goes in as a mask, bool [B, 1, T, T]: memory grows with the square of the row, though a bit a pair
-    where the logits would be a float a head. implementation: "xla" computes the same without the kernel, anywhere.
+    The kernel takes a mask, bool [B, 1, T, T]: memory grows with the square of the row, though by less per pair than
+    logits, a float per head, would take. implementation: "xla" computes the same without the kernel, on any platform.
 
     Raises InputError for what the kernel cannot do.
     """

@@ -1,4 +1,4 @@
-"""What a decoder computes, in one hashable value. Families differ in these fields and in nothing else."""
+"""The decoder's configuration, one hashable value. Families differ in these fields only."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Rope:
     kind: "default"; "linear": positions divided by `factor`; "llama3": low frequencies divided by `factor`, high ones
         kept, blended in between (Llama 3.1); "yarn": the same with bounds in turns, `beta_slow` to `beta_fast` (Peng
         et al. 2023); "longrope": each frequency divided by its `divisors`, for rows of at most `original_length`
-        (Ding et al. 2024); "none": nothing is turned.
-    theta: base of the wavelengths. magnitude: of the turned queries and keys. share: of a head's dimensions, the
-        first ones, that are turned.
-    truncate: yarn's bounds are whole dimensions.
+        (Ding et al. 2024); "none": no rotation.
+    theta: base of the wavelengths. magnitude: factor of the rotated queries and keys. share: fraction of a head's
+        dimensions, the first ones, that are rotated.
+    truncate: round yarn's bounds to whole dimensions.
     """
 
     kind: RopeKind = "default"
@@ -52,20 +52,20 @@ class DecoderConfig:
 
     intermediate_size: of the gated MLP, or of one expert. query_scale: attention logits are query_scale · q · k;
         None: head_dim^-0.5.
-    norms: where a layer normalises: "before" attention and MLP, "after" them, or "both"; norm_offset: added to
-        every norm's weight. qk_norm: queries and keys normalised by head, or over all heads; None: not.
+    norms: where a layer normalises: "before" attention and MLP, "after" them, or "both". norm_offset: added to
+        every norm's weight. qk_norm: normalise queries and keys by head, or over all heads; None: neither.
     fused: queries, keys and values are one projection, gate and up another.
-    embedding_scale: times the embeddings. attention_softcap, logit_softcap: cap · tanh(x / cap).
-    windows: for every layer, how many positions back a query sees; None: all of them.
-    ropes, layer_ropes: the rotary embeddings, and for every layer which of them; empty: the first for all.
-    experts: how many MLPs a layer has, of which a token takes `experts_per_token`; 0: one plain MLP. Their weights
-        are the router's probabilities, divided by their sum with `normalise_experts`.
-    weight_names: (parameter path, name in the files) of the weights that have not the usual name; see `weights`.
+    embedding_scale: factor of the embeddings. attention_softcap, logit_softcap: cap · tanh(x / cap).
+    windows: per layer, how many positions back a query sees; None: all of them.
+    ropes, layer_ropes: the rotary embeddings, and the index of each layer's among them; empty: the first for all.
+    experts: MLPs per layer, of which `experts_per_token` compute a token; 0: one plain MLP. They are weighted by the
+        router's probabilities, divided by their sum with `normalise_experts`.
+    weight_names: (parameter path, name in the files) of the weights with unusual names; see `weights`.
     remat: what the backward pass recomputes: "none", "dots" (all but matrix products with weights), "full" (all
         but each layer's input); "auto" is "none" while the activations are small, else "dots".
-    dtype: of the computation; None is float32 on CPU and bfloat16 on accelerators. Parameters are float32.
-    attention: of the rows, see `rlhf_core.contracts.AttentionOver`; None: `attention.attend`.
-    lora: adapters beside the kernels of some linear layers; None: there are none.
+    dtype: of the computation; None: float32 on CPU, bfloat16 on accelerators. Parameters are float32.
+    attention: over rows, see `rlhf_core.contracts.AttentionOver`; None: `attention.attend`.
+    lora: adapters beside the kernels of some linear layers; None: no adapters.
     """
 
     model_type: str
@@ -106,12 +106,12 @@ class DecoderConfig:
 
 
 class Kind(NamedTuple):
-    """None: nothing differs."""
+    """How layers differ; a field is None where they do not."""
 
     window: jax.Array | None
-    """int32 [layers], the largest number where a layer sees everything."""
+    """int32 [layers]; the largest integer for a layer that sees everything."""
     rope: jax.Array | None
-    """int32 [layers], which of the config's ropes."""
+    """int32 [layers], indices of the config's ropes."""
 
 
 def kinds(config: DecoderConfig) -> Kind:
@@ -123,11 +123,11 @@ def kinds(config: DecoderConfig) -> Kind:
 
 
 REMAT_ABOVE = 2 << 30
-"""Bytes of saved activations from which remat "auto" recomputes."""
+"""Bytes of saved activations above which remat "auto" recomputes."""
 
 
 def remat_policy(config: DecoderConfig, tokens: int, itemsize: int) -> Callable[..., Any] | None:
-    """What of a layer is kept for the backward pass over `tokens` tokens of `itemsize` bytes a number; None: all."""
+    """Choose what a layer keeps for the backward pass over `tokens` tokens, `itemsize` bytes per number; None: all."""
     name = config.remat
     if name == "auto":
         widths = (

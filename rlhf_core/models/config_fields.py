@@ -1,4 +1,4 @@
-"""The fields of a config.json: typed access that collects every problem, and which of them mean nothing here."""
+"""The fields of a config.json: typed access that collects all problems, and lists of fields to ignore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMON: Mapping[str, Any] = {
     "partial_rotary_factor": None,
     "layer_types": None,
 }
-"""What every family reads, with what Hugging Face takes where a file leaves it out."""
+"""Fields that every family reads, with Hugging Face's defaults."""
 
 _STORED = """
     architectures auto_map name_or_path transformers_version transformers.js_config dtype torch_dtype use_bfloat16
@@ -51,14 +51,14 @@ _GENERATION = """
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty
 """
-# Families that choose layers by it have it among their own fields; the others' files carry it all the same.
+# Families that choose layers by it list it among their own fields; files of other families have it, too.
 _WINDOWS = " max_window_layers "
-# Dropout is warned of where a trainer is asked for it.
+# Trainers warn about dropout.
 _TRAINING = """
     attention_dropout hidden_dropout resid_pdrop embd_pdrop classifier_dropout router_aux_loss_coef
 """
 NO_EFFECT = frozenset((_STORED + _RUN + _TASKS_AND_TOKENS + _GENERATION + _WINDOWS + _TRAINING).split())
-"""Fields that change no number the decoder computes."""
+"""Fields that do not affect what the decoder computes."""
 
 ONLY: Mapping[str, Any] = {
     "is_causal": True,
@@ -66,13 +66,13 @@ ONLY: Mapping[str, Any] = {
     "full_attn_mod": 1,
     "interpolate_factor": 1,
 }
-"""Fields of which the decoder does one value alone."""
+"""Fields with the only value that the decoder supports."""
 
 
 LARGEST_SIZE = 2**31 - 1
-"""Of any size: what indexes can count."""
+"""Limit of sizes: the largest index."""
 LARGEST_NUMBER = 3e38
-"""Of any other number: what float32 can hold."""
+"""Limit of other numbers: about the largest float32."""
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 4
@@ -82,7 +82,7 @@ _SHOWN.maxlong = 60
 
 
 def shown(value: Any) -> str:
-    """The value of a field in a message: as Python writes it, however large or deep it is."""
+    """Format a field's value for a message, as Python writes it, shortened if it is large or deep."""
     try:
         return _SHOWN.repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -90,7 +90,7 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """One config.json, read with a family's defaults. `problems` has a line for each field that does not do."""
+    """One config.json with a family's defaults. `problems` has a line per field with an unusable value."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.data = data
@@ -101,7 +101,7 @@ class Fields:
         self.problems.append(f"config.json: {text}")
 
     def get(self, name: str) -> Any:
-        """The file's value, null included, or the family's default."""
+        """Return the file's value, null included, or the family's default."""
         return self.data.get(name, self.defaults.get(name))
 
     def has(self, name: str) -> bool:
@@ -111,7 +111,7 @@ class Fields:
     def whole(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_SIZE
     ) -> int:
-        """A whole number; `default` where it is missing or null, else an error there."""
+        """Read a whole number; where it is missing or null, return `default` or note a problem."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -137,7 +137,7 @@ class Fields:
         return float(value)
 
     def positive(self, name: str) -> float | None:
-        """A positive number, or None where the family has no such field or it is null."""
+        """Read a positive number; None where the family has no such field or it is null."""
         if not self.has(name) or self.get(name) is None:
             return None
         value = self.number(name, 1.0)
@@ -146,7 +146,7 @@ class Fields:
         return value
 
     def switch(self, rule: bool | str) -> bool:
-        """`rule` itself, or the field that it names."""
+        """Return `rule`, or read the field that it names."""
         if isinstance(rule, bool):
             return rule
         value = self.get(rule) or False
@@ -155,7 +155,7 @@ class Fields:
         return bool(value)
 
     def flags(self, name: str, length: int) -> list[bool] | None:
-        """The first `length` of a list of 0 and 1; None where it is missing or null."""
+        """Read the first `length` entries of a list of 0 and 1; None where it is missing or null."""
         value = self.get(name)
         if value is None:
             return None
@@ -167,7 +167,7 @@ class Fields:
         return [bool(x) for x in value[:length]]
 
     def check_unknown(self, model_type: str) -> None:
-        """A problem for every field that no part of the decoder reads, unless it is empty or changes nothing."""
+        """Note a problem for every field that the decoder does not read, unless it is empty or has no effect."""
         for name, value in self.data.items():
             if name in self.defaults or name in NO_EFFECT or name.startswith("_") or not value:
                 continue

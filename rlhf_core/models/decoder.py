@@ -1,8 +1,7 @@
-"""One decoder-only transformer for all families of `families.ARCHITECTURES`: what a `ModelFamily` is made of.
+"""One decoder-only transformer for all families of `families.ARCHITECTURES`: the functions of their `ModelFamily`.
 
-Parameters are a nested dict under Hugging Face's names, with `kernel` [in, out] for a linear layer; those of the
-layers are stacked, float32 [layers, …]. The dict is merged with the (cached) module definition inside jit, which
-costs nothing at run time.
+Parameters are a nested dict under Hugging Face's names, with `kernel` [in, out] for a linear layer; layers are stacked,
+float32 [layers, …]. The dict is merged with the cached module definition inside jit, which costs nothing at run time.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from rlhf_core.models.attention import attend, attend_at, attend_cached
 from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
-from rlhf_core.models.rope import kept_rotation, rotation
+from rlhf_core.models.rope import rotation, shared_rotation
 
 Params = dict[str, Any]
 UNROLLED_LAYERS = 8
-"""Up to this many layers are written out rather than scanned, where all activations are kept: no copies into and out of
-stacked ones."""
+"""Up to this many layers are unrolled where all activations are kept: nothing is copied into or out of stacked ones."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of a batch, in the layouts that a single query reads fastest; S is the cache length.
+    """The KV cache of a batch, in the layouts that a single query reads fastest; S is the cache length.
 
-    One array a layer, so that writing a token touches nothing else: keys [B, kv heads, head_dim, S] and values
+    One array per layer, so that writing a token touches nothing else: keys [B, kv heads, head_dim, S] and values
     [B, kv heads, S, head_dim], both in the compute dtype; positions int32 [B, S].
     """
 
@@ -42,7 +40,7 @@ class Cache(NamedTuple):
 
 
 class Decoder(nnx.Module):
-    """Token ids to hidden states; the language-model or reward head's parameters are kept beside them."""
+    """The parameters of the trunk, and of the language-model or reward head."""
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         head = functools.partial(Linear, rngs, (), std=config.initializer_range, bias=False)
@@ -63,18 +61,18 @@ def compute_dtype(config: DecoderConfig) -> Any:
 
 
 def _check_length(config: DecoderConfig, length: int) -> None:
-    """Raise InputError where rows or caches are longer than the rotary embedding is known for."""
+    """Raise InputError for rows or caches longer than a longrope rotary embedding covers."""
     limits = [rope.original_length for rope in config.ropes if rope.kind == "longrope"]
     if limits and length > min(limits):
         raise InputError(
             f"rows of {length} tokens are longer than the original_max_position_embeddings of this model's longrope, "
-            f"{min(limits)}, beyond which it turns positions differently; keep sequences and rows within them"
+            f"{min(limits)}, beyond which it rotates positions differently; keep sequences and rows within them"
         )
 
 
 @functools.cache
 def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
-    """The module without its arrays, the arrays' shapes, and the arrays' logical axes."""
+    """Return the module without its arrays, the arrays' shapes, and their logical axes."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     names = jax.tree.map(
         lambda variable: variable.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -84,30 +82,30 @@ def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
 
 @functools.cache
 def _parts(config: DecoderConfig) -> tuple[Any, Any, Any]:
-    """Embedding, one layer and last norm without their arrays, as `prepare` makes them."""
-    made = replace(config, lora=None, fused=config.fused or _joins())
-    whole = nnx.eval_shape(lambda: Decoder(made, nnx.Rngs(0)))
+    """Return embedding, one layer and last norm without their arrays, as `prepare` lays them out."""
+    prepared = replace(config, lora=None, fused=config.fused or _joins())
+    whole = nnx.eval_shape(lambda: Decoder(prepared, nnx.Rngs(0)))
     embed, block, norm = (nnx.split(part)[0] for part in (whole.embed_tokens, whole.layers, whole.norm))
     return embed, block, norm
 
 
 def adapt(config: DecoderConfig, lora: Lora | None) -> DecoderConfig:
-    """The same decoder with these adapters, or without any."""
+    """Return the config with these adapters, or without any."""
     return replace(config, lora=lora)
 
 
 def abstract(config: DecoderConfig) -> Params:
-    """The parameters' shapes, jax.ShapeDtypeStruct float32."""
+    """Return the parameters' shapes, jax.ShapeDtypeStruct float32."""
     return _definition(config)[1]
 
 
 def axes(config: DecoderConfig) -> Params:
-    """The parameters' logical axes, a tuple of names a leaf."""
+    """Return the parameters' logical axes, a tuple of names per leaf."""
     return _definition(config)[2]
 
 
 def init(config: DecoderConfig, key: jax.Array) -> Params:
-    """float32: normal(0, initializer_range) for matrices, a factor of one for norms, zero for biases."""
+    """Draw parameters, float32: normal(0, initializer_range) for matrices, factors of 1 for norms, 0 for biases."""
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key))))
 
 
@@ -127,7 +125,7 @@ def _forward(
     c, dtype = config, compute_dtype(config)
     _check_length(c, tokens.shape[1])
     decoder: Decoder = nnx.merge(_definition(c)[0], params)
-    ropes = [kept_rotation(rope, c.head_dim, positions) for rope in c.ropes]
+    ropes = [shared_rotation(rope, c.head_dim, positions) for rope in c.ropes]
     several = jax.tree.map(lambda *each: jnp.stack(each), *ropes) if c.layer_ropes else None
 
     def body(x: jax.Array, slice_: tuple[Any, Kind]) -> tuple[jax.Array, Any]:
@@ -142,13 +140,13 @@ def _forward(
     x = decoder.embed_tokens(tokens, dtype)
     policy = remat_policy(c, tokens.size, dtype.itemsize)
     if policy is not None:
-        # In a loop: written out, XLA on CPU merges what is computed again with the first time.
+        # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     layers, unroll = (nnx.to_pure_dict(state), kinds(c)), policy is None and c.num_layers <= UNROLLED_LAYERS
     if at is None or not unroll:
         x, kept = lax.scan(body, x, layers, unroll=unroll)
         return decoder.norm(x if at is None else _read(x, at)), kept
-    # Of the last layer, what only other tokens could read is not computed.
+    # The last layer computes keys and values of all tokens, and everything else only for `at`.
     x, _ = lax.scan(body, x, jax.tree.map(lambda each: each[:-1], layers), unroll=True)
     last, kind = jax.tree.map(lambda each: each[-1], layers)
     layer = nnx.merge(graph, last)
@@ -163,7 +161,7 @@ def _forward(
 def hidden(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> jax.Array:
-    """Hidden states [rows, time, hidden] after the last norm, compute dtype; inputs int32 [rows, time]."""
+    """Compute hidden states [rows, time, hidden] after the last norm, compute dtype, from int32 [rows, time]."""
     return _forward(config, params, tokens, positions, visible_until)[0]
 
 
@@ -175,24 +173,24 @@ def hidden_at(
     visible_until: jax.Array,
     at: jax.Array,
 ) -> jax.Array:
-    """`hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
+    """Compute `hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
     return _forward(config, params, tokens, positions, visible_until, at=at)[0]
 
 
 def _read(x: jax.Array, at: jax.Array) -> jax.Array:
-    """x[b, at[b, j]]: [B, n, …] of [B, T, …]."""
+    """Gather x[b, at[b, j]]: [B, T, …] → [B, n, …]."""
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def unembedding(config: DecoderConfig, params: Params) -> tuple[jax.Array, float | None]:
-    """(kernel [hidden, vocab] float32, soft cap or None): logits are cap(hidden · kernel)."""
+    """Return (kernel [hidden, vocab] float32, soft cap or None): logits are cap(hidden · kernel)."""
     kernel = params["embed_tokens"]["embedding"].T if config.tied else params["lm_head"]["kernel"]
     return kernel, config.logit_softcap
 
 
 def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> jax.Array:
-    """Rewards float32 [...] of hidden states [..., hidden], computed in float32."""
-    # By default accelerators round float32 inputs of products to TF32 or bfloat16.
+    """Compute rewards, float32 [...], of hidden states [..., hidden], in float32."""
+    # By default, accelerators round a product's float32 inputs to TF32 or bfloat16.
     return jnp.matmul(
         hidden_states.astype(jnp.float32), params["score"]["kernel"][:, 0], precision=lax.Precision.HIGHEST
     )
@@ -201,32 +199,32 @@ def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> ja
 def prefill(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """(hidden states as `hidden`, the cache of these tokens)."""
+    """Compute (hidden states as `hidden`, the cache of these tokens)."""
     states, (keys, values) = _forward(config, params, tokens, positions, visible_until, keep=True)
     return states, Cache(tuple(keys), tuple(values), positions)
 
 
 def ring(config: DecoderConfig, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
-    """`cache` as one of `length` slots, its last token in slot - 1, those before it going back from there, round."""
+    """Turn a cache into a ring of `length` slots, its last token in slot - 1, those before it in the slots before."""
     _check_length(config, length)
 
-    def turned(x: jax.Array, axis: int) -> jax.Array:
-        room = [(0, 0)] * x.ndim
-        room[axis] = (length - x.shape[axis], 0)
-        return jnp.roll(jnp.pad(x, room), slot, axis)
+    def rolled(x: jax.Array, axis: int) -> jax.Array:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (length - x.shape[axis], 0)
+        return jnp.roll(jnp.pad(x, padding), slot, axis)
 
     return Cache(
-        tuple(turned(layer, 3) for layer in cache.keys),
-        tuple(turned(layer, 2) for layer in cache.values),
-        turned(cache.positions, 1),
+        tuple(rolled(layer, 3) for layer in cache.keys),
+        tuple(rolled(layer, 2) for layer in cache.values),
+        rolled(cache.positions, 1),
     )
 
 
 def prepare(config: DecoderConfig, params: Params) -> Params:
-    """The parameters as `decode` reads them fastest: a dict a layer, in the compute dtype, adapters merged, projections
-    of the same input as one.
+    """Lay the parameters out as `decode` reads them fastest: a dict per layer, in the compute dtype, adapters merged,
+    projections of the same input joined.
 
-    Slicing the stacked ones inside a loop copies every weight for every token; XLA does not move that out.
+    Slicing stacked parameters inside a loop copies every weight for every token; XLA does not hoist that.
     """
     dtype = compute_dtype(config)
 
@@ -240,19 +238,19 @@ def prepare(config: DecoderConfig, params: Params) -> Params:
 
 
 def _joins() -> bool:
-    """Whether `prepare` joins projections: spread over several devices, their shards would not lie side by side."""
+    """Whether `prepare` joins projections: on several devices, their shards would not lie side by side."""
     return jax.device_count() == 1
 
 
 def _joined(layer: Params) -> Params:
-    """The parameters of a layer of separate projections as those of a fused one."""
+    """Join the parameters of a layer's separate projections into those of a fused layer."""
     layer = {**layer}
     for module, together, parts in (
         ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
         ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
     ):
         inside = layer[module]
-        if parts[0] in inside:  # not so in experts
+        if parts[0] in inside:  # absent in experts
             each = [inside[part] for part in parts]
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
             layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
@@ -268,10 +266,10 @@ def decode(
     visible: jax.Array,
     slot: jax.Array | int,
 ) -> tuple[jax.Array, Cache]:
-    """One token a row, written at cache index `slot`: (hidden [B, hidden], cache).
+    """Decode one token per row, written at cache index `slot`: (hidden [B, hidden], cache).
 
-    params: of `prepare`, or plain ones. tokens, positions: int32 [B]; visible: bool [B, cache_length], the slots a
-    row's token sees, its own included.
+    params: from `prepare`, or plain ones. tokens, positions: int32 [B]. visible: bool [B, cache_length], the slots that
+    a row's token sees, its own included.
     """
     weights = params if isinstance(params["layers"], tuple) else prepare(config, params)
     embed, block, norm = _parts(config)

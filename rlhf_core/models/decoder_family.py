@@ -1,4 +1,4 @@
-"""Families that the decoder reads, as one component of the kind MODEL."""
+"""The decoder's functions as a component of the kind MODEL."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlhf_core.models.hf_config import parse
 
 
 def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
-    """The decoder for the families of `architectures`, by the `model_type` of their config.json.
+    """Make the family of the models in `architectures`, by the `model_type` of their config.json.
 
-    A package that knows such a family registers it: registry.add(MODEL, "name", decoder_family({...})).
+    A package that describes such models registers them: registry.add(MODEL, "name", decoder_family({...})).
     """
     return ModelFamily(
         name=tuple(architectures),
@@ -37,4 +37,4 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
 
 
 DECODER = decoder_family(ARCHITECTURES)
-"""Core's own families."""
+"""The families that core itself describes."""

@@ -1,4 +1,4 @@
-"""What a model is without its arrays."""
+"""A model without its arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Definition:
-    """What a model is without its arrays: static under jit. See `ModelFamily` for what its functions do."""
+    """A model without its arrays, static under jit. See `ModelFamily` for its functions.
+
+    A forward pass goes from here to the family's function (in `decoder`, for core's families), and then to the layers.
+    """
 
     family: ModelFamily
     config: Any
@@ -40,68 +43,68 @@ class Definition:
 
     @property
     def lora(self) -> Lora | None:
-        """The model's adapters; None: it has none."""
+        """The model's adapters, if any."""
         return getattr(self.config, "lora", None)
 
     def with_lora(self, lora: Lora | None) -> Definition:
-        """With these adapters, or without any. Raises InputError where the family takes none."""
+        """Return the definition with these adapters, or without any. Raises InputError where the family takes none."""
         if self.family.adapt is None:
             raise InputError(f"lora: models of {', '.join(self.family.name)} take no adapters")
         return dataclasses.replace(self, config=self.family.adapt(self.config, lora))
 
     def abstract_params(self) -> dict[str, Any]:
-        """Nested dict of jax.ShapeDtypeStruct, float32."""
+        """Return the parameters' shapes: a nested dict of jax.ShapeDtypeStruct, float32."""
         return self.family.abstract(self.config)
 
     def logical_axes(self) -> dict[str, Any]:
-        """The same dict with a tuple of logical axis names at every leaf."""
+        """Return the same dict with a tuple of logical axis names per leaf."""
         return self.family.axes(self.config)
 
     def shardings(self, mesh: AnyMesh) -> dict[str, Any]:
-        """The same dict of NamedSharding."""
+        """Return the same dict with a NamedSharding per leaf."""
         return param_shardings(mesh, self.logical_axes(), self.abstract_params())
 
     def init(self, key: jax.Array) -> dict[str, Any]:
-        """Fresh parameters, float32."""
+        """Draw fresh parameters, float32."""
         return self.family.init(self.config, key)
 
     def hidden(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> jax.Array:
-        """[rows, time, hidden] after the last norm, in the compute dtype, of int32 [rows, time]."""
+        """Compute hidden states [rows, time, hidden] after the last norm, compute dtype, from int32 [rows, time]."""
         return self.family.hidden(self.config, params, tokens, positions, visible_until)
 
     def hidden_at(
         self, params: Any, tokens: Any, positions: Any, visible_until: Any, at: jax.Array
     ) -> jax.Array:
-        """`hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
+        """Compute `hidden` at the indices `at`, int32 [rows, n]: [rows, n, hidden]."""
         if self.family.hidden_at is not None:
             return self.family.hidden_at(self.config, params, tokens, positions, visible_until, at)
         hidden = self.hidden(params, tokens, positions, visible_until)
         return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
 
     def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
-        """(kernel [hidden, vocab], soft cap or None)."""
+        """Return (kernel [hidden, vocab], soft cap or None)."""
         return self.family.unembedding(self.config, params)
 
     def score(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """Rewards float32 [...] of hidden states [..., hidden]."""
+        """Compute rewards, float32 [...], of hidden states [..., hidden]."""
         return self.family.score(self.config, params, hidden)
 
     def prefill(self, params: Any, tokens: Any, positions: Any, visible_until: Any) -> tuple[jax.Array, Any]:
-        """(hidden states as `hidden`, the cache of these tokens)."""
+        """Compute (hidden states as `hidden`, the cache of these tokens)."""
         return self.family.prefill(self.config, params, tokens, positions, visible_until)
 
     def ring(self, cache: Any, length: int, slot: Any) -> Any:
-        """The cache as one of `length` slots, its last token in slot - 1, those before it going back, round."""
+        """Turn a cache into a ring of `length` slots: the last token in slot - 1, earlier ones in the slots before."""
         return self.family.ring(self.config, cache, length, slot)
 
     def prepare(self, params: Any) -> Any:
-        """The parameters as `decode` reads them fastest."""
+        """Lay the parameters out as `decode` reads them fastest."""
         return self.family.prepare(self.config, params)
 
     def decode(
         self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
     ) -> tuple[jax.Array, Any]:
-        """One token a row, written at `slot`: (hidden [B, hidden], cache)."""
+        """Decode one token per row, written at `slot`: (hidden [B, hidden], cache)."""
         return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
 
 
@@ -114,13 +117,13 @@ def define(
     remat: Remat = "auto",
     attention: AttentionOver | None = None,
 ) -> Definition:
-    """What a config.json describes. dtype, remat, attention: of the computation, see `DecoderConfig`; None and "auto"
-    are what a family does by itself.
+    """Define the model that a config.json describes. dtype, remat, attention: see `DecoderConfig`; None and "auto": the
+    family's defaults.
 
-    Raises InputError for a config that the family cannot honour, and where it takes no such option.
+    Raises InputError for a config that the family cannot honour, and for options that it does not take.
     """
-    asked = {"dtype": dtype, "remat": remat, "attention": attention}
-    options: dict[str, Any] = {name: value for name, value in asked.items() if value not in (None, "auto")}
+    choices = {"dtype": dtype, "remat": remat, "attention": attention}
+    options: dict[str, Any] = {name: value for name, value in choices.items() if value not in (None, "auto")}
     try:
         inspect.signature(family.parse).bind(hf_config, head, **options)
     except TypeError:
@@ -131,15 +134,15 @@ def define(
 
 
 def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed: int) -> dict[str, Any]:
-    """`params` for `definition`: without the leaves it has no place for; those it lacks are drawn from `seed`."""
+    """Make `params` those of `definition`: drop leaves that it does not have, and draw missing ones from `seed`."""
     shardings = definition.shardings(mesh)
-    there = {path for path, _ in paths(params)}
-    kept = split(params, frozenset(there - {path for path, _ in paths(shardings)}))[0]
-    missing = split(shardings, frozenset(there))[0]
+    present = {path for path, _ in paths(params)}
+    shared = split(params, frozenset(present - {path for path, _ in paths(shardings)}))[0]
+    missing = split(shardings, frozenset(present))[0]
     if not missing:
-        return kept
+        return shared
 
     def draw(key: jax.Array) -> dict[str, Any]:
-        return split(definition.init(key), frozenset(there))[0]
+        return split(definition.init(key), frozenset(present))[0]
 
-    return join(kept, jax.jit(draw, out_shardings=missing)(jax.random.key(seed)))
+    return join(shared, jax.jit(draw, out_shardings=missing)(jax.random.key(seed)))

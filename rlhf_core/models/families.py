@@ -1,4 +1,4 @@
-"""The families that the decoder reads, as data: what each `model_type` implies and its config.json leaves unsaid."""
+"""The families that the decoder reads, as data: what each `model_type` implies beyond its config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_core.models.config_fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LayerTypes = Callable[[Fields, int], list[str]]
-"""(config.json, number of layers) → FULL or SLIDING a layer."""
+"""(config.json, number of layers) → FULL or SLIDING per layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,58 +35,58 @@ class Architecture:
     norm_offset: float = 0.0
     fused: bool = False
     scaled_embedding: bool = False
-    """Embeddings are multiplied by sqrt(hidden_size)."""
+    """Multiply embeddings by sqrt(hidden_size)."""
     activation: str = "hidden_act"
-    """The field that names it."""
+    """The name of the field that names the activation."""
     expert_size: str = "intermediate_size"
     normalise_experts: bool | str = True
     layer_types: LayerTypes | None = None
-    """Which layers have a sliding window where the file has no `layer_types`; None: none ever."""
+    """Chooses the layers with a sliding window where the file has no `layer_types`; None: no layer ever has one."""
     layer_types_decide: bool = False
-    """Whether the file's `layer_types` are followed; else they must say what `layer_types` above says."""
+    """Whether the file's `layer_types` decide; otherwise they must equal the result of `layer_types` above."""
     longrope: tuple[str, ...] = ()
-    """Names of its rope type longrope, which other families have not."""
+    """Names of the rope type longrope; empty for families without it."""
     partial_rotary: bool = False
     weight_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def every_layer(read: Fields, layers: int) -> list[str]:
-    """All slide where `sliding_window` is set and not switched off."""
+    """Give all layers a sliding window where `sliding_window` is set and not switched off."""
     on = read.get("sliding_window") is not None and read.get("use_sliding_window") is not False
     return [SLIDING if on else FULL] * layers
 
 
 def upper_layers(read: Fields, layers: int) -> list[str]:
-    """Those from `max_window_layers` on slide, where windows are switched on."""
+    """Give the layers from `max_window_layers` on a sliding window, where windows are switched on."""
     on = read.switch("use_sliding_window") and read.get("sliding_window") is not None
     first = read.whole("max_window_layers", least=0) if on else layers
     return [SLIDING if i >= first else FULL for i in range(layers)]
 
 
 def alternating(read: Fields, layers: int) -> list[str]:
-    """The first slides, the second does not, and so on."""
+    """Give every other layer a sliding window, from the first on."""
     return [FULL if i % 2 else SLIDING for i in range(layers)]
 
 
 def every_nth_full(read: Fields, layers: int) -> list[str]:
-    """All but every `sliding_window_pattern`-th slide."""
+    """Give all layers but every `sliding_window_pattern`-th a sliding window."""
     period = read.whole("sliding_window_pattern")
     return [SLIDING if (i + 1) % period else FULL for i in range(layers)]
 
 
-def unturned_layers(read: Fields, layers: int) -> list[str]:
-    """Those without rotary embedding slide, where windows are switched on."""
+def unrotated_layers(read: Fields, layers: int) -> list[str]:
+    """Give the layers without rotary embedding a sliding window, where windows are switched on."""
     on = read.switch("use_sliding_window") and read.get("sliding_window") is not None
-    return [SLIDING if on and not turned else FULL for turned in turned_layers(read, layers)]
+    return [SLIDING if on and not rotated else FULL for rotated in rotated_layers(read, layers)]
 
 
-def turned_layers(read: Fields, layers: int) -> list[bool]:
-    """Which layers have a rotary embedding."""
+def rotated_layers(read: Fields, layers: int) -> list[bool]:
+    """List which layers have a rotary embedding."""
     if not read.has("no_rope_layers"):
         return [True] * layers
-    given = read.flags("no_rope_layers", layers)
-    if given is not None:
-        return given
+    flags = read.flags("no_rope_layers", layers)
+    if flags is not None:
+        return flags
     interval = read.whole("no_rope_layer_interval")
     return [(i + 1) % interval != 0 for i in range(layers)]
 
@@ -207,7 +207,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
-        layer_types=unturned_layers,
+        layer_types=unrotated_layers,
         layer_types_decide=True,
     ),
     "mixtral": Architecture(

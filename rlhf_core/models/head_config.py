@@ -1,4 +1,4 @@
-"""What a config.json says of a model's head."""
+"""The part of a config.json that describes the model's head."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlhf_core.models.config_fields import shown
 def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) -> dict[str, Any]:
     """Make the config.json for `head`: for "score", `…ForSequenceClassification` with one label and a `pad_token_id`.
 
-    transformers reads the score at the rightmost token that is not padding, by id, which the config must name.
+    transformers reads the score at the rightmost token whose id is not the config's `pad_token_id`.
     """
     config = dict(hf_config)
-    text = "Text" if config.get("model_type") == "gemma3_text" else ""  # only its classifier's class says so
+    text = "Text" if config.get("model_type") == "gemma3_text" else ""  # only in its classifier's class
     ours, theirs = ("ForCausalLM", f"{text}ForSequenceClassification")
     if head == "lm":
         config["architectures"] = [name.replace(theirs, ours) for name in config.get("architectures") or []]
@@ -42,7 +42,7 @@ def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) 
 
 
 def require_architectures(config: Mapping[str, Any], where: str) -> None:
-    """Raise InputError where `architectures` is there and no list of names, from which the head is told."""
+    """Raise InputError where `architectures`, which determines the head, is not a list of names."""
     named = config.get("architectures")
     if named is not None and (not isinstance(named, list) or any(not isinstance(n, str) for n in named)):
         raise InputError(f"{where}: architectures must be a list of names; it is {shown(named)}")

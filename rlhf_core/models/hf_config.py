@@ -1,6 +1,6 @@
-"""From a Hugging Face config.json, as transformers 4 or 5 writes it, to what the decoder computes.
+"""Parse a Hugging Face config.json, as transformers 4 or 5 writes it, into the decoder's configuration.
 
-Whatever the decoder cannot honour is an error naming the field and its value, never a silent guess.
+A value that the decoder cannot honour is an error that names the field, never a silent guess.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlhf_core.contracts import AttentionOver
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.models.config import DecoderConfig, Head, Remat, Rope, RopeKind
 from rlhf_core.models.config_fields import Fields, shown
-from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, turned_layers
+from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, rotated_layers
 
 ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 UNUSED = {"finetuned", "original_max_position_embeddings"}
@@ -31,24 +31,24 @@ OPTIONAL: Mapping[RopeKind, tuple[str, ...]] = {
 
 
 def read_ropes(
-    read: Fields, rules: Architecture, kinds: Sequence[str], turned: Sequence[bool], head_dim: int
+    read: Fields, rules: Architecture, kinds: Sequence[str], rotated: Sequence[bool], head_dim: int
 ) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """(the different rotary embeddings, which of them each layer has: empty where all have the first).
+    """Read (the distinct rotary embeddings, each layer's index among them: empty where all have the first).
 
-    kinds: FULL or SLIDING a layer; turned: whether the layer has a rotary embedding at all.
+    kinds: FULL or SLIDING per layer. rotated: whether each layer has a rotary embedding at all.
     """
     tables = _tables(read)
     made = {kind: _rope(read, rules, *tables[kind], head_dim) for kind in dict.fromkeys(kinds)}
-    layers = [made[kind] if turn else Rope("none") for kind, turn in zip(kinds, turned, strict=True)]
+    layers = [made[kind] if on else Rope("none") for kind, on in zip(kinds, rotated, strict=True)]
     distinct = tuple(dict.fromkeys(layers))
     return distinct, tuple(distinct.index(rope) for rope in layers) if len(distinct) > 1 else ()
 
 
 def _tables(read: Fields) -> dict[str, tuple[str, dict[str, Any]]]:
-    """{kind of layer: (where its table is, the table, `rope_theta` in it)}."""
+    """Read {kind of layer: (name of its rope table, the table with `rope_theta`)}."""
     modern, legacy = read.get("rope_parameters"), read.get("rope_scaling")
     if modern and legacy and modern != legacy:
-        read.problem("rope_parameters and rope_scaling both say how to turn positions; keep one of them")
+        read.problem("rope_parameters and rope_scaling both say how to rotate positions; keep one of them")
     where, table = ("rope_parameters", modern) if modern else ("rope_scaling", legacy or {})
     parts: dict[str, Any] = {FULL: table, SLIDING: table}
     names = {FULL: where, SLIDING: where}
@@ -96,7 +96,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
         read.problem(
             f"{where}.partial_rotary_factor {shown(share)} of head_dim {head_dim} is not an even number"
         )
-    # As in transformers, the file's own field goes before the table's.
+    # As in transformers, the file's own field takes precedence over the table's.
     longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
     numbers = Fields({**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used))
     for name in sorted((used | {"rope_theta"}) - {"short_factor", "long_factor", "truncate"}):
@@ -120,7 +120,7 @@ def _rope(read: Fields, rules: Architecture, where: str, table: dict[str, Any], 
 
 
 def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:
-    """Logits are `magnitude`² larger: 0.1 ln(factor) + 1, or a ratio of two of that form with other slopes."""
+    """Set yarn's magnitude, 0.1 ln(factor) + 1 or a ratio of two such terms; logits grow with its square."""
 
     def gain(slope: float) -> float:
         return 0.1 * slope * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
@@ -145,7 +145,7 @@ def _yarn(rope: Rope, table: Mapping[str, Any]) -> Rope:
 def _longrope(
     read: Fields, where: str, rope: Rope, table: Mapping[str, Any], longest: int, head_dim: int
 ) -> Rope:
-    """The frequencies of short contexts; the long ones would turn a sequence by what else is in its batch."""
+    """Use the frequencies of short contexts: with the long ones, a sequence would depend on the rest of its batch."""
     divisors, pairs = table["short_factor"], int(head_dim * rope.share) // 2
     numeric = isinstance(divisors, list) and all(isinstance(x, int | float) for x in divisors)
     if not numeric or len(divisors) != pairs:
@@ -165,11 +165,11 @@ def _longrope(
 
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Names of one field: families and versions of transformers differ in which they write."""
+"""Names of one field, which differs among families and versions of transformers."""
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
 MOST_PARAMETERS = 10**14
-"""Beyond any model: a config.json with more is damaged, and no machine could hold what it describes."""
+"""More than any model has: a config.json above these limits is damaged."""
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
@@ -182,9 +182,9 @@ def parse(
     attention: AttentionOver | None = None,
     architectures: Mapping[str, Architecture] = ARCHITECTURES,
 ) -> DecoderConfig:
-    """The decoder that a config.json describes; dtype, remat and attention are as in `DecoderConfig`.
+    """Parse a config.json; dtype, remat and attention are as in `DecoderConfig`.
 
-    Raises InputError with one line a problem: an unknown `model_type`, a missing or mistyped field, or one whose
+    Raises InputError with one line per problem: an unknown `model_type`, a missing or mistyped field, or one whose
     value the decoder cannot honour.
     """
     model_type = str(hf_config.get("model_type"))
@@ -202,7 +202,7 @@ def parse(
     if not read.problems:
         _check_heads(read, heads, kv_heads, head_dim)
     kinds, windows = _windows(read, rules, model_type, layers)
-    ropes, layer_ropes = read_ropes(read, rules, kinds, turned_layers(read, layers), head_dim)
+    ropes, layer_ropes = read_ropes(read, rules, kinds, rotated_layers(read, layers), head_dim)
     experts = _experts(read)
     scalar = read.positive("query_pre_attn_scalar")
     config = DecoderConfig(
@@ -254,7 +254,7 @@ def parse(
 
 
 def _parameters(config: DecoderConfig) -> int:
-    """About how many parameters the model has."""
+    """Estimate how many parameters the model has."""
     heads = config.num_heads + config.num_kv_heads
     layer = 2 * heads * config.head_dim + 3 * config.intermediate_size * max(config.experts, 1)
     return config.hidden_size * (config.vocab_size + config.num_layers * layer)
@@ -291,31 +291,33 @@ def _activation(read: Fields, rules: Architecture) -> str:
 def _windows(
     read: Fields, rules: Architecture, model_type: str, layers: int
 ) -> tuple[list[str], tuple[int | None, ...]]:
-    """(FULL or SLIDING a layer, its window a layer)."""
+    """Read (FULL or SLIDING per layer, window per layer)."""
     kinds = [FULL] * layers if rules.layer_types is None else rules.layer_types(read, layers)
-    given = read.get("layer_types")
-    if given is not None and (
-        not isinstance(given, list)
-        or len(given) != layers
-        or any(kind not in (FULL, SLIDING) for kind in given)
+    stored = read.get("layer_types")
+    if stored is not None and (
+        not isinstance(stored, list)
+        or len(stored) != layers
+        or any(kind not in (FULL, SLIDING) for kind in stored)
     ):
         read.problem(
-            f"layer_types must be {FULL} or {SLIDING}, one for each of {layers} layers; it is {shown(given)}"
+            f"layer_types must be {FULL} or {SLIDING}, one for each of {layers} layers; it is {shown(stored)}"
         )
-    elif given is not None and rules.layer_types_decide:
-        kinds = given
+    elif stored is not None and rules.layer_types_decide:
+        kinds = stored
         if SLIDING in kinds and read.get("use_sliding_window") is False:
             read.problem(f"layer_types has {SLIDING}, but use_sliding_window is false")
-    elif given is not None and given != kinds:
-        read.problem(f"layer_types {shown(given)} is not supported in {model_type}: its layers are {kinds!r}")
+    elif stored is not None and stored != kinds:
+        read.problem(
+            f"layer_types {shown(stored)} is not supported in {model_type}: its layers are {kinds!r}"
+        )
     window = read.whole("sliding_window") if SLIDING in kinds else None
     return kinds, tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _experts(read: Fields) -> int:
-    """How many; 0 for a family without."""
+    """Read the number of experts; 0 for a family without."""
     names = [name for name in EXPERT_COUNTS if read.has(name)]
-    given = {name: read.data[name] for name in names if read.data.get(name) is not None}
-    if len(set(map(str, given.values()))) > 1:
-        read.problem(" and ".join(f"{name} {shown(value)}" for name, value in given.items()) + " differ")
-    return read.whole(next(iter(given or names)), most=MOST_EXPERTS) if names else 0
+    counts = {name: read.data[name] for name in names if read.data.get(name) is not None}
+    if len(set(map(str, counts.values()))) > 1:
+        read.problem(" and ".join(f"{name} {shown(value)}" for name, value in counts.items()) + " differ")
+    return read.whole(next(iter(counts or names)), most=MOST_EXPERTS) if names else 0

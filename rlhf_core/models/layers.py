@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nnx.Module):
-    """y = x · kernel (+ bias). `lead` is (layers,) for a stacked one, which is called a layer at a time."""
+    """y = x · kernel (+ bias). lead: (layers,) for stacked parameters, called one layer at a time."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Linear(nnx.Module):
         self.adapter: Adapter | None = nnx.data(None)
 
     def adapt(self, lora: Lora, rngs: Any) -> None:
-        """Put an adapter beside the kernel, which changes nothing until it is trained."""
+        """Put an adapter beside the kernel, without effect until it is trained."""
         self.adapter = Adapter(lora, rngs, self.kernel.shape, self.kernel.get_metadata("axes"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # Tokens as one axis: for a kernel's gradient XLA on CPU otherwise copies the output's, transposed.
+        # Tokens are one axis: otherwise XLA on CPU copies the output's gradient, transposed, for the kernel's.
         kernel, flat = self.kernel[...].astype(x.dtype), x.reshape(-1, x.shape[-1])
         y: jax.Array = flat @ kernel
         if self.adapter is not None:
@@ -69,7 +69,7 @@ class Adapter(nnx.Module):
         start = jax.random.uniform(rngs.params(), (*lead, size, lora.rank), jnp.float32, -bound, bound)
         self.lora_a = nnx.Param(start, axes=(*axes[:-1], None))
         self.lora_b = nnx.Param(jnp.zeros((*lead, lora.rank, out)), axes=(*axes[:-2], None, axes[-1]))
-        # The random state of dropout is among the parameters, where every pass finds it; zero: nothing is dropped.
+        # Dropout's random state is among the parameters, where every pass finds it; zero: no dropout.
         zero = jnp.zeros((*lead, 2), jnp.uint32)
         self.lora_key = nnx.Param(zero, axes=(*axes[:-2], None)) if lora.dropout else None
         self.scale, self.dropout = lora.scale, lora.dropout
@@ -82,8 +82,8 @@ class Adapter(nnx.Module):
         return self.scale * change
 
     def _dropped(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        kept = jax.random.bernoulli(jax.random.wrap_key_data(key), 1 - self.dropout, x.shape)
-        return jnp.where(kept, x / (1 - self.dropout), 0)
+        mask = jax.random.bernoulli(jax.random.wrap_key_data(key), 1 - self.dropout, x.shape)
+        return jnp.where(mask, x / (1 - self.dropout), 0)
 
 
 class ExpertMLPs(nnx.Module):
@@ -102,7 +102,7 @@ class ExpertMLPs(nnx.Module):
         self.activation = c.activation
 
     def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
-        """x: [N, D], sorted by expert; counts: int32 [experts], how many rows each has."""
+        """Apply each expert to its rows. x: [N, D], sorted by expert; counts: int32 [experts], rows per expert."""
 
         def apply(linear: Linear, x: jax.Array) -> jax.Array:
             return lax.ragged_dot(x, linear.kernel[...].astype(x.dtype), counts)
@@ -124,15 +124,17 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → the same."""
         c, tokens = self.config, x.reshape(-1, x.shape[-1])
-        taken = c.experts_per_token
+        per_token = c.experts_per_token
         probability = jax.nn.softmax(self.gate(tokens).astype(jnp.float32), axis=-1)
-        weight, chosen = lax.top_k(probability, taken)  # [N, taken]
+        weight, chosen = lax.top_k(probability, per_token)  # [N, per_token]
         if c.normalise_experts:
             weight = weight / weight.sum(-1, keepdims=True)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)  # by expert; a pair n is of token n // taken
+        order = jnp.argsort(
+            chosen.reshape(-1), stable=True
+        )  # by expert; pair n belongs to token n // per_token
         counts = jnp.bincount(chosen.reshape(-1), length=c.experts)
-        made = self.experts(tokens[order // taken], counts)
-        apart = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [N, taken, D]
+        made = self.experts(tokens[order // per_token], counts)
+        apart = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [N, per_token, D]
         mixed = jnp.einsum("nkd,nk->nd", apart, weight.astype(x.dtype))
         return mixed.reshape(x.shape)
 
@@ -141,7 +143,7 @@ class RMSNorm(nnx.Module):
     """(weight + offset) · x / sqrt(mean(x²) + eps), in float32 (Zhang and Sennrich 2019). The factor starts at 1."""
 
     def __init__(self, config: DecoderConfig, lead: tuple[int, ...], size: int) -> None:
-        # A weak type would become strong with the first update, and every program compile again.
+        # A weak type would become strong with the first update, and every program would compile again.
         start = jnp.full((*lead, size), 1.0 - config.norm_offset, jnp.float32)
         self.weight = nnx.Param(start, axes=("layers", None) if lead else (None,))
         self.eps = config.norm_eps
@@ -220,10 +222,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and gated MLP, normalised before or after. Parameters of all layers, stacked; called on one layer's.
+    """Attention and gated MLP, normalised before, after, or both. Holds stacked parameters, runs on one layer's.
 
-    The norms have Hugging Face's names, by which `post_attention_layernorm` is the one before the MLP where
-    layers normalise before only.
+    The norms have Hugging Face's names: where layers normalise before only, `post_attention_layernorm` is the MLP's.
     """
 
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
@@ -245,7 +246,7 @@ class Layer(nnx.Module):
         return self.self_attn.project(x if self.norms == "after" else self.input_layernorm(x), rope)
 
     def finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        """The rest of the layer, given what attention mixed, [B, T, heads · head_dim]."""
+        """Compute the rest of the layer from attention's output, [B, T, heads · head_dim]."""
         mixed = self.self_attn.o_proj(mixed)
         if self.norms == "before":
             x = x + mixed
@@ -263,5 +264,5 @@ class Embedding(nnx.Module):
         self.scale = config.embedding_scale
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        found = with_rows_of(self.embedding[...].at[tokens].get(mode="clip").astype(dtype), tokens)
-        return found if self.scale == 1 else found * jnp.asarray(self.scale, dtype)
+        rows = with_rows_of(self.embedding[...].at[tokens].get(mode="clip").astype(dtype), tokens)
+        return rows if self.scale == 1 else rows * jnp.asarray(self.scale, dtype)

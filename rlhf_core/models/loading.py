@@ -1,4 +1,4 @@
-"""Models from directories, from the hub, and from a table of sizes."""
+"""Load models from directories and from the hub, and make fresh ones from a table of sizes."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def load_model(
     verify: bool = True,
     revision: str | None = None,
 ) -> Model:
-    """A model from a Hugging Face directory or hub name, or an adapter of PEFT, which names its base model.
+    """Load a model from a Hugging Face directory, a hub name, or a PEFT adapter, which names its base model.
 
-    adapter: a directory of PEFT with an adapter for the model at `path`.
+    adapter: a PEFT directory with an adapter for the model at `path`.
     head: "lm", or "score" for a reward model: a `…ForSequenceClassification` with one label, or a language model,
-        whose head is then drawn from `seed`, with a warning that says so; an error where not fresh_head.
-    mesh: where the parameters go; default: one device.
-    registry: has the model families; default: those of all installed plugins.
-    revision: branch, tag or commit of a model of the hub.
+        whose head is then drawn from `seed`, with a warning, or raises an error where not fresh_head.
+    mesh: the devices for the parameters; default: one device.
+    registry: holds the model families; default: those of all installed plugins.
+    revision: branch, tag or commit of a model on the hub.
     dtype: of the computation, "float32" or "bfloat16"; default: float32 on CPU, bfloat16 on accelerators.
-    verify: compare every file of an artifact with the hash in its manifest. Several processes share the files, where
-        the mesh is theirs and all make this call.
-    Parameters are float32 whatever the files hold. InputError names the file, field or tensor at fault.
+    verify: compare every file of an artifact with the hash in its manifest. Where the mesh spans several processes,
+        each hashes some of the files, and all must make this call.
+    Parameters are float32, whatever the files hold. InputError names the file, field or tensor at fault.
     """
     directory, beside, base = model_directories(path, adapter, revision)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
@@ -99,7 +99,7 @@ def load_model(
 def model_directories(
     path: str | Path, adapter: str | Path | None, revision: str | None = None
 ) -> tuple[Path, Path | None, peft.Base]:
-    """Find the directories of the model and of its adapter, if any, and what the adapter calls the model."""
+    """Find the directories of the model and of its adapter, if any, and the adapter's name for the model."""
     if revision is not None and Path(path).expanduser().is_dir():
         raise InputError(
             f"{path} is a directory: revision {revision!r} is for names of the hub; leave it out"
@@ -114,7 +114,7 @@ def model_directories(
 
 
 def local_directory(path: str | Path, revision: str | None = None) -> Path:
-    """The directory of a model: the one that is named, or that of the files which the hub gives for a name.
+    """Find the directory of a model; download it first where `path` is a hub name.
 
     Raises InputError where there is neither.
     """
@@ -153,7 +153,7 @@ def local_directory(path: str | Path, revision: str | None = None) -> Path:
 
 
 def stored_head(directory: Path) -> Head | None:
-    """What the model of a local directory, or its adapter, ends in; None where nothing says it."""
+    """Read which head the model or adapter in a local directory has; None where no file says so."""
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         classifies = peft.read_config(directory).get("task_type") == "SEQ_CLS"
         return "score" if classifies or Adapter(directory).score is not None else "lm"
@@ -175,9 +175,9 @@ def _tokenizer(directory: Path | None) -> Any | None:
 
 
 def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | None = None) -> None:
-    """Raise InputError where `load_model` would, by what config.json and the headers of the weights say.
+    """Raise InputError where `load_model` would, from config.json and the headers of the weights.
 
-    Weights of a family other than core's are not looked at.
+    Weights are checked for core's families only.
     """
     directory, beside, _ = model_directories(path, None)
     definition, _ = _define(directory, head, registry, None)
@@ -190,7 +190,7 @@ def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | Non
 def _define(
     directory: Path, head: Head, registry: Registry | None, dtype: str | None
 ) -> tuple[Definition, dict[str, Any]]:
-    """What the config.json of a directory describes, and what it holds."""
+    """Read the definition that a directory's config.json describes, and that config.json."""
     hf_config = _read_config(directory)
     family = find_family(hf_config.get("model_type"), registry)
     return describe(family, hf_config, head, str(directory / "config.json"), dtype=dtype), hf_config
@@ -205,7 +205,7 @@ def describe(
     dtype: str | None = None,
     remat: Remat = "auto",
 ) -> Definition:
-    """`define`, with InputErrors that name `where` the config is from, whatever the family raises for it."""
+    """Call `define`; its InputErrors, whatever the family raises, say `where` the config is from."""
     try:
         with reading(where):
             return define(family, hf_config, head, dtype=dtype, remat=remat)
@@ -222,10 +222,10 @@ def fresh_model(
     seed: int = 0,
     registry: Registry | None = None,
 ) -> Model:
-    """A model with random weights from Hugging Face's config names, `model_type` among them.
+    """Make a model with random weights from Hugging Face's config fields, `model_type` among them.
 
     `vocab_size` and the bos, eos and pad ids come from `tokenizer` where the table has none. Other defaults are
-    Hugging Face's, except that head_dim is hidden_size / num_attention_heads, and gemma's query_pre_attn_scalar
+    Hugging Face's, except that head_dim is hidden_size / num_attention_heads, and gemma's query_pre_attn_scalar is
     head_dim. A seed gives the same weights on every mesh. Raises InputError with every unknown or impossible field.
     """
     hf_config = complete_table(table, tokenizer, registry)
@@ -240,7 +240,7 @@ def fresh_model(
 
 
 def require_memory(definition: Definition, mesh: Mesh) -> None:
-    """Raise InputError, before anything is allocated, where the parameters alone are more than the mesh's memory."""
+    """Raise InputError, before anything is allocated, where the parameters alone exceed the mesh's memory."""
     count = sum(math.prod(leaf.shape) for _, leaf in paths(definition.abstract_params()))
     memory = _memory_bytes(mesh)
     if memory is not None and 4 * count > memory:
@@ -251,7 +251,7 @@ def require_memory(definition: Definition, mesh: Mesh) -> None:
 
 
 def _memory_bytes(mesh: Mesh) -> int | None:
-    """Bytes of all devices of the mesh; those of the machines where they are CPUs, None where nobody tells."""
+    """Read the bytes of the mesh's devices, or of the machines where they are CPUs; None where unknown."""
     device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
     if device.platform == "cpu":
         if "SC_PHYS_PAGES" not in os.sysconf_names:
@@ -264,10 +264,10 @@ def _memory_bytes(mesh: Mesh) -> int | None:
 def complete_table(
     table: Mapping[str, Any], tokenizer: Any | None, registry: Registry | None
 ) -> dict[str, Any]:
-    """A whole config.json for a table of sizes, as `fresh_model` describes it."""
-    given = {name: value for name, value in table.items() if name != "tokenizer"}
-    family = find_family(given.get("model_type"), registry)
-    hf_config = _defaults(given) if family is DECODER else dict(given)
+    """Complete a table of sizes to a config.json, as `fresh_model` describes."""
+    sizes = {name: value for name, value in table.items() if name != "tokenizer"}
+    family = find_family(sizes.get("model_type"), registry)
+    hf_config = _with_defaults(sizes) if family is DECODER else dict(sizes)
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             hf_config.setdefault(name, getattr(tokenizer, name, None))
@@ -280,50 +280,50 @@ def complete_table(
 def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamily:
     """Find the family that reads `model_type`. Raises InputError where none or several do.
 
-    registry: has the families; default: those of all installed plugins.
+    registry: holds the families; default: those of all installed plugins.
     """
     registry = installed_registry() if registry is None else registry
     families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
-    found = [name for name, family in families.items() if model_type in family.name]
-    if len(found) == 1:
-        return families[found[0]]
-    if found:
+    readers = [name for name, family in families.items() if model_type in family.name]
+    if len(readers) == 1:
+        return families[readers[0]]
+    if readers:
         raise InputError(
-            f"model_type {model_type!r} is read by {' and '.join(found)}: uninstall or disable one of them"
+            f"model_type {model_type!r} is read by {' and '.join(readers)}: uninstall or disable one of them"
         )
     known = sorted(name for family in families.values() for name in family.name)
     hint = suggest(str(model_type), known)
     raise InputError(f"model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
 
 
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A complete config.json, in the spelling of transformers 4, which 5 reads too."""
-    rules = ARCHITECTURES[given["model_type"]]
+def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete a config.json, in the format of transformers 4, which 5 reads, too."""
+    rules = ARCHITECTURES[sizes["model_type"]]
     filled: dict[str, Any] = {
         "architectures": [rules.causal_lm],
         **{name: value for name, value in COMMON.items() if value is not None},
         **rules.defaults,
-        "num_key_value_heads": given.get("num_attention_heads"),
+        "num_key_value_heads": sizes.get("num_attention_heads"),
         "torch_dtype": "float32",
         "attention_dropout": 0.0,
         "use_cache": True,
     }
     filled.setdefault(rules.activation, "silu")
-    if "rope_parameters" in given:
+    if "rope_parameters" in sizes:
         filled = {name: value for name, value in filled.items() if not name.startswith("rope_")}
     else:
         filled["rope_scaling"] = None
-    hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
+    hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads")
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0:
         filled["head_dim"] = hidden // heads
         if "query_pre_attn_scalar" in filled:
-            filled["query_pre_attn_scalar"] = given.get("head_dim") or hidden // heads
-    filled |= given
-    # One number by two names. transformers takes a name that is null for the number.
-    spelt = [name for name in EXPERT_COUNTS if given.get(name) is not None] or [
+            filled["query_pre_attn_scalar"] = sizes.get("head_dim") or hidden // heads
+    filled |= sizes
+    # Two names of one number. transformers would read null under either name as the number.
+    names = [name for name in EXPERT_COUNTS if sizes.get(name) is not None] or [
         name for name in EXPERT_COUNTS if filled.get(name) is not None
     ]
-    return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in spelt}
+    return {name: value for name, value in filled.items() if name not in EXPERT_COUNTS or name in names}
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

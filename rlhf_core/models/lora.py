@@ -14,20 +14,20 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.models.params import Path, paths
 
 GROUP = "adapter"
-"""Where a module keeps its adapter: {"lora_a", "lora_b"} and, with dropout, "lora_key"."""
+"""The key of a module's adapter: {"lora_a", "lora_b"} and, with dropout, "lora_key"."""
 ROUTER = "gate"
-"""The name of experts' routers, which stay as they are."""
+"""The name of experts' routers, which are never adapted."""
 
 
 def linear_modules(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Dotted paths, within a layer, of the modules that can be adapted: those with a kernel [layers, in, out]."""
-    found = [path for path, leaf in paths(params) if path[0] == "layers" and path[-1] == "kernel"]
+    """List dotted paths, within a layer, of the modules that can be adapted: those with a kernel [layers, in, out]."""
+    kernels = [path for path, leaf in paths(params) if path[0] == "layers" and path[-1] == "kernel"]
     sizes = {path: leaf.shape for path, leaf in paths(params)}
-    return tuple(".".join(path[1:-1]) for path in found if len(sizes[path]) == 3 and path[-2] != ROUTER)
+    return tuple(".".join(path[1:-1]) for path in kernels if len(sizes[path]) == 3 and path[-2] != ROUTER)
 
 
 def resolve(targets: str | Sequence[str], modules: Sequence[str]) -> tuple[str, ...]:
-    """The modules that `targets` asks for: "all-linear", or names and regular expressions of whole dotted paths.
+    """Choose the modules that `targets` names: "all-linear", or names and regular expressions of whole dotted paths.
 
     Raises InputError for one that names no module.
     """
@@ -50,7 +50,7 @@ def resolve(targets: str | Sequence[str], modules: Sequence[str]) -> tuple[str, 
 
 
 def with_noise(params: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
-    """`params` with the dropout of every adapter drawn from `key`; without dropout, as they are."""
+    """Return `params` with a dropout key, drawn from `key`, for every adapter that has dropout."""
     noisy = dict(params)
     for number, (name, value) in enumerate(sorted(params.items())):
         if isinstance(value, Mapping):
@@ -65,7 +65,7 @@ def has_noise(params: Mapping[str, Any]) -> bool:
 
 
 def merge(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Parameters of a model without adapters that computes the same: kernel + scale · A · B, float32."""
+    """Merge adapters into the kernels: kernel + scale · A · B, float32."""
     merged = {
         name: merge(value, scale) if isinstance(value, Mapping) else value
         for name, value in params.items()
@@ -77,21 +77,21 @@ def merge(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 
 def product(adapter: Mapping[str, Any]) -> jax.Array:
-    """A · B, float32 [..., in, out]."""
+    """Compute A · B, float32 [..., in, out]."""
     return jnp.matmul(adapter["lora_a"], adapter["lora_b"], precision="highest")
 
 
 def has_adapters(params: Mapping[str, Any]) -> bool:
-    """Tell whether there are adapters among the parameters of one model, or of several at any depth."""
+    """Whether the parameters of one model, or of several at any depth, include adapters."""
     return any(GROUP in path for path, _ in paths(params))
 
 
 def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -> frozenset[Path]:
-    """Find what is not trained where adapters are: the rest of their model, but for its reward head.
+    """Find the parameters that adapters keep fixed: the rest of their model, except its reward head.
 
-    params: of one model, or of several at any depth; a model without adapters is trained whole. model: the paths of the
-    model that `params` belong to; what it does not have, such as a head of one's own, is trained. Raises InputError for
-    a nested model with adapters that has other paths: what is its own cannot be told.
+    params: of one model, or of several at any depth; a model without adapters is trained as a whole. model: the paths
+    of the model with the adapters; parameters beside it, such as an additional head, are trained. Raises InputError for
+    a nested model with adapters that has other paths: they could belong to it or not.
     """
     every = [path for path, _ in paths(params)]
     roots = {path[: _layers_at(path)] for path in every if GROUP in path}
@@ -116,6 +116,6 @@ def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -
 
 
 def _layers_at(path: Path) -> int:
-    """Where a model with adapters begins in a path: before the `layers` that the adapter is in."""
+    """Find where a model with adapters begins in a path: at the `layers` that contain the adapter."""
     before = path[: path.index(GROUP)]
     return max((i for i, name in enumerate(before) if name == "layers"), default=0)

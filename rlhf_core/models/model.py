@@ -1,4 +1,4 @@
-"""A model in memory: its definition (static, hashable), its parameters, and what else its directory held."""
+"""A model in memory: its definition (static, hashable), its parameters, and the rest of its directory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ GENERATION = "generation_config.json"
 
 
 def stop_ids_of(directory: Path) -> list[int]:
-    """Those that the directory's generation_config.json names."""
+    """Read the stop ids from the directory's generation_config.json."""
     file = directory / GENERATION
     return stop_ids_in(file) if file.is_file() else []
 
 
 def save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> None:
-    """Have generation_config.json name the stop ids that whoever loads the directory would not find otherwise."""
+    """Write stop ids that neither tokenizer nor directory has into generation_config.json."""
     if set(stop_ids) <= {tokenizer.eos_token_id, *stop_ids_of(directory)}:
         return
     file = directory / GENERATION
@@ -71,10 +71,10 @@ TOKENIZER_FILES = [
 class Model:
     """A definition with parameters on a mesh.
 
-    tokenizer: its directory's, if any. hf_config: what config.json will say. source: the directory it came from.
-    stored_dtype: "float32", "bfloat16" or "float16", of the files it is saved as.
+    tokenizer: from its directory, if any. hf_config: its config.json. source: the directory that it came from.
+    stored_dtype: "float32", "bfloat16" or "float16", the dtype of the files that `save` writes.
     compute_dtype, remat, attention: see `DecoderConfig`.
-    adapter: what adapter_config.json will say, of a model with adapters.
+    adapter: the adapter_config.json of a model with adapters.
     """
 
     definition: Definition
@@ -90,11 +90,11 @@ class Model:
     adapter: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.adapter is not None:  # whichever way the model got its head
+        if self.adapter is not None:  # however the model got its head
             object.__setattr__(self, "adapter", peft.for_head(self.adapter, self.definition.head))
 
     def logits(self, input_ids: Any, attention_mask: Any) -> jax.Array:
-        """Next-token logits float32 [B, T, V]; meaningless where the mask is 0.
+        """Compute next-token logits, float32 [B, T, V], meaningless where the mask is 0.
 
         input_ids, attention_mask: integers [B, T], padding on either side; positions count attended tokens.
         """
@@ -104,7 +104,7 @@ class Model:
         return logits
 
     def scores(self, input_ids: Any, attention_mask: Any) -> jax.Array:
-        """Rewards float32 [B], read at each row's last attended token. Arguments as in `logits`."""
+        """Compute rewards, float32 [B], at each row's last attended token. Arguments as in `logits`."""
         if self.definition.head != "score":
             raise InputError(
                 "scores: this model has no reward head; load it with head='score' or use with_head"
@@ -113,7 +113,7 @@ class Model:
         return scores
 
     def _put(self, *arrays: Any) -> list[jax.Array]:
-        """Spread over the mesh by rows where their number allows it."""
+        """Shard rows over the mesh where their number allows it; else replicate them."""
         even = np.shape(arrays[0])[0] % row_multiple(self.mesh) == 0
         sharding = row_sharding(self.mesh) if even else replicated_sharding(self.mesh)
         return [jax.device_put(jnp.asarray(array, jnp.int32), sharding) for array in arrays]
@@ -121,30 +121,30 @@ class Model:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion: the tokenizer's, and those of the source's generation_config.json."""
-        found = [] if self.tokenizer is None else list(special_ids(self.tokenizer).eos)
-        found += [] if self.source is None else stop_ids_of(self.source)
-        return tuple(dict.fromkeys(found))
+        ids = [] if self.tokenizer is None else list(special_ids(self.tokenizer).eos)
+        ids += [] if self.source is None else stop_ids_of(self.source)
+        return tuple(dict.fromkeys(ids))
 
     @property
     def computes_in(self) -> str:
-        """The dtype of the computation, "float32" or "bfloat16": the one asked for, or that of this platform."""
+        """The dtype of the computation, "float32" or "bfloat16": compute_dtype, or this platform's default."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         params = self.definition.abstract_params()
         return str(jax.eval_shape(self.definition.hidden, params, tokens, tokens, tokens).dtype)
 
     def as_stored(self, params: Any) -> Any:
-        """Round the parameters as `save` rounds them to `stored_dtype`: what an evaluation of what is saved reads.
+        """Round parameters as `save` does, to `stored_dtype`, to evaluate the model that will be saved.
 
-        Adapters are saved as float32, beside a base model that stays as it is: their parameters are returned unchanged.
+        A model with adapters is returned unchanged: adapters are saved as float32, and the base model is not saved.
         """
         return params if self.adapter is not None else rounded(params, self.stored_dtype)
 
     def with_params(self, params: dict[str, Any]) -> Model:
-        """The same model with other parameters, such as a train state's."""
+        """Return the model with other parameters, such as a train state's."""
         return dataclasses.replace(self, params=params)
 
     def with_head(self, head: Head, seed: int = 0) -> Model:
-        """This model's trunk under `head`; a head that the model lacks is drawn from `seed`."""
+        """Return this model's trunk with `head`, drawn from `seed` where the model lacks it."""
         if head == self.definition.head:
             return self
         definition = self._define(head)
@@ -158,9 +158,9 @@ class Model:
     def computing(
         self, *, dtype: str | None = None, remat: Remat = "auto", attention: AttentionOver | None = None
     ) -> Model:
-        """This model with another dtype, remat or attention, see `DecoderConfig`; None and "auto" leave them.
+        """Return the model with another dtype, remat or attention, see `DecoderConfig`; None and "auto" keep them.
 
-        Raises InputError where the family takes no such option.
+        Raises InputError for an option that the family does not take.
         """
         if dtype is None and remat == "auto" and attention is None:
             return self
@@ -174,7 +174,7 @@ class Model:
 
     def _define(self, head: Head) -> Definition:
         family, lora = self.definition.family, self.definition.lora
-        made = define(
+        definition = define(
             family,
             self.hf_config,
             head,
@@ -182,7 +182,7 @@ class Model:
             remat=self.remat,
             attention=self.attention,
         )
-        return made if lora is None else made.with_lora(lora)
+        return definition if lora is None else definition.with_lora(lora)
 
     def with_lora(
         self,
@@ -195,11 +195,11 @@ class Model:
         seed: int = 0,
         base: str | None = None,
     ) -> Model:
-        """This model with fresh adapters, which change nothing until they are trained; see `Lora`.
+        """Return the model with fresh adapters, without effect until they are trained; see `Lora`.
 
-        targets: "all-linear", or names and regular expressions of linear layers. base: what the adapter's
-        configuration calls this model; default: the directory it came from.
-        Raises InputError for a target that is not there, and for a model that has adapters already.
+        targets: "all-linear", or names and regular expressions of linear layers. base: the name of this model in the
+        adapter's configuration; default: the directory that it came from.
+        Raises InputError for a target that does not exist, and for a model that has adapters already.
         """
         if self.definition.lora is not None:
             raise InputError("lora: the model has adapters already; merge them first")
@@ -215,7 +215,7 @@ class Model:
         )
 
     def merged(self) -> Model:
-        """The same model without adapters: what they add is in its weights."""
+        """Return the model without adapters, after adding them to its weights."""
         lora = self.definition.lora
         if lora is None:
             return self
@@ -228,8 +228,9 @@ class Model:
     def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
         """Write a Hugging Face directory: config.json, safetensors in the source's dtype, tokenizer files.
 
-        Of a model with adapters these are written alone, with the reward head, as PEFT does: `merged()` first for the
-        whole. tokenizer: to save instead of the model's own. With several processes all must call; the first writes.
+        For a model with adapters, only these and the reward head are written, as PEFT does; call `merged()` first to
+        save the whole. tokenizer: saved instead of the model's own. With several processes, all must call; the first
+        writes.
         """
         require_own_parameters(self.definition, self.params)
         directory = Path(path)
@@ -248,7 +249,7 @@ class Model:
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         copied = [GENERATION]
         if tokenizer is not None and self.source is not None and _is_of(tokenizer, self.source):
-            copied += TOKENIZER_FILES  # word for word, rather than what transformers would write
+            copied += TOKENIZER_FILES  # unchanged, rather than as transformers would write them
         elif tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
         if self.source is not None and self.source.resolve() != directory.resolve():
@@ -269,7 +270,7 @@ class Model:
 
 
 def _is_of(tokenizer: Any, directory: Path) -> bool:
-    """Whether the tokenizer is, unchanged, that of the directory."""
+    """Whether the tokenizer came from the directory and is unchanged."""
     if getattr(tokenizer, "name_or_path", None) != str(directory):
         return False
     original = load_tokenizer(directory)
@@ -277,12 +278,12 @@ def _is_of(tokenizer: Any, directory: Path) -> bool:
 
 
 def rounded(params: Any, dtype: str) -> Any:
-    """Round float32 parameters to `dtype` and back, each where it is; for float32 they are returned as they are."""
+    """Round float32 parameters to `dtype` and back, keeping their shardings; float32 leaves them as they are."""
     if dtype == "float32":
         return params
     leaves, tree = jax.tree.flatten(params)
     shardings = tuple(leaf.sharding for leaf in leaves)
-    # Two programs: within one, XLA may leave both conversions out.
+    # Two programs: within one, XLA may drop both conversions.
     return _cast(tree, shardings, "float32")(_cast(tree, shardings, dtype)(params))
 
 
@@ -295,22 +296,22 @@ def _cast(tree: Any, shardings: tuple[Any, ...], dtype: str) -> Any:
 
 
 def require_own_parameters(definition: Definition, params: Any) -> None:
-    """Raise InputError where parameters are missing; warn of those that the model's files have no place for."""
-    own, there = ({path for path, _ in paths(p)} for p in (definition.abstract_params(), params))
-    if missing := sorted(own - there):
+    """Raise InputError where parameters are missing; warn about those that the model's files have no place for."""
+    expected, present = ({path for path, _ in paths(p)} for p in (definition.abstract_params(), params))
+    if missing := sorted(expected - present):
         raise InputError(
             f"save: these are not the model's parameters, '{'.'.join(missing[0])}' is missing; save one of several "
             "models with its own, such as policy.with_params(state.params['policy'])"
         )
-    if extra := sorted(there - own):
+    if extra := sorted(present - expected):
         listed = ", ".join(".".join(path) for path in extra[:5])
         warnings.warn(f"save: the model's files have no place for {listed}", stacklevel=4)
 
 
 def padded_rows(input_ids: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(tokens, positions, visible_until), int32 [B, T], of a padded batch.
+    """Lay out a padded batch as rows: (tokens, positions, visible_until), int32 [B, T].
 
-    Padding may be on either side; positions count attended tokens from 0; attended keys are seen to the row's end.
+    Padding may be on either side; positions count attended tokens from 0; attended keys are visible to the row's end.
     """
     attended = attention_mask != 0
     positions = jnp.maximum(jnp.cumsum(attended, axis=1, dtype=jnp.int32) - 1, 0)
@@ -321,7 +322,7 @@ def padded_rows(input_ids: jax.Array, attention_mask: jax.Array) -> tuple[jax.Ar
 def padded_scores(
     definition: Definition, params: Any, input_ids: jax.Array, attention_mask: jax.Array
 ) -> jax.Array:
-    """Rewards float32 [B] of a padded batch, read at each row's last attended token."""
+    """Compute rewards, float32 [B], of a padded batch at each row's last attended token."""
     hidden = definition.hidden(params, *padded_rows(input_ids, attention_mask))
     last = attention_mask.shape[1] - 1 - jnp.argmax(attention_mask[:, ::-1] != 0, axis=1)
     return definition.score(params, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])

@@ -1,4 +1,4 @@
-"""Parameters that are trained and parameters that are not: two nested dicts that together are the model's."""
+"""Split parameters into trained and fixed ones, two nested dicts, and join them again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path: TypeAlias = tuple[str, ...]
 
 
 def paths(params: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """(path, leaf) of every leaf."""
+    """Yield (path, leaf) for every leaf."""
     for name, value in params.items():
         if isinstance(value, Mapping):
             yield from (((name, *path), leaf) for path, leaf in paths(value))
@@ -22,9 +22,9 @@ def paths(params: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def matching(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozenset[Path]:
-    """The paths in which, written with dots, one of the regular expressions is found.
+    """Find the paths that, written with dots, one of the regular expressions matches anywhere.
 
-    Raises InputError for one that is found in no path, and where all of them leave nothing to train.
+    Raises InputError for an expression that matches no path, and where they leave nothing to train.
     """
     hits = named(params, patterns)
     if len(hits) == sum(1 for _ in paths(params)):
@@ -34,23 +34,23 @@ def matching(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozen
 
 def named(params: Mapping[str, Any], patterns: str | Sequence[str]) -> frozenset[Path]:
     """Find the paths as `matching` does; all of them may match."""
-    every = [path for path, _ in paths(params)]
-    dotted = [".".join(path) for path in every]
-    found: set[Path] = set()
+    all_paths = [path for path, _ in paths(params)]
+    dotted = [".".join(path) for path in all_paths]
+    matches: set[Path] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        hits = {path for path, name in zip(every, dotted, strict=True) if re.search(pattern, name)}
+        hits = {path for path, name in zip(all_paths, dotted, strict=True) if re.search(pattern, name)}
         if not hits:
-            words = {word for path in every for word in path}
+            words = {word for path in all_paths for word in path}
             raise InputError(
                 f"frozen_parameters: {pattern!r} is found in no parameter.{suggest(pattern, words)} "
                 f"The model has {', '.join(dotted[:3])}, …, {dotted[-1]}"
             )
-        found |= hits
-    return frozenset(found)
+        matches |= hits
+    return frozenset(matches)
 
 
 def split(params: Mapping[str, Any], fixed: frozenset[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the leaves whose path is not in `fixed`, those whose path is), nested dicts without empty ones."""
+    """Split into (leaves whose path is not in `fixed`, leaves whose path is), nested dicts without empty ones."""
     trained: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for path, leaf in paths(params):
@@ -62,7 +62,7 @@ def split(params: Mapping[str, Any], fixed: frozenset[Path]) -> tuple[dict[str, 
 
 
 def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `split`."""
+    """Invert `split`."""
     joined = dict(first)
     for name, value in second.items():
         joined[name] = join(first[name], value) if name in first else value

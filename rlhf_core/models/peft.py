@@ -1,4 +1,4 @@
-"""Adapters from and to the directories of PEFT: adapter_config.json and adapter_model.safetensors."""
+"""Read and write PEFT directories: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ HARMLESS = frozenset(
         "use_rslora",
     ]
 )
-"""Fields that are read, or that say nothing about how a saved adapter computes."""
+"""Fields that are read, or that do not affect what a saved adapter computes."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that rewrite the base model's own weights."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The adapter's configuration; InputError names a field whose value could not be honoured."""
+    """Read the adapter's configuration. InputError names a field whose value cannot be honoured."""
     file = directory / CONFIG
     if not file.is_file():
         raise InputError(f"{directory}: no {CONFIG}: not an adapter of PEFT")
     config = read_json_object(file)
-    problems = _of_another_kind(config)
+    problems = _type_problems(config)
     if problems:
         raise InputError(*(f"{file}: {problem}" for problem in problems))
     if config.get("peft_type") != "LORA":
@@ -83,8 +83,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _of_another_kind(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the kinds of the fields that are read."""
+def _type_problems(config: Mapping[str, Any]) -> list[str]:
+    """Describe the fields whose values have the wrong type."""
 
     def number(value: Any, least: float) -> bool:
         return (
@@ -125,16 +125,16 @@ def _of_another_kind(config: Mapping[str, Any]) -> list[str]:
 
 
 class Base(NamedTuple):
-    """The base model of an adapter: an absolute directory, or a hub name with the revision that it was trained on."""
+    """The base model of an adapter: an absolute directory, or a hub name with its revision."""
 
     named: str
     revision: str | None
 
 
 def base_of(directory: Path) -> Base:
-    """Find the base model that an adapter names; a relative path is one from the adapter's directory.
+    """Find the base model that an adapter names; paths are relative to the adapter's directory.
 
-    Raises InputError where none is named.
+    Raises InputError where the adapter names none.
     """
     config = read_config(directory)
     named = config.get("base_model_name_or_path")
@@ -148,19 +148,19 @@ def base_of(directory: Path) -> Base:
 
 
 def fixed_name(named: str | Path) -> str:
-    """What an adapter calls a base model, wherever the adapter is copied: an absolute directory, or a hub name.
+    """Name a base model so that copies of the adapter find it: by an absolute directory or a hub name.
 
-    A directory of the hub's cache is called by its hub name: other machines have no such directory.
+    A directory in the hub's cache gets its hub name: other machines have no such directory.
     """
     directory = Path(named).expanduser()
     if not directory.is_dir():
         return str(named)
-    found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", directory.resolve().as_posix())
-    return "/".join(found.groups()) if found else str(directory.resolve())
+    cached = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/[^/]+$", directory.resolve().as_posix())
+    return "/".join(cached.groups()) if cached else str(directory.resolve())
 
 
 def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
-    """An adapter's configuration for a model with this head: its task, and whether the head is saved with it."""
+    """Set the task in an adapter's configuration to `head`, and whether the head is saved with the adapter."""
     changed, saved = dict(config), config.get("modules_to_save") or []
     if head == "score":
         changed["task_type"] = "SEQ_CLS"
@@ -172,7 +172,7 @@ def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
 
 
 def config_for(lora: Lora, *, base: str | None, head: str, revision: str | None = None) -> dict[str, Any]:
-    """Make the adapter_config.json of an adapter on the model `base`."""
+    """Make the adapter_config.json of an adapter of the model `base`."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -194,7 +194,7 @@ def config_for(lora: Lora, *, base: str | None, head: str, revision: str | None 
 def save(directory: Path, config: Mapping[str, Any], params: Mapping[str, Any]) -> None:
     """Write the adapter's two files, float32.
 
-    params: a nested dict of host arrays, of which adapters and the reward head are written.
+    params: a nested dict of host arrays; only adapters and the reward head are written.
     """
     tensors: dict[str, np.ndarray] = {}
     for path, value in paths(params):

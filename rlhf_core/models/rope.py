@@ -14,7 +14,7 @@ from rlhf_core.models.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of turned dimensions, float32 [int(share · head_dim) / 2]."""
+    """Compute radians per position of each pair of rotated dimensions, float32 [int(share · head_dim) / 2]."""
     size = int(head_dim * rope.share)
     frequency = rope.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     if rope.kind == "linear":
@@ -35,9 +35,9 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
-    """0 for pairs that turn `beta_fast` times or more within the original context, 1 from `beta_slow` down."""
+    """Ramp from 0, for pairs with `beta_fast` turns or more in the original context, to 1, for `beta_slow` or fewer."""
 
-    def pair(turns: float) -> float:  # the one that makes so many turns
+    def pair(turns: float) -> float:  # index of the pair with so many turns
         return size * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
@@ -50,30 +50,30 @@ def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
 
 
 def rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each position's angles, times the magnitude, float32 [*positions.shape, pairs]."""
+    """Compute cosine and sine of each position's angles, times the magnitude, float32 [*positions.shape, pairs]."""
     angle = positions[..., None].astype(jnp.float32) * frequencies(rope, head_dim)
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
     return (cosine, sine) if rope.magnitude == 1 else (cosine * rope.magnitude, sine * rope.magnitude)
 
 
-def kept_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`rotation`, computed once where many layers read it.
+def shared_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute `rotation` once for all layers.
 
-    XLA on CPU fuses the cosines into every pass that turns queries or keys, and computes them again in each; it drops
-    barriers. A branch that it cannot decide, and that is always taken, keeps the result.
+    XLA on CPU fuses the cosines into every pass that rotates queries or keys, and recomputes them in each; it drops
+    barriers. A branch that is always taken, but not known to be at compile time, keeps the result.
     """
     compute = functools.partial(rotation, rope, head_dim)
     if jax.device_count() > 1:  # the branch would be decided across devices
         return compute(positions)
 
-    def kept(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def in_branch(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.cond(positions.max() >= 0, compute, lambda x: compute(jnp.zeros_like(x)), positions)
 
-    return lax.platform_dependent(positions, cpu=kept, default=compute)
+    return lax.platform_dependent(positions, cpu=in_branch, default=compute)
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """RoPE (Su et al. 2021) on [..., head_dim], the halves of the turned part as the two coordinates; dtype kept."""
+    """Apply RoPE (Su et al. 2021) to [..., head_dim]; the halves of the rotated part are the two coordinates."""
     size = 2 * cosine.shape[-1]
     wide = x.astype(jnp.float32)
     first, second = jnp.split(wide[..., :size], 2, axis=-1)

@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes of header length (little endian), a JSON header, then the tensors' bytes.
 
-Read through a memory map, so that a device reads only its own part; written tensor by tensor, so that no more
-than one stacked parameter is ever held on the host.
+Files are read through a memory map, so that a device reads only its own part, and written tensor by tensor, so that the
+host never holds more than one stacked parameter.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ DTYPES: Mapping[str, Any] = {
 }
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 HEADER_BYTES = 100_000_000
-"""Of a header at most, as in the library."""
+"""The longest header, as in the library."""
 BLOCK = (16, 2048)
-"""Of a matrix that is stored transposed: the lines of memory that a block touches stay in a core's cache."""
+"""Block of a transposed matrix whose cache lines all stay in a core's cache."""
 
 
 class Reader:
     """One file. Raises InputError naming the file, and the key, where it is cut short or not safetensors.
 
-    What the library safetensors refuses is refused, since it reads the header too; so is a key that comes twice.
+    The library safetensors reads the header, too; whatever it refuses is refused, and so are duplicate keys.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Reader:
                     )
                 text = file.read(length)
         try:
-            header = json.loads(text, object_pairs_hook=_once)
+            header = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise InputError(
@@ -88,7 +88,7 @@ class Reader:
             raise InputError(f"{self.path}: '{name}' has {end - begin} bytes, not those of {dtype} {shape}")
 
     def _check_as_the_library_does(self) -> None:
-        """Refuse tensors that overlap or leave gaps, bytes after the last one, and whatever else it refuses."""
+        """Refuse overlapping tensors, gaps, bytes after the last tensor, and whatever else the library refuses."""
         try:
             with reading(self.path, "fetch or save it again"), safe_open(self.path, framework="numpy"):
                 pass
@@ -108,7 +108,7 @@ class Reader:
         return str(self.header[name]["dtype"])
 
     def view(self, name: str) -> np.ndarray:
-        """The tensor, as a view of the file."""
+        """Return the tensor as a view of the file."""
         entry = self.header[name]
         if entry["dtype"] not in DTYPES:
             self._refuse_dtype(name)
@@ -118,21 +118,21 @@ class Reader:
         return tensor
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. Raises ValueError where a key comes twice, of which json would take the last."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of these pairs. Raises ValueError for a duplicate key, where json would take the last value."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key '{twice}' comes twice")
-    return made
+    return entries
 
 
 def copy(tensor: np.ndarray, out: np.ndarray) -> None:
-    """Write a tensor of at most two axes, as it is or a transposed view, into `out`, float32.
+    """Copy a tensor of at most two axes, possibly a transposed view, into `out`, float32.
 
-    A transposed matrix is copied block by block, cast before it is turned: NumPy's own loop over the whole reads a
-    line of memory for each of its elements, and takes twice the time.
+    A transposed matrix is copied in blocks, cast before they are transposed: NumPy's own loop over the whole reads a
+    cache line per element, and takes twice the time.
     """
     if tensor.ndim < 2 or tensor.strides[1] <= tensor.strides[0]:
         out[...] = tensor
@@ -145,7 +145,7 @@ def copy(tensor: np.ndarray, out: np.ndarray) -> None:
 
 
 class Writer:
-    """Files of at most `limit` bytes of tensors each, filled in any order after their sizes are known.
+    """Writes files of at most `limit` bytes of tensors each, whose tensors may come in any order.
 
     shapes: {tensor name: shape}, in the order of the file; dtype: a key of NAMES.
     A context manager. A single file is `model.safetensors`; several come with `model.safetensors.index.json`.

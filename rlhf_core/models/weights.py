@@ -1,4 +1,4 @@
-"""Parameters of the decoder from and to Hugging Face's safetensors files."""
+"""Read and write the decoder's parameters as Hugging Face's safetensors files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
@@ -23,12 +22,12 @@ from rlhf_core.runtime.signals import stop_if_asked
 
 SHARD_BYTES = 5 * 10**9
 THREADS = 8
-"""That read tensors, at most: memory has no room for more."""
+"""The most threads that read tensors: more would take too much memory."""
 INDEX = "model.safetensors.index.json"
 
 
 def open_weights(directory: Path) -> dict[str, Reader]:
-    """{tensor name: the file that holds it}, of model.safetensors or of the files that its index names.
+    """Open model.safetensors, or the files that its index names: {tensor name: the file that holds it}.
 
     Raises InputError naming the file that is missing or damaged.
     """
@@ -42,8 +41,8 @@ def open_weights(directory: Path) -> dict[str, Reader]:
         hint = f" It has {other[0]}: save it in safetensors format first." if other else ""
         raise InputError(f"{directory}: no model.safetensors and no {INDEX}.{hint}")
     try:
-        places = json.loads(index.read_bytes())["weight_map"]
-        files = {name: directory / Path(file).name for name, file in places.items()}
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        files = {name: directory / Path(file).name for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index}: damaged ({error!r}): fetch it again") from None
     absent = sorted({path.name for path in files.values() if not path.is_file()})
@@ -59,21 +58,21 @@ def open_weights(directory: Path) -> dict[str, Reader]:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """The dtype most tensors of the directory have: "float32", "float16", "bfloat16"; None for any other."""
-    found = [reader.dtype(name) for name, reader in open_weights(directory).items()]
-    most = max(set(found), key=found.count) if found else ""
+    """Find the dtype of most tensors in the directory: "float32", "float16", "bfloat16"; None for any other."""
+    dtypes = [reader.dtype(name) for name, reader in open_weights(directory).items()]
+    most = max(set(dtypes), key=dtypes.count) if dtypes else ""
     return {short: name for name, short in NAMES.items()}.get(most)
 
 
 def usual_name(path: str) -> str:
-    """The name in the files, but for its last word, of the parameter path: `model.layers.{layer}.mlp.up_proj` for
-    layers.mlp.up_proj. Parameters of all layers or experts are one tensor each in the files."""
+    """Return a parameter path's name in the files, without its last word: `model.layers.{layer}.mlp.up_proj` for
+    layers.mlp.up_proj. The files have one tensor per layer and expert."""
     name = path if path in ("lm_head", "score") else f"model.{path}"
     return name.replace("layers.", "layers.{layer}.").replace(".experts.", ".experts.{expert}.")
 
 
 class _Leaf:
-    """One parameter and the tensors it is made of: `lead` counts them, by layer and by expert."""
+    """One parameter and its tensors in the files; `lead`: their numbers by layer and by expert."""
 
     def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...], named: Mapping[str, str]) -> None:
         self.keys = tuple(str(entry.key) for entry in path)
@@ -83,25 +82,25 @@ class _Leaf:
         name = f"{named.get(module) or usual_name(module)}.{last}"
         axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
         self.lead, inner = shape[: len(axes)], shape[len(axes) :]
-        places = [dict(zip(axes, index, strict=True)) for index in np.ndindex(self.lead)]
-        self.names = [name.format(**place) for place in places]
+        indices = [dict(zip(axes, index, strict=True)) for index in np.ndindex(self.lead)]
+        self.names = [name.format(**index) for index in indices]
         self.tensor_shape = inner[::-1] if self.transposed else inner
 
     def parts(self, value: Any) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors, by name, of the parameter's value."""
+        """Yield (name, tensor) for the parameter's value."""
         names, inner = iter(self.names), self.shape[len(self.lead) :]
         for some in _on_host(value, by_layer=bool(self.lead)):
             for part in some.reshape(-1, *inner):
                 yield next(names), part.T if self.transposed else part
 
     def read(self, view: Callable[[str], np.ndarray], sharding: Any, threads: Executor) -> jax.Array:
-        """The parameter, on its way to the devices."""
-        made: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
+        """Read the parameter; its transfer to the devices may go on."""
+        parts: dict[Any, np.ndarray] = {}  # devices that hold the same part share one read
 
         def part(index: Any) -> np.ndarray:
             spans = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
             key = tuple((s.start, s.stop) for s in spans)
-            if key not in made:
+            if key not in parts:
                 out = np.empty([stop - start for start, stop in key], np.float32)
                 leading, inner = spans[: len(self.lead)], spans[len(self.lead) :]
                 names = np.array(self.names, object).reshape(self.lead)[(*leading, None)].reshape(-1)
@@ -110,8 +109,8 @@ class _Leaf:
                     copy(view(name).T[inner] if self.transposed else view(name)[inner], slot)
 
                 list(threads.map(fill, out.reshape(-1, *out.shape[len(leading) :]), names))
-                made[key] = out
-            return made[key]
+                parts[key] = out
+            return parts[key]
 
         return jax.make_array_from_callback(self.shape, sharding, part)
 
@@ -124,7 +123,7 @@ def _leaves(config: DecoderConfig) -> list[_Leaf]:
 
 
 def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, Any]:
-    """The parameters, float32, each device reading its own part; a missing score head is left out.
+    """Load the parameters, float32, each device's own part; leave out a missing score head.
 
     Raises InputError naming file and tensor for what is missing, unexpected or of another shape.
     """
@@ -140,17 +139,17 @@ def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, An
                 inner = params
                 for key in keys[:-1]:
                     inner = inner.setdefault(key, {})
-                made = flat[keys].read(lambda name: readers[name].view(name), sharding, threads)
-                inner[keys[-1]] = made
+                parameter = flat[keys].read(lambda name: readers[name].view(name), sharding, threads)
+                inner[keys[-1]] = parameter
                 jax.block_until_ready(
                     before
                 )  # the host holds a parameter until its transfer ends: two at most
-                before = made
+                before = parameter
     return jax.block_until_ready(params)
 
 
 def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], list[_Leaf]]:
-    """The files, by tensor, and the parameters to be read from them, after all that their headers tell was compared.
+    """Compare the files' headers with the config; return the files, by tensor, and the parameters to read.
 
     Raises InputError as `load` does.
     """
@@ -165,13 +164,13 @@ def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], li
     return readers, leaves
 
 
-def _require_count(config: DecoderConfig, directory: Path, there: int) -> None:
-    """Raise InputError where config.json describes many more tensors than there are, before they are listed."""
+def _require_count(config: DecoderConfig, directory: Path, count: int) -> None:
+    """Raise InputError, before listing tensors, where config.json describes many more than there are."""
     layers = config.num_layers
-    if layers > 100 + there or (config.experts and layers * config.experts > 100 + there):
+    if layers > 100 + count or (config.experts and layers * config.experts > 100 + count):
         experts = f" of {config.experts:,} experts" if config.experts else ""
         raise InputError(
-            f"{directory}: config.json describes {layers:,} layers{experts}, and its files hold {there:,} tensors: is "
+            f"{directory}: config.json describes {layers:,} layers{experts}, and its files hold {count:,} tensors: is "
             "config.json of this model?"
         )
 
@@ -203,14 +202,14 @@ def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Reader
             continue
         if (dtype := readers[name].dtype(name)) not in DTYPES:
             yield f"{readers[name].path}: '{name}' has dtype {dtype}; only {', '.join(DTYPES)} can be read"
-        found = readers[name].header[name]["shape"]
-        if name == "score.weight" and found and found[0] != 1:
+        stored = readers[name].header[name]["shape"]
+        if name == "score.weight" and stored and stored[0] != 1:
             yield (
-                f"{readers[name].path}: its head gives {found[0]} numbers (num_labels in config.json), and a reward "
+                f"{readers[name].path}: its head gives {stored[0]} numbers (num_labels in config.json), and a reward "
                 "model gives 1: start from the language model, or from a reward model"
             )
-        elif tuple(found) != shape:
-            yield f"{readers[name].path}: '{name}' has shape {found}; config.json makes it {list(shape)}"
+        elif tuple(stored) != shape:
+            yield f"{readers[name].path}: '{name}' has shape {stored}; config.json makes it {list(shape)}"
 
 
 def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: str = "float32") -> None:
@@ -222,7 +221,7 @@ def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: 
     leaves = sorted(_leaves(config), key=lambda leaf: leaf.keys)
     tensors = chain.from_iterable(leaf.parts(_at(params, leaf.keys)) for leaf in leaves)
     if jax.process_index() != 0:
-        for _ in tensors:  # each takes all processes
+        for _ in tensors:  # each one needs all processes
             pass
         return
     for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
@@ -231,7 +230,7 @@ def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: 
     with Writer(directory, shapes, dtype, SHARD_BYTES) as writer:
         for name, tensor in tensors:
             writer.put(name, tensor)
-            del tensor  # or its parameter would be there while the next one is fetched
+            del tensor  # frees its parameter before the next one is fetched
 
 
 def _at(params: dict[str, Any], keys: tuple[str, ...]) -> Any:
@@ -242,19 +241,19 @@ def _at(params: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _on_host(value: Any, by_layer: bool) -> Iterator[np.ndarray]:
-    """The value, whole or in parts along its first axis."""
+    """Yield the value on the host, whole or in parts along its first axis."""
     if not isinstance(value, jax.Array):
         yield np.asarray(value)
     elif value.is_fully_addressable:
         whole = np.empty(value.shape, value.dtype)
         for shard in value.addressable_shards:
             if shard.replica_id == 0:
-                # An array keeps what it was turned into: not of copies, the host would hold the whole model in the end.
+                # An array caches its NumPy value; without a copy, the host would hold the whole model in the end.
                 whole[shard.index] = jax.device_put(shard.data, shard.device, may_alias=False)
         yield whole
     elif not by_layer:
         yield fetch_array(value)
-    else:  # on every device for a moment, where a layer of a large model has room and all of its layers may not
+    else:  # briefly on every device, which has room for one layer of a large model, but perhaps not for all
         assert isinstance(value.sharding, NamedSharding)
         gather = jax.jit(_entry, out_shardings=NamedSharding(value.sharding.mesh, PartitionSpec()))
         for layer in range(value.shape[0]):

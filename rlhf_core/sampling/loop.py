@@ -246,7 +246,7 @@ def generate(
         return (carry.slots.free.reshape(shards, -1).any(1) & carry.queue.waits()).any()
 
     def step(carry: _Carry, columns: jax.Array | None = None) -> _Carry:
-        """Decode one token per slot. columns: int32 [shards, slots], slots of the columns of `written`; None: equal."""
+        """Decode a token per slot. columns: int32 [shards, slots], the slot of each column of `written`; None: same."""
         slots, slot = carry.slots, carry.step % cache_length
         age = slot - place + jnp.where(place > slot, cache_length, 0)  # steps since the slot was written
         visible = age <= slots.position[:, None]
