@@ -155,17 +155,17 @@ class Checkpoints:
         """
         self.wait()
         arrays_of_state = leaves(state)
-        copies = {name: copy_array(name, array) for name, array in (arrays or {}).items()}
+        copies = {f"arrays/{name}": copy_array(name, array) for name, array in (arrays or {}).items()}
         shapes = {name: shape(leaf) for name, leaf in arrays_of_state.items()}
         host_json = json.dumps({"step": step, "host": dict(host), "leaves": shapes}, default=scalar)
-        temporary = self.directory / f".{step}.tmp"
+        partial = self.directory / f".{step}.tmp"
 
         def start() -> v1.AsyncResponse[None]:
             if jax.process_index() == 0:
                 self._clean()
-                make_directory(temporary)
+                make_directory(partial)
             with _CONTEXT:
-                return v1.save_async(temporary / "state", arrays_of_state)
+                return v1.save_async(partial / "state", arrays_of_state)
 
         @hold_end()
         def finish(response: v1.AsyncResponse[None]) -> None:
@@ -173,19 +173,18 @@ class Checkpoints:
             if jax.process_index() == 0:
                 if before is not None:
                     before()
-                named: dict[str, Any] = {f"arrays/{name}": array for name, array in copies.items()}
-                np.savez(temporary / "arrays.npz", **named)
-                write_atomic(temporary / "host.json", host_json)
-                manifest = {"format": FORMAT, "files": describe_files(temporary)}
-                write_atomic(temporary / "manifest.json", seal(manifest))
-                replace_directory(temporary, final)
+                np.savez(partial / "arrays.npz", **copies)  # type: ignore[arg-type]
+                write_atomic(partial / "host.json", host_json)
+                manifest = {"format": FORMAT, "files": describe_files(partial)}
+                write_atomic(partial / "manifest.json", seal(manifest))
+                replace_directory(partial, final)
 
         def complete(response: v1.AsyncResponse[None]) -> list[str]:
-            attempt(lambda: finish(response), what, final, leftover=temporary, then=GOES_ON)
+            attempt(lambda: finish(response), what, final, leftover=partial, then=GOES_ON)
             return self._retire(step, protect) if jax.process_index() == 0 else []
 
         what, final = f"the checkpoint of step {step}", self.directory / str(step)
-        response = attempt(start, what, final, leftover=temporary, then=GOES_ON)
+        response = attempt(start, what, final, leftover=partial, then=GOES_ON)
         self._pending = self._pool.submit(complete, response)
         if block:
             self.wait()

@@ -1,4 +1,4 @@
-"""From what a user may write to the canonical fields: other names, flat names, names that stand for part of a table."""
+"""Expand what a user may write into canonical fields: other names, flat names, and names of parts of a table."""
 
 from __future__ import annotations
 
@@ -16,56 +16,57 @@ if TYPE_CHECKING:
     from rlhf_core.config.trainer import TrainerConfig
 
 PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "dataset_split", "extra_optimizer_kwargs")
-"""Names that are no fields and stand for part of one."""
+"""Names that are not fields and stand for part of one."""
 
 SAVED_BY = "trainer_config_class"
-"""Where a file saved by EasyDeL names the class of its config."""
+"""The key under which a file saved by EasyDeL names the class of its config."""
 
 
 def expand(
     data: Mapping[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """What was given, canonical, and what is wrong with it or to be said of it. base: what it will be merged into."""
-    given = dict(data)
-    problems = [*_saved_by(given, cls), *_aliases(given, cls)]
-    _single_components(given, cls)
-    problems += _without_effect(given, cls)
-    problems += _flat_names(given, cls, base)
-    problems += _wandb(given, _default(cls, base, "logger"))
-    problems += _split(given, _default(cls, base, "train_data"))
-    problems += _optimizer(given, _default(cls, base, "optimizer"))
-    return given, problems
+    """Expand `data` into canonical fields, with problems and warnings. base: the config it will be merged into."""
+    table = dict(data)
+    problems = [*_remove_saved_class(table, cls), *_replace_aliases(table, cls)]
+    _wrap_single_components(table, cls)
+    problems += _remove_unused(table, cls)
+    problems += _nest_flat(table, cls, base)
+    problems += _nest_wandb(table, _default(cls, base, "logger"))
+    problems += _nest_split(table, _default(cls, base, "train_data"))
+    problems += _nest_optimizer(table, _default(cls, base, "optimizer"))
+    return table, problems
 
 
 def inherit(cls: type, attribute: str) -> dict[str, Any]:
-    """A class attribute's entries and those of the parents', the nearest first."""
+    """Merge a class attribute's entries with those of the parent classes, which they override."""
     tables = [vars(base)[attribute] for base in reversed(cls.__mro__) if attribute in vars(base)]
     return {name: entry for table in tables for name, entry in table.items()}
 
 
-def _without_effect(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
-    """EasyDeL's fields that do nothing here are taken out, and the shared ones that this trainer does not use; said is
-    only where a value asks for something else.
+def _remove_unused(table: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+    """Remove EasyDeL's fields that have no effect here, and shared ones that this trainer does not use.
+
+    Warns only about values that ask for another behaviour.
     """
-    unused = {name: ((_default(cls, None, name),), told) for name, told in inherit(cls, "UNUSED").items()}
+    unused = {name: ((_default(cls, None, name),), why) for name, why in inherit(cls, "UNUSED").items()}
     elsewhere = {name: field for name, field in SEED_FIELDS.items() if name not in cls.model_fields}
     notes = []
     for name, (same, instead) in {**elsewhere, **unused}.items():
-        if name in given and given.pop(name) not in same:
+        if name in table and table.pop(name) not in same:
             notes.append(Problem(name, f"has no effect here: {instead}", fatal=False))
     return notes
 
 
-def _saved_by(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
-    """Take out the class that EasyDeL writes into a file it saves; another trainer's is warned of."""
+def _remove_saved_class(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+    """Remove the config class that EasyDeL writes into its files; warn if it is another trainer's."""
     name = given.pop(SAVED_BY, cls.__name__)
     if name == cls.__name__:
         return []
     return [Problem(SAVED_BY, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
 
 
-def _aliases(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
-    """Other spellings into names. Both spellings may be given where they say the same, or one says nothing."""
+def _replace_aliases(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+    """Replace other spellings by names. Both may be given if they agree, or if one of them is none."""
     problems = []
     aliases = cls._aliases()
     for alias in [alias for alias in aliases if alias in given]:
@@ -85,8 +86,8 @@ def _may_be_none(cls: type[TrainerConfig], name: str) -> bool:
     return name not in cls.model_fields or type(None) in get_args(cls.model_fields[name].annotation)
 
 
-def _single_components(given: dict[str, Any], cls: type[TrainerConfig]) -> None:
-    """A name or a table where a list of components is wanted is a list of one: `logger = "wandb"`."""
+def _wrap_single_components(given: dict[str, Any], cls: type[TrainerConfig]) -> None:
+    """Make a list of one where a name or table is given for a list of components: `logger = "wandb"`."""
     for name, value in given.items():
         annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
         if get_origin(annotation) is list and isinstance(value, str | Mapping | Component):
@@ -96,59 +97,59 @@ def _single_components(given: dict[str, Any], cls: type[TrainerConfig]) -> None:
                 given[name] = [value]
 
 
-def _flat_names(given: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None) -> list[Problem]:
-    """Flat names into the tables they stand for, which start from the default where they are not given."""
+def _nest_flat(given: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None) -> list[Problem]:
+    """Move flat names into the tables they stand for; a table that is not given starts from its default."""
     flat = [(name, target[0], target[1]) for name, target in cls._flat().items() if name in given]
-    # Names first: the options of a default that is not chosen do not apply to what is.
+    # Names first: the options of the default do not apply to another component.
     flat.sort(key=lambda item: item[2] != "name")
-    said = {field: _table(given[field]) for _, field, _ in flat if field in given}
+    given_tables = {field: _table(given[field]) for _, field, _ in flat if field in given}
     tables: dict[str, dict[str, Any]] = {}
     problems = []
     for name, field, key in flat:
         value, default = given.pop(name), _default(cls, base, field)
         if field not in tables:
-            start = said[field] if field in said else _table(default) or {}
+            start = given_tables[field] if field in given_tables else _table(default) or {}
             if start is None:
                 continue  # neither a table nor a name, as validation says
-            other = key == "name" and field not in said and value != start.get("name")
+            other = key == "name" and field not in given_tables and value != start.get("name")
             tables[field] = {} if other else dict(start)
-        if key in (said.get(field) or {}):
+        if key in (given_tables.get(field) or {}):
             problems.append(Problem(name, f"the same as {field}.{key}, which is given too; remove one"))
         elif value is None and isinstance(default, Component):
-            tables[field].pop(key, None)  # an option that is none is one that is not given
+            tables[field].pop(key, None)  # an option that is none counts as not given
         else:
             tables[field][key] = value
     given |= tables
     return problems
 
 
-def _wandb(given: dict[str, Any], default: Any) -> list[Problem]:
-    """`use_wandb` into the list of loggers; `wandb_entity` and `wandb_name` into the options of wandb there."""
-    use = given.pop("use_wandb", False)
+def _nest_wandb(given: dict[str, Any], default: Any) -> list[Problem]:
+    """Move `use_wandb` into the list of loggers, and `wandb_entity` and `wandb_name` into the options of wandb."""
+    enabled = given.pop("use_wandb", False)
     named = {"wandb_entity": "entity", "wandb_name": "run_name"}
     options = {key: value for key in named if (value := given.pop(key, None)) is not None}
     loggers = given.get("logger", default)
-    if not isinstance(use, bool):
-        return [Problem("use_wandb", f"expected true or false, got {format_value(use)}")]
-    if not (use or options) or not isinstance(loggers, list | tuple):
+    if not isinstance(enabled, bool):
+        return [Problem("use_wandb", f"expected true or false, got {format_value(enabled)}")]
+    if not (enabled or options) or not isinstance(loggers, list | tuple):
         return []
     tables: list[Any] = [_table(logger) or logger for logger in loggers]
-    there = [each for each in tables if isinstance(each, dict) and each.get("name") == "wandb"]
-    if use and there and "logger" in given:
+    wandb_tables = [table for table in tables if isinstance(table, dict) and table.get("name") == "wandb"]
+    if enabled and wandb_tables and "logger" in given:
         return [Problem("use_wandb", "logger names wandb too; remove one")]
-    if use and not there:
-        there = [{"name": "wandb"}]
-        tables += there
-    if not there:
+    if enabled and not wandb_tables:
+        wandb_tables = [{"name": "wandb"}]
+        tables += wandb_tables
+    if not wandb_tables:
         return [Problem(key, "has no effect without use_wandb = true", fatal=False) for key in options]
-    twice = [key for key in options if named[key] in there[0] and "logger" in given]
-    there[0].update({named[key]: value for key, value in options.items()})
+    twice = [key for key in options if named[key] in wandb_tables[0] and "logger" in given]
+    wandb_tables[0].update({named[key]: value for key, value in options.items()})
     given["logger"] = tables
     return [Problem(key, f"the same as {named[key]} of logger wandb; remove one") for key in twice]
 
 
-def _split(given: dict[str, Any], default: Any) -> list[Problem]:
-    """`dataset_split` into the table of `train_data`."""
+def _nest_split(given: dict[str, Any], default: Any) -> list[Problem]:
+    """Move `dataset_split` into the table of `train_data`."""
     if "dataset_split" not in given:
         return []
     split, data = given.pop("dataset_split"), given.get("train_data", default)
@@ -164,8 +165,8 @@ def _split(given: dict[str, Any], default: Any) -> list[Problem]:
     return []
 
 
-def _optimizer(given: dict[str, Any], default: Any) -> list[Problem]:
-    """`extra_optimizer_kwargs` into the options of `optimizer`."""
+def _nest_optimizer(given: dict[str, Any], default: Any) -> list[Problem]:
+    """Move `extra_optimizer_kwargs` into the options of `optimizer`."""
     extra = given.pop("extra_optimizer_kwargs", None)
     if not extra:
         return []
@@ -192,7 +193,7 @@ def _default(cls: type[TrainerConfig], base: TrainerConfig | None, field: str) -
 
 
 def _table(value: Any) -> dict[str, Any] | None:
-    """A nested value as a table of what was said, or None where it is neither a table nor a name."""
+    """Convert a nested value to a table of what was set; None if it is neither a table nor a name."""
     if isinstance(value, Options):
         return value._table(only_set=True)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""From a table of a file or flags to a configuration, with everything that is wrong with it at once."""
+"""Build a configuration from a table of a file or flags, reporting everything that is wrong with it at once."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ C = TypeVar("C", bound=Options)
 
 
 class Names(Protocol):
-    """What `build` asks of a registry."""
+    """The part of a registry that `build` needs."""
 
     def check(
         self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Sequence[str] = ()
     ) -> list[tuple[str, str]]:
-        """(dotted path below the component, message) for everything wrong with a name and its options.
+        """List what is wrong with a name and its options, as (dotted path below the component, message).
 
-        also: names that the trainer, not the component, takes in the same table; meant by a near miss.
+        also: names that the trainer takes in the same table, which a misspelt option may mean.
         """
         ...
 
 
 def build(cls: type[C], data: Mapping[str, Any], *, where: str = "", registry: Names | None = None) -> C:
-    """A configuration from a table.
+    """Build a configuration from a table.
 
-    where: what messages put before a field, such as "stage 'policy'".
-    registry: checks the names and options of components; None: they are left unchecked.
-    Raises InputError with one line for every unknown field, wrong type, value out of range, name given twice,
-    and unknown component or option.
+    where: prefix of the field in messages, such as "stage 'policy'".
+    registry: checks the names and options of components; None leaves them unchecked.
+    Raises InputError with one line for every unknown field, wrong type, value out of range, name given twice, and
+    unknown component or option.
     """
-    given, problems = cls._expand(data)
+    canonical, problems = cls._expand(data)
     config = None
     try:
-        config = cls.model_validate(given)
+        config = cls.model_validate(canonical)
     except ValidationError as error:
-        problems += explain(cls, error, given)
+        problems += explain(cls, error, canonical)
     if registry is not None:
-        for path, kind, owner, component in components(cls, given):
+        for path, kind, owner, component in components(cls, canonical):
             options = {key: value for key, value in component.items() if key not in owner.model_fields}
-            found = registry.check(kind, component["name"], options, also=list(owner.model_fields))
-            problems += [Problem(join(path, at), message) for at, message in found]
+            wrong = registry.check(kind, component["name"], options, also=list(owner.model_fields))
+            problems += [Problem(join(path, below), message) for below, message in wrong]
     raise_or_warn(problems, where)
     assert config is not None
     return config
@@ -61,9 +61,9 @@ Found = tuple[str, Kind[Any], type[Component], dict[str, Any]]
 
 
 def components(cls: type[Options], table: Mapping[str, Any]) -> Iterator[Found]:
-    """(dotted path, kind, class, {name, ...}) of every component in a table of `cls`, defaults included.
+    """Yield (dotted path, kind, class, {name, ...}) of every component in a table of `cls`, defaults included.
 
-    Entries that are no components are left out: validation reports them.
+    Skips entries that are not components, which validation reports.
     """
     for name, field in cls.model_fields.items():
         value = table[name] if name in table else field.get_default(call_default_factory=True)
@@ -101,15 +101,15 @@ def _component(value: Any) -> dict[str, Any] | None:
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """A field's annotation with the notes that pydantic takes off its outermost layer."""
+    """Restore the kinds that pydantic strips from the outermost layer of a field's annotation."""
     notes = tuple(note for note in field.metadata if isinstance(note, Kind))
     return Annotated[(field.annotation, *notes)] if notes else field.annotation
 
 
 class FieldDoc(NamedTuple):
-    """One line of a field list: type in words; default as `to_dict` gives it; description with units.
+    """One line of a field list: type in words; default as in `to_dict`; description with units.
 
-    bounds: `, > 0, ≤ 1`, to be put after the type.
+    bounds: such as `, > 0, ≤ 1`, to follow the type.
     """
 
     name: str
@@ -120,7 +120,7 @@ class FieldDoc(NamedTuple):
 
 
 def fields(cls: type[Options]) -> list[FieldDoc]:
-    """The fields of a configuration class, and after them the flat names that stand for nested ones."""
+    """Document the fields of a configuration class, then the flat names that stand for nested ones."""
     rows = []
     for name, field in cls.model_fields.items():
         words, about = _words(_annotation(field)), field.description or ""
@@ -136,14 +136,14 @@ def fields(cls: type[Options]) -> list[FieldDoc]:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """From the field's own limits."""
-    said = [
+    """Describe a field's limits."""
+    limits = [
         f", {sign} {getattr(note, name):g}"
         for note in field.metadata
         for name, sign in _BOUNDS.items()
         if isinstance(getattr(note, name, None), int | float)
     ]
-    return "".join(said)
+    return "".join(limits)
 
 
 def _default(field: FieldInfo) -> Any:
@@ -164,7 +164,7 @@ _WORDS: dict[Any, str] = {
 
 
 def _words(annotation: Any) -> str:
-    """An annotation as the reader of a manual wants it."""
+    """Describe an annotation for the reader of a manual."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
@@ -185,12 +185,12 @@ def _words(annotation: Any) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """The value of `--set field=VALUE`: a TOML literal, none, or else the text itself."""
+    """Parse the value of `--set field=VALUE`: a TOML literal, none, or else the text itself."""
     if text.strip().lower() == "none":
         return None
     try:
         table = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, or nested too deeply
+    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, or nested too deeply
         return text
     value = table.pop("value")
     return text if table or isinstance(value, datetime.date | datetime.time) else value

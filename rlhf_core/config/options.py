@@ -1,7 +1,7 @@
 """The base of every configuration class, and the component: a name with options.
 
-Strict: text is never read as a number, true is never 1; a whole number does where a number is wanted, and
-a list where a tuple is, since files know no tuples.
+Strict: text is never read as a number and true is never 1; but a whole number is accepted as a number, and a list as
+a tuple, since files have no tuples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_core.errors import InputError
 
 
 def _plain(value: Any) -> Any:
-    """Options as a file would hold them, so that a config equals its copy read from JSON."""
+    """Convert options to types that a file holds, so that a config equals its copy read from JSON."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -30,7 +30,7 @@ def _plain(value: Any) -> Any:
 
 
 def _accept_lists(schema: Any) -> None:
-    """Let lists through where a schema wants a tuple or a set, and text where a path; items stay strict."""
+    """Make a schema accept lists for tuples and sets, and text for paths; items stay strict."""
     if isinstance(schema, list | tuple):
         for item in schema:
             _accept_lists(item)
@@ -45,7 +45,7 @@ def _accept_lists(schema: Any) -> None:
 class Options(BaseModel):
     """A frozen, strict table of options; extend it and annotate fields.
 
-    Raises InputError, one line a problem, when built with something that does not fit.
+    Raises InputError, one line per problem, if it is built with values that do not fit.
     """
 
     model_config = ConfigDict(
@@ -58,9 +58,9 @@ class Options(BaseModel):
     )
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = {}
-    """{another library's name: ours}, for the message that a name is unknown."""
+    """{another library's name: ours}, for the message about an unknown name."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
-    """{another library's name: what happens here}, for the same message where there is nothing like it."""
+    """{another library's name: what happens here}, for the same message if we have no such field."""
 
     def __init__(self, /, **data: Any) -> None:
         given, problems = self._expand(data)
@@ -70,7 +70,7 @@ class Options(BaseModel):
             problems += explain(type(self), error, given)
         raise_or_warn(problems, type(self).__name__)
 
-    # pydantic then builds nested tables without this, so that their problems are collected with the others.
+    # pydantic then builds nested tables without this method, so that their problems are collected with the others.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
@@ -83,33 +83,33 @@ class Options(BaseModel):
     def _expand(
         cls, data: Mapping[str, Any], base: Self | None = None
     ) -> tuple[dict[str, Any], list[Problem]]:
-        """The canonical form of what was given, and what is wrong with it already, or to be said of it.
+        """Convert the given data to its canonical form, and collect problems and warnings.
 
-        base: what it will be merged into; None: the defaults.
+        base: the configuration it will be merged into; None: the defaults.
         """
         return dict(data), []
 
     @classmethod
     def names(cls) -> list[str]:
-        """Every name that may be given."""
+        """List every name that may be given."""
         return list(cls.model_fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, nested, of types that JSON has."""
+        """Convert every field to nested dicts of JSON types."""
         return self.model_dump(mode="json")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave, or part of it; raises InputError."""
+        """Build from a dict that `to_dict` returned, or part of one; raises InputError."""
         return cls(**data)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON text."""
+        """Write `to_dict` as JSON text."""
         return self.model_dump_json(indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`; raises InputError."""
+        """Build from text that `to_json` returned; raises InputError."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -119,13 +119,13 @@ class Options(BaseModel):
         return cls(**data)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed; raises InputError."""
+        """Copy with some fields changed; raises InputError."""
         given, problems = self._expand(changes, self)
         raise_or_warn(problems, type(self).__name__)
         return type(self)(**{**self._table(), **given})
 
     def _table(self, *, only_set: bool = False) -> dict[str, Any]:
-        """Field by field, one level deep; only_set: without those left at their defaults."""
+        """Return the fields, one level deep; only_set: without those left at their defaults."""
         names = type(self).model_fields
         return {name: getattr(self, name) for name in names if not only_set or name in self.model_fields_set}
 
@@ -133,9 +133,9 @@ class Options(BaseModel):
 class Component(Options):
     """A component by name, `{ name = "dapo", epsilon = 0.2 }`; just "dapo" where it needs no options.
 
-    A field says which kind it holds: `loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo")`. The
-    options are checked by `build`, with a registry. What a trainer takes in the same table, and the component
-    does not, is a field of a subclass: `class WeightedReward(Component): weight: float = 1.0`.
+    A field declares the kind that it holds: `loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo")`.
+    `build` checks the options with a registry. An entry of the same table that is the trainer's, not the component's,
+    is a field of a subclass: `class WeightedReward(Component): weight: float = 1.0`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -152,7 +152,7 @@ class Component(Options):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the component itself is given: everything but the declared fields."""
+        """The component's own options: everything but the declared fields."""
         return dict(self.__pydantic_extra__ or {})
 
     def _table(self, *, only_set: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which fields of a configuration name files and models, told by how the fields are called."""
+"""Recognize the configuration fields that name files and models, by the names of the fields."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ INPUT_ENDINGS = ("_data", "_file")
 
 
 def is_input_field(field: str) -> bool:
-    """Whether strings in this field may be paths: a trainer's own `replay_data` or `words_file` too."""
+    """Check whether strings in this field may be paths, as in a trainer's own `replay_data` or `words_file`."""
     return field in INPUT_FIELDS or field.endswith(INPUT_ENDINGS) or is_model_field(field)
 
 
 def is_model_field(field: str) -> bool:
-    """Whether strings in this field name models: `model` itself, or a plugin's `teacher_model`."""
+    """Check whether strings in this field name models, as in `model` itself or a plugin's `teacher_model`."""
     return field == "model" or field.endswith("_model")
 
 
 class ArtifactKinds:
-    """Says of a field of a configuration, or of an option, which kinds of artifact it takes.
+    """Declare which kinds of artifact a configuration field or an option takes.
 
     `critic_model: Annotated[str | None, ArtifactKinds("language_model", "reward_model")] = None`. A pipeline that names
     an artifact of another kind there is refused before anything runs.
@@ -42,34 +42,34 @@ USUAL_KINDS = {
     "teacher_model": "language_model",
     "draft_model": "language_model",
 }
-"""The kind that a field takes by its name, where it has no `ArtifactKinds`; fields of other names take any."""
+"""The kind that a field without `ArtifactKinds` takes by its name; fields of other names take any."""
 
 
 def artifact_kinds(cls: type[BaseModel], path: str) -> tuple[str, ...]:
-    """The kinds of artifact that the field at a dotted path takes; empty where any will do."""
+    """Return the kinds of artifact that the field at a dotted path takes; empty if it takes any."""
     *tables, last = re.sub(r"\[\d+\]", "", path).split(".")
     inner: type[BaseModel] | None = cls
     for name in tables:
         field = None if inner is None else inner.model_fields.get(name)
         inner = None if field is None else _table_in(field.annotation)
     field = None if inner is None else inner.model_fields.get(last)
-    if field is not None and (noted := noted_kinds(field)):
-        return noted
+    if field is not None and (kinds := noted_kinds(field)):
+        return kinds
     return (USUAL_KINDS[last],) if last in USUAL_KINDS else ()
 
 
 def noted_kinds(field: FieldInfo) -> tuple[str, ...]:
-    """What a field's `ArtifactKinds` says; empty without one."""
+    """Return the kinds in a field's `ArtifactKinds`; empty without one."""
     notes = [*field.metadata, *_notes_in(field.annotation)]
     return next((note.kinds for note in notes if isinstance(note, ArtifactKinds)), ())
 
 
 def _notes_in(annotation: Any) -> list[Any]:
-    own = list(get_args(annotation)[1:]) if get_origin(annotation) is Annotated else []
-    return own + [note for part in get_args(annotation) for note in _notes_in(part)]
+    notes = list(get_args(annotation)[1:]) if get_origin(annotation) is Annotated else []
+    return notes + [note for part in get_args(annotation) for note in _notes_in(part)]
 
 
 def _table_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _table_in(part))), None)
+    return next((table for part in get_args(annotation) if (table := _table_in(part))), None)

@@ -1,4 +1,4 @@
-"""Validation errors in the words of the user's file: where, what was wrong, what to type instead."""
+"""Explain validation errors in the words of the user's file: where, what was wrong, what to type instead."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class Problem(NamedTuple):
-    """path: dotted, such as `rewards[0].weight`, or empty. message: the rest of the line. fatal: False for what is only
-    to be said.
-    """
+    """path: dotted, such as `rewards[0].weight`. message: the rest of the line. fatal: False for a warning."""
 
     path: str
     message: str
@@ -50,12 +48,12 @@ _BOUNDS = {
 
 
 def problem_lines(problems: Iterable[Problem], where: str) -> list[str]:
-    """One line a problem, `where.path: message`; the same line twice is one."""
+    """Write one line per problem, `where.path: message`, dropping duplicates."""
     return list(dict.fromkeys(f"{join(where, path)}: {message}" for path, message, _ in problems))
 
 
 def raise_or_warn(problems: Sequence[Problem], where: str) -> None:
-    """Raise InputError with every fatal problem; where there is none, warn of the others, one warning each."""
+    """Raise InputError with every fatal problem; if there is none, warn of each of the others."""
     fatal = [problem for problem in problems if problem.fatal]
     if fatal:
         raise InputError(*problem_lines(fatal, where))
@@ -64,20 +62,20 @@ def raise_or_warn(problems: Sequence[Problem], where: str) -> None:
 
 
 def join(path: str, key: str | int) -> str:
-    """One level down: `a` and `b` give `a.b`, `a` and 0 give `a[0]`; an empty side changes nothing."""
+    """Extend a dotted path: `a` and `b` give `a.b`, `a` and 0 give `a[0]`; an empty side changes nothing."""
     if isinstance(key, int):
         return f"{path}[{key}]"
     return f"{path}.{key}" if path and key else path or key
 
 
 def format_value(value: Any) -> str:
-    """A value as a file would write it, cut short."""
+    """Write a value as a file would, cut to 60 characters."""
     text = str(value).lower() if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> str:
-    """`unknown WHAT.` and the nearest name, or all of them where none is near."""
+    """Write `unknown WHAT.` with the closest known name, or with all of them if none is close."""
     names = sorted(set(known))
     return f"unknown {what}." + (
         suggest(name, names) or (f" Known: {', '.join(names)}." if names else " It has none.")
@@ -85,9 +83,9 @@ def unknown_name(name: str, known: Iterable[str], what: str) -> str:
 
 
 def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:
-    """The problems in a validation error of `data`, one a place: failed arms of a union are one problem."""
+    """Convert a validation error of `data` to problems, one per place: failed arms of a union are one problem."""
     expected: dict[str, list[str]] = {}
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     problems = []
     for item in error.errors(include_url=False):
         path, table = _locate(cls, item["loc"], data)
@@ -96,22 +94,24 @@ def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any])
             problems.append(Problem(path, _message(item, table)))
         elif wanted not in expected.setdefault(path, []):
             expected[path].append(wanted)
-            given[path] = item["input"]
+            inputs[path] = item["input"]
     for path, wants in expected.items():
         if "a number" in wants and "a whole number" in wants:
             wants.remove("a whole number")
-        message = f"expected {' or '.join(wants)}, got {format_value(given[path])}"
-        if isinstance(given[path], str):
+        message = f"expected {' or '.join(wants)}, got {format_value(inputs[path])}"
+        if isinstance(inputs[path], str):
             choices = [word.strip("'") for want in wants for word in want.split() if word.startswith("'")]
-            message += "." + hint if (hint := suggest(given[path], (c.rstrip("',") for c in choices))) else ""
-            message += f"; write [{format_value(given[path])}]" if wants == ["a list"] else ""
+            message += (
+                "." + hint if (hint := suggest(inputs[path], (c.rstrip("',") for c in choices))) else ""
+            )
+            message += f"; write [{format_value(inputs[path])}]" if wants == ["a list"] else ""
         problems.append(Problem(path, message))
-    # What is wrong inside a table says more than that the table fitted no arm of a union.
+    # A problem inside a table says more than that the table fitted no arm of a union.
     return [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
 
 
 def _locate(cls: type[Options], loc: Sequence[str | int], data: Any) -> tuple[str, type[Options]]:
-    """The dotted path of a location, without pydantic's labels for union arms, and the table it ends in."""
+    """Convert a location to a dotted path, without pydantic's labels of union arms, and find the table it ends in."""
     path, table, node = "", cls, data
     for position, key in enumerate(loc):
         field = table.model_fields.get(key) if isinstance(key, str) else None
@@ -124,14 +124,14 @@ def _locate(cls: type[Options], loc: Sequence[str | int], data: Any) -> tuple[st
 
 
 def _table_in(annotation: Any) -> type[Options] | None:
-    """The options class somewhere inside an annotation such as `list[X] | None`."""
+    """Find the options class inside an annotation such as `list[X] | None`."""
     if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
         return annotation
     return next(filter(None, map(_table_in, get_args(annotation))), None)
 
 
 def _wanted(item: Any, table: type[Options]) -> str | None:
-    """What would have been right, where that is all there is to say."""
+    """Describe the expected value, if that explains the error; else None."""
     kind = item["type"]
     if kind == "literal_error":
         return str(item["ctx"]["expected"])

@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import Kind
 
 HIDDEN = "**********"
-"""Stands in written configurations where a secret was given."""
+"""The text that replaces a secret in written configurations."""
 SECRET_NAME = re.compile(
     r"(.*_)?(api_?key|secret(_key)?|passw(or)?d|passphrase|credentials?|private_key|access_key|"
     r"(access|auth|api|hf|bearer|refresh)_token)|token|authorization",
     re.IGNORECASE,
 )
-"""Names of options whose text is taken for a secret, whatever their type."""
+"""Names of options whose text counts as a secret, whatever their type."""
 MIN_SCRUBBED = 6
-"""Shorter values are not searched for in messages: they would hide ordinary words."""
+"""Minimum length of a secret to hide in messages; hiding shorter ones would hide ordinary words."""
 _known: set[str] = set()
 
 
 class Secrets(Protocol):
-    """What `public_table` asks of a registry."""
+    """The part of a registry that `public_table` needs."""
 
     def secret_options(self, kind: Kind[Any], name: str, /) -> frozenset[str]:
-        """The options of a component that hold a SecretStr."""
+        """Return the options of a component that hold a SecretStr."""
         ...
 
 
 def reads_environment(value: Any) -> bool:
-    """Whether a value is `{ env = "NAME" }`, or a table or list that holds one."""
+    """Check whether a value is `{ env = "NAME" }`, or a table or list that contains one."""
     if isinstance(value, Mapping):
-        return _variable(value) is not None or any(reads_environment(each) for each in value.values())
-    return isinstance(value, list | tuple) and any(reads_environment(each) for each in value)
+        return _variable(value) is not None or any(reads_environment(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(reads_environment(item) for item in value)
 
 
 def is_hidden(value: Any) -> bool:
-    """Whether a value is what `public_table` writes in place of a secret, or a table or list that holds it."""
+    """Check whether a value is the text that `public_table` writes for a secret, or contains it."""
     if isinstance(value, Mapping):
         return any(map(is_hidden, value.values()))
     return (
@@ -54,55 +54,54 @@ def is_hidden(value: Any) -> bool:
 
 
 def from_environment(value: Any) -> Any:
-    """Replace every `{ env = "NAME" }` by the text of that environment variable.
+    """Replace every `{ env = "NAME" }` by the text of that environment variable, and remember it for `scrub`.
 
-    The text is remembered for `scrub`. Raises InputError for a variable that is not set.
+    Raises InputError for a variable that is not set.
     """
     if isinstance(value, Mapping):
         name = _variable(value)
         if name is None:
-            return {key: from_environment(each) for key, each in value.items()}
+            return {key: from_environment(item) for key, item in value.items()}
         if name not in os.environ:
             raise InputError(f"the environment variable {name} is not set; export {name}=…")
         return remember(os.environ[name])
     if isinstance(value, list | tuple):
-        return [from_environment(each) for each in value]
+        return [from_environment(item) for item in value]
     return value
 
 
 def remember(secret: str) -> str:
-    """Remember a secret, so that `scrub` finds it; returns it."""
+    """Remember a secret for `scrub` to hide, and return it."""
     if len(secret) >= MIN_SCRUBBED:
         _known.add(secret)
     return secret
 
 
 def scrub(text: str) -> str:
-    """Hide every secret of this process in a message, such as one that quotes a request."""
+    """Hide every remembered secret in a message, such as one that quotes a request."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def public_table(config: Options, registry: Secrets) -> dict[str, Any]:
-    """The configuration as it may be written to disk: `to_dict` without the texts of secrets.
+    """Convert a configuration to a table that may be written to disk: `to_dict` with secrets hidden.
 
-    Hidden are options whose type is SecretStr and texts under a name that says what they are, such as `api_key`.
-    An `{ env = "NAME" }` stays as it is.
+    Hides options of type SecretStr and texts under names such as `api_key`; leaves `{ env = "NAME" }` as it is.
     """
     table = config.to_dict()
     for _, kind, _, component in components(type(config), table):
         for option in registry.secret_options(kind, component["name"]) & set(component):
             if isinstance(component[option], str):
                 component[option] = _hide(component[option])
-    return {name: _without_secrets(name, value) for name, value in table.items()}
+    return {name: _hide_named(name, value) for name, value in table.items()}
 
 
-def _without_secrets(name: str, value: Any) -> Any:
+def _hide_named(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_secrets(str(key), each) for key, each in value.items()}
+        return {key: _hide_named(str(key), item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_without_secrets(name, each) for each in value]
+        return [_hide_named(name, item) for item in value]
     return _hide(value) if isinstance(value, str) and SECRET_NAME.fullmatch(name) else value
 
 

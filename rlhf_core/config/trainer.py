@@ -11,7 +11,7 @@ from rlhf_core.config.aliases import PART_NAMES, expand, inherit
 from rlhf_core.config.options import Component, Options
 from rlhf_core.config.other_names import TRL_ABSENT, TRL_NAMES
 from rlhf_core.config.problems import Problem
-from rlhf_core.config.validators import constant, day, patterns, seconds, template_kwargs, text
+from rlhf_core.config.validators import check_day, check_kwargs, check_regex, constant, path_text, to_seconds
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 
 
@@ -25,10 +25,10 @@ class LoraOptions(Options):
         "target_modules": "targets",
     }
 
-    rank: int = Field(8, ge=1, description="of the product that is added to a kernel")
+    rank: int = Field(8, ge=1, description="rank of the product that is added to a kernel")
     alpha: float = Field(16.0, gt=0, description="the product is multiplied by alpha / rank")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of a layer's inputs that its adapter does not see, while training"
+        0.0, description="share of a layer's inputs that its adapter does not see during training"
     )
     use_rslora: bool = Field(False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023)")
     targets: str | list[str] = Field(
@@ -39,18 +39,18 @@ class LoraOptions(Options):
 
 Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
-"""The fields that ask for evaluations to be compared with one another."""
+"""The fields that need evaluations to be compared with one another."""
 
-PathText = Annotated[str, BeforeValidator(text)]
+PathText = Annotated[str, BeforeValidator(path_text)]
 
 
 class TrainerConfig(Options):
-    """What every trainer can be told. A trainer extends it with fields of its own.
+    """The options of every trainer. A trainer extends it with fields of its own.
 
-    `FLAT` maps a short name to the nested field and key it stands for, and optionally to what reading it
-    gives where a component leaves it out: {"epsilon": ("loss", "epsilon", 0.2)}. `ALIASES` maps other
-    spellings to names. `UNUSED` says of a shared field that this trainer does not read what does its work; a value is
-    then a warning. All three add to those of the parent class.
+    `FLAT` maps a short name to the nested field and key it stands for, and optionally to its value where a component
+    does not set it: {"epsilon": ("loss", "epsilon", 0.2)}. `ALIASES` maps other spellings to names. `UNUSED` maps a
+    shared field that this trainer ignores to what replaces it; setting the field is then a warning. All three add to
+    those of the parent class.
     """
 
     FLAT: ClassVar[Mapping[str, Flat]] = {}
@@ -66,28 +66,28 @@ class TrainerConfig(Options):
     ELSEWHERE: ClassVar[Mapping[str, str]] = TRL_NAMES
     ABSENT: ClassVar[Mapping[str, str]] = TRL_ABSENT
 
-    model: Annotated[str | dict[str, Any] | None, BeforeValidator(text)] = Field(
+    model: Annotated[str | dict[str, Any] | None, BeforeValidator(path_text)] = Field(
         None,
         description="a directory, a hub name, an earlier stage's STAGE.OUTPUT, or a table for a fresh model",
     )
     model_revision: str | None = Field(
         None, description="branch, tag or commit of a model of the hub; none: its main branch"
     )
-    train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
+    train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
         None,
         description="a file, a dataset name, a table { name, path, weight, split, columns }, or a list of these",
     )
-    eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(text)] = Field(
-        None, description="as train_data, held out; none: nothing is evaluated"
+    eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
+        None, description="held-out data, as train_data; none: no evaluation"
     )
     columns: dict[str, str] | None = Field(
         None,
         description='columns that the data has under other names, { prompt = "question" }; a table\'s own `columns` '
         "go before",
     )
-    learning_rate: float = Field(5e-5, ge=0, description="at its peak")
+    learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     learning_rate_end: float | None = Field(
-        None, ge=0, description="at the last update, for schedules that fall; none: 0"
+        None, ge=0, description="learning rate at the last update, for schedules that decay; none: 0"
     )
     scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(constant)] = Field(
         "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
@@ -102,37 +102,37 @@ class TrainerConfig(Options):
     )
     num_train_epochs: int | float = Field(10, gt=0, description="passes over the training data")
     max_training_steps: int | None = Field(None, ge=1, description="updates, instead of epochs")
-    total_batch_size: int = Field(32, ge=1, description="examples of one update; for grpo, completions")
+    total_batch_size: int = Field(32, ge=1, description="examples per update; for grpo, completions")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="parts an update is computed in; changes memory, not the result"
+        1, ge=1, description="parts that an update is computed in; changes memory, not the result"
     )
-    max_sequence_length: int = Field(1024, ge=2, description="tokens of an example, prompt included")
+    max_sequence_length: int = Field(1024, ge=2, description="tokens per example, prompt included")
     overlong: Literal["filter", "truncate"] = Field("filter", description="what happens to longer examples")
     truncation_mode: Literal["keep_end", "keep_start"] = Field(
-        "keep_end", description="which end of a longer example is kept, where it is truncated"
+        "keep_end", description="which end of a longer example is kept if it is truncated"
     )
     shuffle_train_dataset: bool = Field(True, description="a new order every epoch")
-    shuffle_seed_train: int | None = Field(None, ge=0, description="of that order; none: the stage's seed")
+    shuffle_seed_train: int | None = Field(None, ge=0, description="its seed; none: the stage's seed")
     eval_batch_size: int | None = Field(None, ge=1, description="examples; none: total_batch_size")
     evaluation_steps: int | None = Field(
         None, ge=1, description="updates between evaluations; none: only at the end"
     )
     eval_on_start: bool = Field(False, description="evaluate before the first update too")
-    max_evaluation_steps: int | None = Field(None, ge=1, description="batches of an evaluation; none: all")
+    max_evaluation_steps: int | None = Field(None, ge=1, description="batches per evaluation; none: all")
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
-        description="evaluations without a better one after which training ends; none: it does not",
+        description="evaluations without improvement after which training ends; none: it goes on",
     )
     load_best_model_at_end: bool = Field(
-        False, description="the trained model is that of the best evaluation, not that of the last update"
+        False, description="save the model of the best evaluation, not of the last update"
     )
     metric_for_best_model: str | None = Field(
         None,
-        description="what is compared; none: eval_accuracy, eval_reward or eval_loss, the first there is",
+        description="metric to compare; none: the first of eval_accuracy, eval_reward and eval_loss that is reported",
     )
     greater_is_better: bool | None = Field(
-        None, description="which way; none: lower for a loss, error, perplexity or kl, greater for the rest"
+        None, description="none: true, unless the metric is a loss, error, perplexity or kl"
     )
     save_steps: int | None = Field(None, ge=1, description="updates between checkpoints; none: by time")
     save_interval_minutes: float | None = Field(
@@ -142,12 +142,12 @@ class TrainerConfig(Options):
         None, ge=1, description="newest checkpoints kept, and the best; none: all"
     )
     save_directory: PathText | None = Field(
-        None, description="where a trainer that is run from Python writes; none: a fresh temporary directory"
+        None, description="where a trainer run from Python writes; none: a new temporary directory"
     )
-    training_time_limit: Annotated[float | None, BeforeValidator(seconds)] = Field(
+    training_time_limit: Annotated[float | None, BeforeValidator(to_seconds)] = Field(
         None,
         gt=0,
-        description="seconds, or text such as '2h30m'; training then ends with what it has learned",
+        description="seconds, or text such as '2h30m', after which training ends and saves the model",
     )
     log_steps: int = Field(10, ge=1, description="updates between logged metrics")
     progress_bar_type: Literal["rich", "tqdm", "json"] = Field("rich", description="what the console shows")
@@ -157,62 +157,62 @@ class TrainerConfig(Options):
     track_memory: bool | float = Field(
         False,
         ge=0,
-        description="log peak memory as memory/...; a number, EasyDeL's interval, is as good as true",
+        description="log peak memory as memory/...; a number, EasyDeL's interval, means true",
     )
     logger: list[Annotated[Component, LOGGER]] = Field([], description="loggers besides metrics.jsonl")
-    frozen_parameters: Annotated[str | list[str], AfterValidator(patterns)] | None = Field(
+    frozen_parameters: Annotated[str | list[str], AfterValidator(check_regex)] | None = Field(
         None, description="regular expressions; parameters whose dotted path matches one are not trained"
     )
     disable_dropout: bool = Field(
         True,
-        description="models are trained without their dropout, adapters with lora.dropout; false is a warning where "
-        "config.json asks for some",
+        description="train models without their dropout, adapters with lora.dropout; false is a warning if config.json "
+        "asks for dropout",
     )
     dataset_num_proc: int | None = Field(
-        None, ge=1, description="one process tokenises, with a thread a core; another number is a warning"
+        None, ge=1, description="one process tokenises, with one thread per core; another number is a warning"
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="of the computation; none: float32 on CPUs, bfloat16 on accelerators. Parameters, logits and "
+        description="dtype of computation; none: float32 on CPUs, bfloat16 on accelerators. Parameters, logits and "
         "losses are float32",
     )
     attention: Annotated[Component, ATTENTION] = Field(
         Component(name="auto"),
-        description="of rows, by name: xla, blocks (skips what no token sees), cudnn; auto: on CPUs blocks where it "
-        "pays, else xla",
+        description="attention function by name: xla, blocks (skips blocks that no token sees), cudnn; auto: blocks on "
+        "CPUs if it is faster, else xla",
     )
     stored_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None,
-        description="of the saved weights, which evaluations read too; none: that of the files the model came from, "
-        "float32 of a fresh one. Adapters are float32",
+        description="dtype of the saved weights, which evaluations use too; none: as in the model's files, float32 "
+        "for a fresh one. Adapters are float32",
     )
     verify: bool = Field(
-        True, description="compare an artifact that the model is read from with the hashes in its manifest"
+        True, description="compare the artifact that the model is loaded from with the hashes in its manifest"
     )
     remat: Literal["auto", "none", "dots", "full"] = Field(
         "auto",
-        description="what the backward pass recomputes, to save memory: 'dots' all but products with weights, 'full' "
+        description="what the backward pass recomputes to save memory: 'dots' all but products with weights, 'full' "
         "whole layers, 'auto' dots where activations are large",
     )
     seed: int | None = Field(
         None,
         ge=0,
-        description="of fresh weights, the order of rows, dropout and samples; none: the pipeline's",
+        description="seed of fresh weights, the order of rows, dropout and samples; none: the pipeline's",
     )
     lora: LoraOptions | None = Field(
         None, description="train adapters with these options; none: all parameters are trained"
     )
     chat_template: PathText | None = Field(
         None,
-        description="how conversations become text; none: the tokenizer's own; 'plain': each turn under its role's "
+        description="how conversations become text; none: the tokenizer's; 'plain': each turn under its role's "
         "name; or a Jinja file",
     )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_kwargs)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(check_kwargs)] = Field(
         {},
         description="variables for the chat template, such as { enable_thinking = false }; a row's column of this name "
         "adds to them",
     )
-    template_date: Annotated[str, AfterValidator(day)] | None = Field(
+    template_date: Annotated[str, AfterValidator(check_day)] | None = Field(
         None,
         description="the day that a chat template with strftime_now writes, such as '2026-01-31'; none: the one that "
         "the model was trained with, else the day on which the run began",
@@ -244,7 +244,7 @@ class TrainerConfig(Options):
 
     @property
     def compares(self) -> str | None:
-        """The first of `COMPARING` that is given; None where none is."""
+        """The first field of `COMPARING` that is set; None if none is."""
         return next((name for name in COMPARING if getattr(self, name)), None)
 
     @property
@@ -264,7 +264,7 @@ class TrainerConfig(Options):
     def names(cls) -> list[str]:
         return [*super().names(), *cls._flat(), *cls._aliases(), *PART_NAMES]
 
-    if not TYPE_CHECKING:  # a type checker should keep telling a misspelt field
+    if not TYPE_CHECKING:  # so that a type checker still reports a misspelt field
 
         def __getattr__(self, name: str) -> Any:
             cls = type(self)

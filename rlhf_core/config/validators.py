@@ -1,4 +1,4 @@
-"""What a field of a config takes beside its type, and what is wrong with the rest."""
+"""Parse and check the values of configuration fields beyond what their types do."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from rlhf_core.tokenizer.text_options import kwargs_problem
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
-def seconds(given: Any) -> Any:
-    """A duration such as "2h30m", "1d" or "45s"; a plain number is in seconds."""
-    if not isinstance(given, str):
-        return given
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", given.lower())
-    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", given.lower()).strip():
+def to_seconds(value: Any) -> Any:
+    """Parse a duration such as "2h30m", "1d" or "45s" into seconds; leave a number as it is."""
+    if not isinstance(value, str):
+        return value
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", value.lower())
+    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([dhms])", "", value.lower()).strip():
         raise ValueError(
-            f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {format_value(given)}"
+            f"expected seconds or a duration such as '2h30m', '1d' or '45s', got {format_value(value)}"
         )
     return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
-def constant(given: Any) -> Any:
-    """EasyDeL's word for a constant learning rate is none."""
-    return "constant" if given is None or given == "none" else given
+def constant(value: Any) -> Any:
+    """Read none as constant, which is what EasyDeL calls it."""
+    return "constant" if value is None or value == "none" else value
 
 
-def template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    if problem := kwargs_problem(given):
+def check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    if problem := kwargs_problem(value):
         raise ValueError(problem)
-    return given
+    return value
 
 
-def day(given: str) -> str:
+def check_day(value: str) -> str:
     try:
-        parse_date(given)
+        parse_date(value)
     except ValueError:
-        raise ValueError(f"{format_value(given)} is not a day such as '2026-01-31'") from None
-    return given
+        raise ValueError(f"{format_value(value)} is not a day such as '2026-01-31'") from None
+    return value
 
 
-def text(given: Any) -> Any:
-    return str(given) if isinstance(given, Path) else given
+def path_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
-def patterns(given: str | list[str]) -> str | list[str]:
-    for pattern in [given] if isinstance(given, str) else given:
+def check_regex(value: str | list[str]) -> str | list[str]:
+    for pattern in [value] if isinstance(value, str) else value:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{format_value(pattern)} is not a regular expression: {error}") from None
-    return given
+    return value

@@ -1,4 +1,4 @@
-"""Finding plugins: installed distributions by entry point, unpackaged files, and objects."""
+"""Load plugins: installed distributions by entry point, files that are not installed, and objects."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ HOOKS = tuple(name for name in vars(hooks) if name.startswith("rlhf_"))
 
 
 class PluginWarning(UserWarning):
-    """A plugin could not be loaded; everything else works."""
+    """Warns of a plugin that could not be loaded; everything else works."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The loaded plugins: pm notifies them, registry has their components, plugins lists all, failed too."""
+    """The loaded plugins. pm: calls their hooks; registry: their components; plugins: all of them, even failed ones."""
 
     pm: pluggy.PluginManager
     registry: Registry
@@ -50,7 +50,7 @@ class Host:
 
 
 def empty_host() -> Host:
-    """A host without any plugin."""
+    """Make a host without any plugin."""
     host = Host(pluggy.PluginManager("rlhf"), Registry(), [])
     host.pm.add_hookspecs(hooks)
     host.pm.hook.rlhf_register.call_historic(kwargs={"registry": host.registry})
@@ -60,9 +60,9 @@ def empty_host() -> Host:
 def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     """Load every installed plugin, then the files, then the objects.
 
-    An installed plugin that fails is a PluginWarning and leaves nothing behind; a file or object that fails
-    raises InputError, since someone asked for it. The environment variable RLHF_DISABLE_PLUGINS lists plugins
-    to leave out, by entry point or distribution, separated by commas.
+    Warns of an installed plugin that fails, which then registers nothing; raises InputError for a file or object that
+    fails, since someone asked for it. The environment variable RLHF_DISABLE_PLUGINS lists plugins to leave out, by
+    entry point or distribution, separated by commas.
     """
     host = empty_host()
     points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, _owner(p)))
@@ -75,32 +75,32 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
                 stacklevel=2,
             )
     points = [point for point in points if distributions.leftover_path(point) is None]
-    known = {name for point in points for name in _called(point)}
+    known = {name for point in points for name in _names_of(point)}
     for name in sorted(disabled - known):
         warnings.warn(
             f"{DISABLE}: no plugin is called '{name}'.{suggest(name, known)}", PluginWarning, stacklevel=2
         )
     for point in points:
-        info = _info(point, "disabled") if _called(point) & disabled else _load_point(host, point, points)
+        info = _info(point, "disabled") if _names_of(point) & disabled else _load_point(host, point, points)
         if info.state == "failed":
             warnings.warn(str(info.error), PluginWarning, stacklevel=2)
         if info.state == "disabled":
             host.registry.disabled.append(info.name)
         host.plugins.append(info)
     for file in files:
-        _load_given(host, load_file(Path(file)), str(file))
+        _load_object(host, load_file(Path(file)), str(file))
     for thing in objects:
-        _load_given(host, thing, getattr(thing, "__name__", type(thing).__name__))
+        _load_object(host, thing, getattr(thing, "__name__", type(thing).__name__))
     return host
 
 
 @functools.cache
 def installed_registry() -> Registry:
-    """Load every installed plugin, once per process, for whoever was given no registry; return their components."""
+    """Load every installed plugin, once per process, for callers without a registry; return their components."""
     return load().registry
 
 
-def _load_given(host: Host, plugin: object, name: str) -> None:
+def _load_object(host: Host, plugin: object, name: str) -> None:
     try:
         _register(host, plugin, name, None)
     except CollisionError:
@@ -123,9 +123,9 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
     except (Exception, SystemExit) as error:
         if isinstance(error, CollisionError):
             host.registry.contest(error)
-        told = error.problems if isinstance(error, InputError) else [f"it {error_line(error, HERE)}"]
+        problems = error.problems if isinstance(error, InputError) else [f"it {error_line(error, HERE)}"]
         message = (
-            f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(told).rstrip('.')}. "
+            f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(problems).rstrip('.')}. "
             f"Uninstall it or set {DISABLE}={point.name}."
         )
         info = _info(point, "failed", error=message)
@@ -135,31 +135,31 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
 
 
 def _register(host: Host, plugin: object, owner: str, name: str | None) -> None:
-    """Hand a plugin to pluggy, which calls its `rlhf_register`, and keep nothing of it if that fails."""
+    """Hand a plugin to pluggy, which calls its `rlhf_register`; undo everything if that fails."""
     require_hooks(host.pm, plugin)
     try:
         with host.registry.transaction(owner):
-            # A name of its own for messages, where pluggy would take a number.
+            # Named for messages; pluggy's default is a number.
             host.pm.register(plugin, name=name or (None if host.pm.has_plugin(owner) else owner))
     except BaseException as error:
         for registered, known in host.pm.list_name_plugin():
             if known is plugin:
                 host.pm.unregister(name=registered)
         if isinstance(error, pluggy.PluginValidationError):
-            said = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             raise InputError(
-                f"{said}; a hook's arguments are called as in rlhf_register(registry)"
+                f"{message}; a hook's arguments are called as in rlhf_register(registry)"
             ) from error
         raise
 
 
 def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
-    """Raise InputError for what pluggy would pass over in silence: no hook, an undecorated or an unknown one."""
-    found, problems = 0, []
+    """Raise InputError for what pluggy would ignore silently: no hook, an undecorated one or an unknown one."""
+    hooks_found, problems = 0, []
     for name in list(vars(plugin)) if isinstance(plugin, types.ModuleType) else dir(plugin):
         options = pm.parse_hookimpl_opts(plugin, name)
         if options is not None:
-            found += 1
+            hooks_found += 1
             hook = options.get("specname") or name
             if hook not in HOOKS and not options.get("optionalhook"):
                 problems.append(f"unknown hook '{hook}'.{suggest(hook, HOOKS)} Hooks: {', '.join(HOOKS)}")
@@ -167,21 +167,19 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
             problems.append(
                 f"{name} would never be called, since it has no @hookimpl; add it or rename {name}"
             )
-    if not found and not problems:
+    if not hooks_found and not problems:
         problems.append("it has no hook; define rlhf_register(registry) and put @hookimpl on it")
     if problems:
         raise InputError(*problems)
 
 
 def _check_pin(point: EntryPoint) -> None:
-    """Refuse a distribution that asks for another version of rlhf-core."""
-    from rlhf_core import __version__
-
+    """Raise InputError for a distribution that requires another version of rlhf-core."""
     for text in (point.dist.requires if point.dist else None) or ():
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
-            continue  # another library's, and pip's to judge
+            continue  # not about rlhf-core, and pip's to judge
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if _canonical(requirement.name) != "rlhf-core" or not applies:
             continue
@@ -197,8 +195,8 @@ def _owner(point: EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist else point.value
 
 
-def _called(point: EntryPoint) -> set[str]:
-    """The names under which a plugin can be disabled."""
+def _names_of(point: EntryPoint) -> set[str]:
+    """Collect the names under which a plugin can be disabled."""
     dist = distributions.find_distribution(point)
     return {_canonical(point.name)} | ({_canonical(dist.name)} if dist else set())
 

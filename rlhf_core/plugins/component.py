@@ -1,4 +1,4 @@
-"""What a registered thing can be told: a dataclass's fields, or a function's keyword parameters."""
+"""Components and their options: a dataclass's fields, or a function's keyword parameters."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from rlhf_core.workers.pickling import file_module_name
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
-    """The parameters that are options: all of what makes a component; of a component, those with defaults."""
+    """List the parameters that are options: all of a factory's or class's, and those of a function with defaults."""
     try:
         signature = inspect.signature(thing)
     except ValueError as error:
         raise InputError(f"{what}: its parameters cannot be read: {error}") from None
     makes = kind.factory or inspect.isclass(thing)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found = [p for p in signature.parameters.values() if p.kind in by_keyword]
+    options = [p for p in signature.parameters.values() if p.kind in by_keyword]
     if makes:
-        return found
-    return [p for p in found if p.default is not p.empty and p.name not in kind.arguments]
+        return options
+    return [p for p in options if p.default is not p.empty and p.name not in kind.arguments]
 
 
 def option_model(thing: Any, parameter: inspect.Parameter, what: str) -> type[Options]:
@@ -53,7 +53,7 @@ def option_model(thing: Any, parameter: inspect.Parameter, what: str) -> type[Op
 
 
 def _annotation(thing: Any, parameter: inspect.Parameter) -> Any:
-    """The type of an option; without an annotation, that of its default."""
+    """Resolve the type of an option; without an annotation, it is the type of its default."""
     annotation, name = parameter.annotation, parameter.name
     if annotation is parameter.empty:
         default = type(parameter.default)
@@ -65,7 +65,7 @@ def _annotation(thing: Any, parameter: inspect.Parameter) -> Any:
         scope = vars(sys.modules[home.__module__])
     else:
         scope = inspect.unwrap(thing).__globals__
-    # One option at a time: those of the call may name types that only a type checker imports.
+    # One option at a time: other annotations may name types that only a type checker imports.
     holder = types.new_class("Holder", exec_body=lambda body: body.update(__annotations__={name: annotation}))
     return typing.get_type_hints(holder, globalns=scope, include_extras=True)[name]
 
@@ -78,8 +78,8 @@ _FINISHED: Mapping[Kind[Any], type] = {TRAINER: Trainer, MODEL: ModelFamily}
 class Entry:
     """One name of the registry.
 
-    thing: as it was added. owner: the plugin that added it, in words.
-    options: {option: a model with the one field `value`}, or None for a finished object, which takes none.
+    thing: as it was added. owner: describes the plugin that added it.
+    options: {option: a model with the one field `value`}, or None for a finished object, which takes no options.
     required: options without a default.
     """
 
@@ -92,7 +92,7 @@ class Entry:
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Options whose type is pydantic's SecretStr, or allows it."""
+        """Names of the options whose type is, or allows, pydantic's SecretStr."""
         return frozenset(
             name
             for name, model in (self.options or {}).items()
@@ -100,27 +100,27 @@ class Entry:
         )
 
     def make(self, options: Mapping[str, Any]) -> Any:
-        """The component. Raises InputError for options that do not fit."""
-        values, problems = self._read(options)
+        """Make the component. Raises InputError for options that do not fit."""
+        values, problems = self._read_options(options)
         if problems:
             raise InputError(*problem_lines(problems, f"{self.kind.name} '{self.name}'"))
-        return self._made(values)
+        return self._make_checked(values)
 
     def check(self, options: Mapping[str, Any], also: Sequence[str] = ()) -> list[Problem]:
-        """What `make` would object to; things that open files (kinds with `factory`, but for loggers) are not made.
+        """List what `make` would object to, without making what opens files (kinds with `factory` except loggers).
 
-        also: further names that a near miss may have meant.
+        also: further names that a misspelt option may mean.
         """
-        values, problems = self._read(options, also)
+        values, problems = self._read_options(options, also)
         made = self.kind == LOGGER or (inspect.isclass(self.thing) and not self.kind.factory)
         if not problems and (made or self.kind.attributes):
             try:
-                self._made(values)
+                self._make_checked(values)
             except InputError as error:
                 problems += [Problem("", message) for message in error.problems]
         return problems
 
-    def _made(self, values: Mapping[str, Any]) -> Any:
+    def _make_checked(self, values: Mapping[str, Any]) -> Any:
         component = self._call(values)
         for name in self.kind.attributes:
             self.kind.attribute(component, name)
@@ -140,7 +140,7 @@ class Entry:
                 raise
             raise InputError(f"{self.kind.name} '{self.name}' {error_line(error, HERE)}") from error
 
-    def _read(
+    def _read_options(
         self, options: Mapping[str, Any], also: Sequence[str] = ()
     ) -> tuple[dict[str, Any], list[Problem]]:
         models = self.options or {}
@@ -159,8 +159,10 @@ class Entry:
             except InputError as error:
                 problems += [Problem(name, message) for message in error.problems]
             except ValidationError as error:
-                found = explain(models[name], error, {"value": value})
-                problems += [Problem(name + at.removeprefix("value"), said) for at, said, _ in found]
+                option_problems = explain(models[name], error, {"value": value})
+                problems += [
+                    Problem(name + path.removeprefix("value"), text) for path, text, _ in option_problems
+                ]
         problems += [
             Problem(name, "missing; it has no default") for name in sorted(self.required - set(options))
         ]
@@ -168,13 +170,13 @@ class Entry:
 
 
 def _read_value(model: type[Options], value: Any) -> Any:
-    """The value of an option, with what `{ env = "NAME" }` names in its place where the option takes no such table.
+    """Validate the value of an option; read `{ env = "NAME" }` from the environment unless the option takes a table.
 
-    Raises InputError for a variable that is not set and for what `public_table` wrote in place of a secret, pydantic's
-    ValidationError for what does not fit.
+    Raises InputError for a variable that is not set and for the text that `public_table` writes in place of a secret,
+    and pydantic's ValidationError for a value that does not fit.
     """
 
-    def validated(given: Any) -> Any:
+    def validate(given: Any) -> Any:
         return model.model_validate({"value": given}).value  # type: ignore[attr-defined]  # its fields are made at run time
 
     if is_hidden(value):
@@ -182,16 +184,16 @@ def _read_value(model: type[Options], value: Any) -> Any:
     if reads_environment(value):
         with suppress(ValidationError):
             if model.model_fields["value"].annotation is not Any:
-                return validated(value)
+                return validate(value)
         value = from_environment(value)
-    read = validated(value)
-    if isinstance(read, SecretStr):
-        remember(read.get_secret_value())
-    return read
+    result = validate(value)
+    if isinstance(result, SecretStr):
+        remember(result.get_secret_value())
+    return result
 
 
 def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
-    """The entry for a thing. Raises InputError where it cannot be a component of that kind."""
+    """Make the registry entry of a thing. Raises InputError if it cannot be a component of that kind."""
     what = f"{kind.name} '{name}' ({qualified_name(thing)})"
     wanted = _FINISHED.get(kind)
     if wanted is not None or isinstance(thing, tuple(_FINISHED.values())):
@@ -224,7 +226,7 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
 
 
 def qualified_name(thing: Any) -> str:
-    """Where a thing is defined, `module.Name`."""
+    """Return `module.Name`, where a thing is defined."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -269,15 +271,15 @@ def _allows(annotation: Any, wanted: type) -> bool:
 
 
 def load_file(path: Path) -> types.ModuleType:
-    """A Python file that is not installed, as a module; the same file again, unchanged, is the same module.
+    """Load a Python file that is not installed as a module; an unchanged file gives the same module again.
 
-    Raises InputError where it is missing or fails, naming the line.
+    Raises InputError, naming the line, if the file is missing or fails.
     """
     try:
-        path, whole = path.resolve(), path.resolve().is_file()
+        path, is_file = path.resolve(), path.resolve().is_file()
     except (OSError, ValueError):  # too long, or with a NUL byte
-        whole = False
-    if not whole:
+        is_file = False
+    if not is_file:
         raise InputError(f"{path}: no such file.{suggest_file(path)}")
     name = file_module_name(path, path.read_bytes())
     if name in sys.modules:
@@ -286,7 +288,7 @@ def load_file(path: Path) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -300,7 +302,7 @@ def load_file(path: Path) -> types.ModuleType:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """`module:function` or `file.py:function`. Raises InputError where there is no such thing."""
+    """Load `module:function` or `file.py:function`. Raises InputError if there is no such function."""
     home, _, attribute = name.rpartition(":")
     if home.endswith(".py"):
         module = load_file(Path(home))
@@ -314,7 +316,7 @@ def load_function(name: str) -> Callable[..., Any]:
             ) from error
     if not hasattr(module, attribute):
         raise InputError(f"'{name}': {home} has no '{attribute}'.{suggest(attribute, vars(module))}")
-    found = getattr(module, attribute)
-    if not callable(found):
-        raise InputError(f"'{name}': {attribute} is of type {type(found).__name__}, not a function")
-    return found
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise InputError(f"'{name}': {attribute} is of type {type(function).__name__}, not a function")
+    return function

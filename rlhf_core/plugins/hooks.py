@@ -1,11 +1,11 @@
-"""The five hooks of the host `rlhf`, complete.
+"""All five hooks of the host `rlhf`.
 
-    register (once a plugin, when it loads)
+    register (once per plugin, when it loads)
     stage_start → step_end × n → artifact_saved × outputs → stage_end
 
 Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
-hook has. Nothing may rely on the order in which implementations of a hook are called, but that metrics.jsonl and the
-console come before the loggers that a stage names. An exception ends the run and is told with the logger or plugin.
+hook has. The order in which implementations of a hook are called is not defined, except that metrics.jsonl and the
+console come before the loggers that a stage names. An exception ends the run with an error that names the plugin.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ if TYPE_CHECKING:
 
 hookspec = pluggy.HookspecMarker("rlhf")
 hookimpl = pluggy.HookimplMarker("rlhf")
-"""Decorates a plugin's implementation of a hook; without it pluggy would not see the function."""
+"""Decorator of a plugin's hook implementation; without it pluggy does not see the function."""
 
 
 @hookspec(historic=True)
 def rlhf_register(registry: Registry) -> None:
-    """Add named components with `registry.add(KIND, "name", thing)`. Which plugin comes first never matters.
+    """Add named components with `registry.add(KIND, "name", thing)`. The order of plugins never matters.
 
-    Called once for every plugin, also for one that arrives late (a file, a notebook, a test).
+    Called once for every plugin, even for one that is loaded late (a file, a notebook, a test).
     """
 
 
 @hookspec
 def rlhf_stage_start(stage: Stage) -> None:
-    """A trainer is about to run in `stage`."""
+    """Called before a trainer runs in `stage`."""
 
 
 @hookspec
 def rlhf_step_end(stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
-    """An update is done and its metrics are read: host floats under the names in metrics.jsonl.
+    """Called after an update or evaluation whose metrics are logged: host floats under the names in metrics.jsonl.
 
-    step: updates done so far; 0 for an evaluation before the first. Metrics of an evaluation have `eval_` in front of
-    their names, and come in one call with those of an update that is logged too. After a run was killed, the updates
-    since its newest checkpoint are done, and told, again.
+    step: updates done so far; 0 for an evaluation before the first. Metrics of an evaluation are prefixed `eval_`, and
+    share one call with those of an update that is logged too. A run that was killed repeats the updates since its
+    newest checkpoint, and calls this again for them.
     """
 
 
 @hookspec
 def rlhf_artifact_saved(stage: Stage, artifact: Artifact) -> None:
-    """The artifact is complete on disk, its manifest included."""
+    """Called once the artifact is complete on disk, its manifest included."""
 
 
 @hookspec
 def rlhf_stage_end(stage: Stage, error: BaseException | None) -> None:
-    """The stage is over: always called, and last. Where it went well, its record says so already.
+    """Called last, and always, when a stage has ended; the record of a successful stage is written before.
 
-    error: what ended it, raised again afterwards; None if all went well. What this hook raises beside it is a warning.
+    error: the exception that ended it, raised again afterwards; None after success. If there is an error, what this
+    hook raises becomes a warning.
     """

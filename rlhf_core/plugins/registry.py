@@ -1,4 +1,4 @@
-"""Names to components. Kinds are open, a name has one owner, and what is misspelt is an error that helps."""
+"""The registry of named components: kinds are open, a name has one owner, and a misspelt name gets a suggestion."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ T = TypeVar("T")
 class PluginInfo:
     """One plugin, as `rlhf plugins` lists it.
 
-    name: of its entry point, or the file or object it is.
-    distribution, version: None where it is not installed.
-    error: why it failed, and the way out. components: {kind: [names]}.
+    name: of its entry point, file or object.
+    distribution, version: None if it is not installed.
+    error: why it failed, and what to do. components: {kind: [names]}.
     """
 
     name: str
@@ -43,10 +43,10 @@ class CollisionError(InputError):
 
 
 class Registry:
-    """Where plugins add named components, and trainers get them.
+    """The named components that plugins add and trainers get.
 
-    failures: plugins that could not be loaded; their causes are quoted when a name is missing.
-    disabled: names of plugins that were left out on request; they are mentioned then too.
+    failures: plugins that could not be loaded, whose errors are quoted when a name is missing.
+    disabled: names of plugins left out on request, which are mentioned then too.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Registry:
     def add(self, kind: Kind[T], name: str, thing: T | Callable[..., T]) -> None:
         """Register a component.
 
-        thing: a dataclass, whose fields are the options (frozen for losses and advantages); a function, whose
-        keyword parameters with defaults, other than the call's own arguments, are; or a finished object, such
-        as a `Trainer`. For kinds with `factory`, a class or function that makes the component.
-        An option called `name` can only be given from Python: in a file that is the component's.
-        Raises InputError where the name is taken, naming both owners, or the thing cannot be of that kind.
+        thing: a dataclass, whose fields are its options (frozen for losses and advantages); a function, whose options
+        are its keyword parameters with defaults, other than the call's own arguments; or a finished object, such as a
+        `Trainer`. For kinds with `factory`, a class or function that makes the component.
+        An option called `name` can only be given from Python: in a file `name` is the component's.
+        Raises InputError if the name is taken, naming both owners, or if the thing cannot be of that kind.
         """
         if not isinstance(kind, Kind):
             raise InputError(
@@ -92,7 +92,7 @@ class Registry:
         self._entries.setdefault(kind, {})[name] = entry
 
     def get(self, kind: Kind[T], name: str, /, **options: Any) -> T:
-        """The component of that name, made with the options.
+        """Make the component of that name with the options.
 
         A reward may also be `module:function` or `file.py:function`, relative to the current directory.
         Raises InputError for an unknown name or option.
@@ -103,9 +103,9 @@ class Registry:
     def check(
         self, kind: Kind[Any], name: str, options: Mapping[str, Any], /, *, also: Sequence[str] = ()
     ) -> list[tuple[str, str]]:
-        """(dotted path below the component, message) for everything `get` would object to.
+        """List what `get` would object to, as (dotted path below the component, message).
 
-        also: names that the trainer takes in the same table, which a near miss may have meant.
+        also: names that the trainer takes in the same table, which a misspelt option may mean.
         """
         try:
             entry = self._entry(kind, name)
@@ -114,7 +114,7 @@ class Registry:
         return [(problem.path, problem.message) for problem in entry.check(options, also)]
 
     def option_field(self, kind: Kind[Any], name: str, option: str) -> FieldInfo | None:
-        """How an option of a component is declared; None where there is no such component or option."""
+        """Return the declaration of an option of a component; None if there is no such component or option."""
         try:
             models = self._entry(kind, name).options or {}
         except InputError:
@@ -122,7 +122,7 @@ class Registry:
         return models[option].model_fields["value"] if option in models else None
 
     def secret_options(self, kind: Kind[Any], name: str, /) -> frozenset[str]:
-        """The options of a component that hold a SecretStr; none for a name that is not registered."""
+        """Return the options of a component that hold a SecretStr; none for a name that is not registered."""
         try:
             return self._entry(kind, name).secrets
         except InputError:
@@ -133,33 +133,33 @@ class Registry:
         return sorted(self._entry(kind, name).options or {})
 
     def names(self, kind: Kind[Any]) -> list[str]:
-        """Every registered name of a kind, sorted."""
+        """List every registered name of a kind, sorted."""
         return sorted(self._entries.get(kind, {}))
 
     def kinds(self) -> list[Kind[Any]]:
-        """Every kind that has a component, sorted by name."""
+        """List every kind that has a component, sorted by name."""
         return sorted((kind for kind in self._entries if self._entries[kind]), key=lambda kind: kind.name)
 
     def owner(self, kind: Kind[Any], name: str) -> str:
-        """Who registered a name, in words. Raises InputError for an unknown one."""
+        """Describe the owner that registered a name. Raises InputError for an unknown name."""
         return self._entry(kind, name).owner
 
     def source(self, kind: Kind[Any], name: str) -> tuple[Any, str]:
-        """What was registered under a name, and by whom. Raises InputError for an unknown name."""
+        """Return what was registered under a name, and its owner. Raises InputError for an unknown name."""
         entry = self._entry(kind, name)
         return entry.thing, entry.owner
 
     def components_of(self, owner: str) -> dict[str, list[str]]:
-        """{kind: [names]} that one owner registered."""
-        found = {
+        """Collect {kind: [names]} that one owner registered."""
+        names_by_kind = {
             kind.name: [name for name in self.names(kind) if self._entries[kind][name].owner == owner]
             for kind in self.kinds()
         }
-        return {kind: names for kind, names in found.items() if names}
+        return {kind: names for kind, names in names_by_kind.items() if names}
 
     @contextmanager
     def transaction(self, owner: str) -> Iterator[None]:
-        """Everything added inside belongs to `owner`; if something is raised, nothing of it stays."""
+        """Register everything added inside under `owner`; if anything raises, undo all of it."""
         before = {kind: dict(entries) for kind, entries in self._entries.items()}
         outer, self._owner = self._owner, owner
         try:
@@ -171,7 +171,7 @@ class Registry:
             self._owner = outer
 
     def contest(self, collision: CollisionError) -> None:
-        """Make a name that two plugins claim an error to use: which loaded first must decide nothing."""
+        """Make using a name that two plugins claim an error, so that the order of loading decides nothing."""
         self._contested[collision.kind, collision.name] = str(collision)
 
     def _entry(self, kind: Kind[Any], name: str) -> Entry:
@@ -182,11 +182,11 @@ class Registry:
             return entries[name]
         if kind == REWARD and ":" in name:
             return make_entry(kind, name, load_function(name), name)
-        raise InputError(self._missing(kind, name))
+        raise InputError(self._explain_missing(kind, name))
 
-    def _missing(self, kind: Kind[Any], name: str) -> str:
+    def _explain_missing(self, kind: Kind[Any], name: str) -> str:
         installed = self.names(kind)
-        # Short names of methods are alike by chance: what a trainer is asked for must not be guessed.
+        # Short names of methods are alike by chance, so a trainer is suggested only for a very close name.
         alike = kind != TRAINER or get_close_matches(name, installed, n=1, cutoff=0.7)
         hint = suggest(name, installed) if alike else ""
         message = f"no {kind.name} named '{name}'.{hint}"

@@ -1,4 +1,4 @@
-"""Settings of the process, made before anything is computed: memory, and a cache of compiled programs."""
+"""Set up the process before it computes anything: memory allocator, compiler and compilation cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MALLOPT = {  # numbers from glibc's malloc.h
 
 
 def prepare() -> None:
-    """Set up allocator, compiler and its cache and join the job's other processes; calling again is harmless.
+    """Set up the allocator, the compiler and its cache, and join the job's other processes. Safe to call again.
 
-    Starts no backend in a job of one process, so that the number of devices can still be set.
+    In a job of one process, starts no backend, so that the number of devices can still be set.
     """
     if computes_on_cpu():
         keep_freed_memory()
@@ -35,10 +35,10 @@ def prepare() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed and hand it out again; False where the C library is another one.
+    """Make glibc reuse freed memory; return False if the C library is not glibc.
 
-    XLA on CPU allocates its buffers anew in every step. By default glibc maps each from the kernel and gives
-    it back when freed, so that every page of it is faulted in and zeroed again: up to a fifth of a step.
+    XLA on CPU allocates new buffers in every step. By default glibc maps each one from the kernel and unmaps it when
+    freed, so every page is faulted in and zeroed again, which takes up to a fifth of a step.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -52,19 +52,19 @@ def keep_freed_memory() -> bool:
 
 
 def compile_quickly() -> None:
-    """Ask LLVM for level 1 of 3, unless `XLA_FLAGS` names a level. No effect once a backend was started.
+    """Set LLVM's optimization to level 1 of 3, unless `XLA_FLAGS` sets it. No effect once a backend has started.
 
-    Products are a library's; of what is left, the kernels of a step run as fast as at level 3, and compile in two
-    thirds of the time.
+    Matrix products are a library's; the other kernels of a step run as fast as at level 3 and compile in two thirds of
+    the time.
     """
     if OPTIMIZATION not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} {OPTIMIZATION}=1".strip()
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs in `$XDG_CACHE_HOME/rlhf/compilation`.
+    """Cache compiled programs in `$XDG_CACHE_HOME/rlhf/compilation`.
 
-    What the user set, by `JAX_COMPILATION_CACHE_DIR` and its like or through `jax.config`, stands as it is.
+    Leaves alone what the user set through `JAX_COMPILATION_CACHE_DIR` and related variables or `jax.config`.
     """
     import jax
 
@@ -77,13 +77,13 @@ def use_compilation_cache() -> None:
     directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to: compile afresh every time
+    except OSError:  # the home is not writable: compile every time
         return
     config.update("jax_compilation_cache_dir", str(directory))
 
 
 def cache_directory() -> Path:
-    """Where compiled programs are kept by default. By the XDG rules a relative path counts as unset."""
+    """Return the default directory of compiled programs. By the XDG rules a relative path counts as unset."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():
         root = Path.home() / ".cache"
@@ -91,7 +91,7 @@ def cache_directory() -> Path:
 
 
 def computes_on_cpu() -> bool:
-    """Whether jax will pick the CPU, told without starting a backend: by its setting or what is installed."""
+    """Predict whether jax will pick the CPU, from its setting or what is installed, without starting a backend."""
     import jax
 
     config: Any = jax.config

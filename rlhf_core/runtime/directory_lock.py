@@ -1,4 +1,4 @@
-"""The lock of a run directory: one run at a time writes to it."""
+"""Lock a run directory, so that only one run at a time writes to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _held: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close the locks of the parent: a forked worker that outlives the run must not keep its directory locked."""
+    """Close the parent's locks, so that a forked worker that outlives the run does not keep its directory locked."""
     while _held:
         with suppress(OSError):
             os.close(_held.pop())
@@ -29,15 +29,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def lock(directory: Path, field: str = "dir") -> Iterator[None]:
-    """Hold DIRECTORY/.lock, which the kernel frees when this process ends, however it ends.
+    """Hold DIRECTORY/.lock, which the kernel releases when this process ends, however it ends.
 
-    field: what messages call the directory. Raises InputError where another process holds the lock, or the directory
+    field: the name of the directory in messages. Raises InputError if another process holds the lock or the directory
     cannot be made.
     """
     path, other = directory / FILE, "--dir" if field == "dir" else field
     try:
         make_directory(directory)
-        # Closed on exec by Python's default, so that no program started here inherits it.
+        # Closed on exec, so that no program started here inherits it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except (FileExistsError, NotADirectoryError):
         raise InputError(f"{field}: {directory} is not a directory; give another {other}") from None
@@ -52,10 +52,10 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        said = os.read(descriptor, 512).decode(errors="replace")
+        content = os.read(descriptor, 512).decode(errors="replace")
         os.close(descriptor)
         raise InputError(
-            f"{field}: {directory} is in use by another run{_holder(said, path, other)}"
+            f"{field}: {directory} is in use by another run{_describe_holder(content, path, other)}"
         ) from None
     except OSError:
         os.close(descriptor)
@@ -66,23 +66,23 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
         os.write(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
         yield
     finally:
-        if descriptor in _held:  # not so in a forked child, where the number may be another file's by now
+        if descriptor in _held:  # in a forked child it was closed, and its number may be another file's
             _held.discard(descriptor)
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a program being started still has a copy
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # even while a program being started still has a copy
             os.close(descriptor)
 
 
-def _holder(said: str, path: Path, other: str) -> str:
-    """Who holds a lock, whether that process lives, and what to do; from what the holder wrote into the file."""
-    process, _, rest = said.partition("\n")
+def _describe_holder(content: str, path: Path, other: str) -> str:
+    """Describe who holds a lock, whether that process is alive and what to do, from what it wrote into the file."""
+    process, _, rest = content.partition("\n")
     host = rest.partition("\n")[0]
     wait = f"wait for it to end, or give another {other}"
     if not process.strip().isdecimal():
         return f"; {wait}"
     if host and host != socket.gethostname():
         return f" (process {process} on {host}); {wait}"
-    if _lives(int(process)):
+    if _is_alive(int(process)):
         return f" (process {process}, which is running); {wait}"
     return (
         f" (process {process} has ended, but another one still holds its lock: `fuser {path}` names it); end that one, "
@@ -90,7 +90,7 @@ def _holder(said: str, path: Path, other: str) -> str:
     )
 
 
-def _lives(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

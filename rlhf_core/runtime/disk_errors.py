@@ -1,4 +1,4 @@
-"""What a file system refuses, in words."""
+"""Turn errors of the file system into messages that say what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_core.errors import RunError
 T = TypeVar("T")
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DISK = FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-"""Errors by which a file system refuses to be written to, whoever asks."""
+"""Errors with which a file system refuses any write."""
 GOES_ON = "What was written before is whole; the same command goes on from there."
 NO_SPACE = "no space left on the disk"
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueError for everything
@@ -25,16 +25,16 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueErro
 def attempt(
     write: Callable[[], T], what: str, path: Path, *, leftover: Path | None = None, then: str = GOES_ON
 ) -> T:
-    """Call `write`; where it fails, delete `leftover`, and raise RunError if the file system is to blame.
+    """Call `write`; if it fails, delete `leftover`, and raise RunError if the file system is to blame.
 
-    then: what holds after the failure, and what to do, the last sentence of the message.
+    then: the last sentence of the message: what state the failure leaves, and what to do.
     """
     try:
         return write()
     except BaseException as error:
-        free = _free(path)  # before the deletion: the space there was when it failed
+        free = _free_space(path)  # before the deletion: the space left when it failed
         if leftover is not None:
-            with suppress(OSError):  # what stopped the writing may stop the deletion
+            with suppress(OSError):  # what stopped the write may stop the deletion
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         reason = disk_reason(error)
         if reason is None:
@@ -45,11 +45,11 @@ def attempt(
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """What the file system said, in words; None where the error is not the file system's."""
-    for cause in _causes(error):
-        found = _OS_ERROR.search(str(cause))
-        number = cause.errno if isinstance(cause, OSError) else int(found[1]) if found else None
-        if number in FULL or any(os.strerror(each) in str(cause) for each in FULL):
+    """Return the file system's reason in words; None for an error that is not the file system's."""
+    for cause in _walk_causes(error):
+        match = _OS_ERROR.search(str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
+        if number in FULL or any(os.strerror(full) in str(cause) for full in FULL):
             return NO_SPACE
         if isinstance(cause, OSError):
             return str(cause.strerror or cause)
@@ -59,24 +59,24 @@ def disk_reason(error: BaseException) -> str | None:
 
 
 def disk_message(error: OSError) -> str:
-    """Say what the file system refused, where, and what to do about it."""
+    """Describe what the file system refused, where, and what to do about it."""
     file = error.filename
     if error.errno in FULL:
         return f"{NO_SPACE}{f' while writing {file}' if file else ''}; free some,"
     return f"{f'{file}: ' if file else ''}{disk_reason(error)}; mend that"
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _walk_causes(error: BaseException) -> Iterator[BaseException]:
     following: BaseException | None = error
     while following is not None:
         yield following
         following = following.__cause__
 
 
-def _free(path: Path) -> str:
-    """` (N MiB free)`, empty where the disk does not even say that."""
+def _free_space(path: Path) -> str:
+    """Return ` (N MiB free)`, or an empty string if even that cannot be read."""
     try:
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-        return f" ({shutil.disk_usage(there).free / 2**20:,.1f} MiB free)"
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        return f" ({shutil.disk_usage(existing).free / 2**20:,.1f} MiB free)"
     except (OSError, StopIteration):
         return ""

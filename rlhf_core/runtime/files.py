@@ -1,4 +1,4 @@
-"""Files and directories that survive a power cut, whole or not there."""
+"""Write files and directories atomically, so that a power cut leaves them whole or absent."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 def write_atomic(path: str | Path, content: bytes | str, *, private: bool = False) -> None:
-    """Write a file so that a reader, or a power cut, finds the whole of the old or of the new one.
+    """Replace a file atomically: a reader, or a power cut, finds the whole old file or the whole new one.
 
-    private: a new file is its owner's alone to read.
+    private: only the owner may read a new file.
 
-    Makes missing parent directories. A link stays, and what it points to is replaced; a file that is there keeps its
-    mode and owner. What is no regular file, such as a pipe or /dev/stdout, is written to. Raises RunError where the
-    disk is full or not writable.
+    Makes missing parent directories. Follows a link and replaces its target; keeps the mode and owner of an existing
+    file. Writes directly into what is not a regular file, such as a pipe or /dev/stdout. Raises RunError if the disk is
+    full or not writable.
     """
     path = Path(path)
-    data = _bytes(content) if isinstance(content, str) else content
-    # Cut: a name may have 255 bytes.
-    name = path.name.encode()[:100].decode(errors="ignore")
-    beside = Path(os.path.realpath(path)).with_name(f".{name}.{secrets.token_hex(4)}.tmp")
+    data = _encode(content) if isinstance(content, str) else content
+    name = path.name.encode()[:100].decode(errors="ignore")  # a name may have 255
+    temporary = Path(os.path.realpath(path)).with_name(f".{name}.{secrets.token_hex(4)}.tmp")
 
     def write() -> None:
         try:
             before = os.stat(path)
         except FileNotFoundError:
             before = None
-        if before is not None and (stream := _open_already(before)) is not None:
+        if before is not None and (stream := _standard_stream(before)) is not None:
             sys.stdout.flush()
             _write_all(stream, data)
         elif before is not None and not stat.S_ISREG(before.st_mode):
             with open(path, "wb", buffering=0) as file:
                 _write_all(file.fileno(), data)
         else:
-            _replace(beside, Path(os.path.realpath(path)), data, before, private)
+            _replace(temporary, Path(os.path.realpath(path)), data, before, private)
 
-    attempt(write, path.name, path, leftover=beside, then=UNTOUCHED)
+    attempt(write, path.name, path, leftover=temporary, then=UNTOUCHED)
 
 
-def _replace(beside: Path, target: Path, data: bytes, before: os.stat_result | None, private: bool) -> None:
+def _replace(
+    temporary: Path, target: Path, data: bytes, before: os.stat_result | None, private: bool
+) -> None:
     make_directory(target.parent)
-    # A file that others may not read is never there for them, not even under its other name.
+    # A private file must be private under its temporary name too.
     mode = 0o666 if before is None and not private else 0o600
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         _write_all(descriptor, data)
         if before is not None:
@@ -69,12 +70,12 @@ def _replace(beside: Path, target: Path, data: bytes, before: os.stat_result | N
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    os.replace(beside, target)
+    os.replace(temporary, target)
     flush(target.parent)
 
 
-def _open_already(file: os.stat_result) -> int | None:
-    """The descriptor of this process's stdout or stderr where `file` is one of them."""
+def _standard_stream(file: os.stat_result) -> int | None:
+    """Return the descriptor of this process's stdout or stderr if `file` is one of them, else None."""
     for descriptor in (1, 2):
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), file):
@@ -82,8 +83,8 @@ def _open_already(file: os.stat_result) -> int | None:
     return None
 
 
-def _bytes(text: str) -> bytes:
-    """UTF-8, which has no lone surrogates: they become what JSON writes for them."""
+def _encode(text: str) -> bytes:
+    """Encode as UTF-8, writing lone surrogates, which it lacks, as JSON escapes."""
     return text.encode(errors="backslashreplace")
 
 
@@ -94,10 +95,10 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
-    """Append `line` and its end in one write; durable: it is on the disk when this returns.
+    """Append `line` and a line end in one write; durable: return only when they are on disk.
 
-    A line that a killed process tore is ended first. Makes missing parent directories. Raises RunError where the disk
-    is full or not writable, with nothing of the line left behind.
+    First ends a line that a killed process left unfinished. Makes missing parent directories. Raises RunError if the
+    disk is full or not writable, leaving no part of the line behind.
     """
     path = Path(path)
 
@@ -109,7 +110,7 @@ def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
             try:
-                _write_all(descriptor, _bytes("\n" * torn + line + "\n"))
+                _write_all(descriptor, _encode("\n" * torn + line + "\n"))
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(descriptor, size)
@@ -125,16 +126,16 @@ def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
 
 
 def make_directory(path: str | Path) -> None:
-    """Make a directory and its missing parents, each of them on the disk when this returns."""
+    """Make a directory and its missing parents, and flush each of them to disk."""
     path = Path(path)
     missing: list[Path] = []
-    for each in (path, *path.parents):
-        if each.is_dir():
+    for directory in (path, *path.parents):
+        if directory.is_dir():
             break
-        missing.append(each)
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        flush(each.parent)
+        missing.append(directory)
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        flush(directory.parent)
 
 
 def flush(path: str | Path) -> None:
@@ -147,7 +148,7 @@ def flush(path: str | Path) -> None:
 
 
 def flush_lines(path: Path) -> None:
-    """Bring what was appended to a file, and its name, to the disk; nothing where there is no such file."""
+    """Flush a file and its name to disk; do nothing if there is no such file."""
 
     def write() -> None:
         if path.exists():
@@ -158,7 +159,7 @@ def flush_lines(path: Path) -> None:
 
 
 def flush_tree(directory: Path) -> None:
-    """fsync every file and directory below `directory`, itself included, and its name."""
+    """Flush every file and directory below `directory`, the directory itself and its name to disk."""
     for path in directory.rglob("*"):
         flush(path)
     flush(directory)
@@ -166,7 +167,7 @@ def flush_tree(directory: Path) -> None:
 
 
 def replace_directory(new: Path, final: Path) -> None:
-    """Rename `new` to `final`. A directory that is there already is moved aside first and deleted last."""
+    """Rename `new` to `final`. An existing directory is moved aside first and deleted last."""
     aside = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
@@ -177,12 +178,12 @@ def replace_directory(new: Path, final: Path) -> None:
 
 
 def fill_directory(directory: Path, write: Callable[[Path], None], what: str) -> None:
-    """Let `write` fill a new or an empty directory: all of it is on the disk then, or, where that fails, nothing.
+    """Let `write` fill a new or empty directory: afterwards all of it is on disk, or, if it fails, nothing.
 
-    A new one has its name only when it is whole. Raises RunError where the disk is full or not writable.
+    A new directory gets its name only once it is whole. Raises RunError if the disk is full or not writable.
     """
     directory = Path(os.path.realpath(directory))
-    empty = directory.is_dir()  # perhaps where a disk is mounted, so it stays
+    empty = directory.is_dir()  # perhaps a mount point, so it stays
     name = directory.name.encode()[:100].decode(errors="ignore")
     place = directory if empty else directory.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
 
@@ -205,14 +206,14 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
 
 
 def remove(path: Path) -> None:
-    """Delete a file for good, one that is not there too."""
+    """Delete a file, if it is there, and flush the deletion to disk."""
     if path.exists():
         path.unlink(missing_ok=True)
         flush(path.parent)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what `write_atomic` left in a directory, not below it, in processes that were killed."""
+    """Delete temporary files that killed calls of `write_atomic` left directly in a directory."""
     with suppress(OSError):
         for path in directory.iterdir():
             if _LEFTOVER.fullmatch(path.name) and path.is_file():
@@ -221,37 +222,37 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def seal(record: Mapping[str, Any]) -> str:
-    """The text of a JSON file that holds `record` and a checksum of it, by which `unseal` finds any changed bit."""
-    return _text({**record, CHECKSUM: _checksum(record)})
+    """Write `record` as JSON with a checksum, by which `unseal` detects any changed bit."""
+    return _to_json({**record, CHECKSUM: _checksum(record)})
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """The record in what `seal` made. Raises ValueError, with the reason, for content that is not that."""
+    """Read the record that `seal` wrote. Raises ValueError, with the reason, for any other content."""
     try:
-        found = json.loads(content)
+        record = json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise ValueError("it holds no JSON object")
-    said = found.pop(CHECKSUM, None)
-    if said is None:
+    checksum = record.pop(CHECKSUM, None)
+    if checksum is None:
         raise ValueError("it has no checksum")
-    # Compared as text too: some changes of an escaped character leave its meaning.
-    if said != _checksum(found) or _text({**found, CHECKSUM: said}).encode() != content:
+    # Also compared as text: some changes to an escaped character leave its meaning as it was.
+    if checksum != _checksum(record) or _to_json({**record, CHECKSUM: checksum}).encode() != content:
         raise ValueError("its checksum is of other content")
-    return found
+    return record
 
 
 def _checksum(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _text(record: Mapping[str, Any]) -> str:
+def _to_json(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
 def require_writable(output: Path | None) -> None:
-    """Raise InputError where the rows could not be written, before they are computed."""
+    """Raise InputError if the output file could not be written, before its rows are computed."""
     if output is None:
         return
     there = next(folder for folder in output.absolute().parents if folder.exists())

@@ -20,11 +20,11 @@ from rlhf_core.runtime.peers import code_of, is_gone, receive, send
 
 JOIN_SECONDS = "RLHF_JOIN_SECONDS"
 DEFAULT_JOIN_SECONDS = 300.0
-TELL_AFTER_SECONDS = 20.0
+WARN_AFTER_SECONDS = 20.0
 TAKEN_PORT_SECONDS = 10.0
-"""How long a port may be taken: by the run before on this machine, which is ending."""
+"""How long a port may be taken, by a previous run on this machine that is still ending."""
 STRANGER_SECONDS = 15.0
-"""How long something that is no process of ours may answer at the address, before it is given up."""
+"""How long a stranger may answer at the address before this process gives up."""
 ANSWER_SECONDS = 10.0
 HEARTBEAT_SECONDS = 25
 CONNECT_SECONDS = 60
@@ -34,9 +34,9 @@ _OPEN_MPI_PORTS = range(61440, 65536)
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a job: its number, how many there are, and where the first one waits for the others.
+    """One process of a job: its number, the number of processes, and the address where the first one waits.
 
-    devices: the local devices that are its own; None leaves that to jax.
+    devices: the local devices of this process; None lets jax choose.
     """
 
     address: str
@@ -57,26 +57,26 @@ class Place:
 
 
 def find_place(env: Mapping[str, str]) -> Place | None:
-    """The place of this process, as its launcher says; None where it was started alone.
+    """Read the place of this process from its launcher's variables; None if it was started alone.
 
-    Raises InputError for variables that cannot be right, naming them.
+    Raises InputError, naming the variables, if they cannot be right.
     """
     address = env.get("JAX_COORDINATOR_ADDRESS")
     if address and "JAX_PROCESS_ID" in env:
-        return _place(address, env, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
-    if _number(env, "OMPI_COMM_WORLD_SIZE", 1) > 1 and "OMPI_MCA_orte_hnp_uri" not in env:  # Open MPI 5
-        local = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
-        address = address or _one_machine(env)
-        return _place(address, env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", [local])
-    many = any(_number(env, name, 1) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+        return _read_place(address, env, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+    if _read_number(env, "OMPI_COMM_WORLD_SIZE", 1) > 1 and "OMPI_MCA_orte_hnp_uri" not in env:  # Open MPI 5
+        local = _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK")
+        address = address or _local_address(env)
+        return _read_place(address, env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", [local])
+    many = any(_read_number(env, name, 1) > 1 for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
     indexed = "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env
     if many or indexed or "," in env.get("TPU_WORKER_HOSTNAMES", ""):
-        return _detected(address)
+        return _detect_place(address)
     return None
 
 
-def _one_machine(env: Mapping[str, str]) -> str:
-    """Where the first process of an `mpirun` waits, if all of them are on one machine."""
+def _local_address(env: Mapping[str, str]) -> str:
+    """Choose where the first process of an `mpirun` waits, if all of them are on one machine."""
     if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]:
         raise InputError(
             "JAX_COORDINATOR_ADDRESS: missing; Open MPI 5 does not say where its first process is. Give the host of "
@@ -86,30 +86,30 @@ def _one_machine(env: Mapping[str, str]) -> str:
     return f"127.0.0.1:{_OPEN_MPI_PORTS[sum(map(ord, name)) * 31 % len(_OPEN_MPI_PORTS)]}"
 
 
-def _detected(address: str | None) -> Place:
-    """What jax finds out from the launcher."""
+def _detect_place(address: str | None) -> Place:
+    """Let jax detect the place from the launcher."""
     from jax._src.clusters import ClusterEnv
 
     try:
-        found, count, process, devices = ClusterEnv.auto_detect_unset_distributed_params(
+        coordinator, count, process, devices = ClusterEnv.auto_detect_unset_distributed_params(
             address, None, None, None, None, DETECTION_SECONDS
         )
     except (RuntimeError, KeyError, ValueError) as error:
         raise InputError(
             f"jax could not find this job's processes ({error}); {_three_variables()}"
         ) from error
-    if found is None or count is None or process is None:
+    if coordinator is None or count is None or process is None:
         raise InputError(f"jax knows no such launcher; {_three_variables()}")
-    return Place(found, process, count, devices)
+    return Place(coordinator, process, count, devices)
 
 
-def _place(
+def _read_place(
     address: str, env: Mapping[str, str], process: str, count: str, devices: Sequence[int] | None = None
 ) -> Place:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"JAX_COORDINATOR_ADDRESS={address}: write HOST:PORT of the first process")
-    place = Place(address, _number(env, process), _number(env, count), devices)
+    place = Place(address, _read_number(env, process), _read_number(env, count), devices)
     if not 0 <= place.process < place.count:
         raise InputError(
             f"{process}={place.process}: with {count}={place.count} it is one of 0 … {place.count - 1}"
@@ -117,7 +117,7 @@ def _place(
     return place
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _read_number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name) or ("" if default is None else str(default))
     if not text.isdecimal():
         raise InputError(
@@ -131,13 +131,13 @@ def _three_variables() -> str:
 
 
 def join() -> bool:
-    """Become one of the processes of a multi-process job; False where a launcher started this one alone.
+    """Join the other processes of a job; return False if this one was started alone.
 
-    Nothing here schedules work: SLURM (`srun`), Open MPI (`mpirun`), Kubernetes indexed jobs and TPU pods are
-    detected. Anything else sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in every process.
+    Detects SLURM (`srun`), Open MPI (`mpirun`), Kubernetes indexed jobs and TPU pods; any other launcher must set
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in every process.
 
-    Raises InputError where those variables cannot be right; RunError where the port is taken or a process does not
-    come within RLHF_JOIN_SECONDS (300).
+    Raises InputError if those variables cannot be right; RunError if the port is taken or a process does not arrive
+    within RLHF_JOIN_SECONDS (300).
     """
     import jax
 
@@ -154,12 +154,12 @@ def join() -> bool:
             f"{place}: jax has computed something before the processes joined; call rlhf_core.runtime.prepare() "
             "in the first line of the script"
         )
-    # It would take SIGTERM for itself, with a handler below Python's.
+    # The service would take SIGTERM for itself, with a handler below Python's.
     jax.config.update("jax_enable_preemption_service", False)
     links = gather(place) if place.process == 0 else {0: reach(place)}
     peers.watch(place.process, place.count, links)
     _hold_aborts()
-    given = inspect.signature(jax.distributed.initialize).parameters
+    known_limits = inspect.signature(jax.distributed.initialize).parameters
     limits: dict[str, Any] = {
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
         "initialization_timeout": CONNECT_SECONDS,
@@ -169,13 +169,13 @@ def join() -> bool:
         place.count,
         place.process,
         place.devices,
-        **{name: value for name, value in limits.items() if name in given},
+        **{name: value for name, value in limits.items() if name in known_limits},
     )
     return True
 
 
 def join_seconds() -> float:
-    """How long a process waits for the others to come."""
+    """Return how long a process waits for the others, in seconds. Raises InputError if the variable is no number."""
     text = os.environ.get(JOIN_SECONDS) or str(DEFAULT_JOIN_SECONDS)
     try:
         return float(text)
@@ -184,30 +184,30 @@ def join_seconds() -> float:
 
 
 def gather(place: Place) -> dict[int, socket.socket]:
-    """On the first process: the connection of each other one, made at the coordinator's address.
+    """On the first process, accept a connection from each other one at the coordinator's address.
 
-    The port is free again afterwards, for jax. Every process hears at once that all of them are there.
+    Frees the port afterwards, for jax, and notifies every process at once that all have arrived.
     """
     links: dict[int, socket.socket] = {}
-    waiting = _Waiting(place, lambda: "process " + _numbers(set(range(1, place.count)) - set(links)))
+    waiting = _Waiting(place, lambda: "process " + _list_numbers(set(range(1, place.count)) - set(links)))
     try:
         with _listen(place, waiting) as listener:
             listener.settimeout(peers.POLL_SECONDS)
             while len(links) < place.count - 1:
                 waiting.check()
                 for number in [n for n, link in links.items() if is_gone(link)]:
-                    links.pop(number).close()  # its launcher may start it again
+                    links.pop(number).close()  # its launcher may restart it
                 try:
                     link, _ = listener.accept()
                 except TimeoutError:
                     continue
-                came = _greet(place, link)
-                if came is not None:
-                    if came in links:
+                arrived = _greet(place, link)
+                if arrived is not None:
+                    if arrived in links:
                         raise RunError(
-                            f"{place}: two processes say that they are number {came}; give each another number"
+                            f"{place}: two processes say that they are number {arrived}; give each another number"
                         )
-                    links[came] = link
+                    links[arrived] = link
         for link in links.values():
             send(link, {"go": True})
     except BaseException as error:
@@ -241,7 +241,7 @@ def _listen(place: Place, waiting: _Waiting) -> Iterator[socket.socket]:
 
 
 def _greet(place: Place, link: socket.socket) -> int | None:
-    """The number of the process that has connected; None, with the connection closed, for anything else."""
+    """Return the number of the process that has connected; for anything else, close the connection and return None."""
     hello = receive(link, seconds=5)
     number = hello.get("process") if hello else None
     if hello is None or hello.get("rlhf") != peers.PROTOCOL or not isinstance(number, int):
@@ -258,7 +258,7 @@ def _greet(place: Place, link: socket.socket) -> int | None:
 
 
 def reach(place: Place) -> socket.socket:
-    """On every other process: its connection to the first one, as soon as all processes are there."""
+    """On every other process, connect to the first one; return once all processes have arrived."""
     why, stranger_since = "nothing answers", None
 
     def missing() -> str:
@@ -283,7 +283,7 @@ def reach(place: Place) -> socket.socket:
         answer = receive(link, seconds=ANSWER_SECONDS)
         if answer is not None and answer.get("welcome"):
             waiting.missing = lambda: "those that process 0 names"
-            if _all_there(link, place, waiting):
+            if _await_start(link, place, waiting):
                 return link
             stranger_since, why = None, "it has gone again"
             waiting.missing = missing
@@ -298,8 +298,8 @@ def reach(place: Place) -> socket.socket:
         time.sleep(peers.POLL_SECONDS)
 
 
-def _all_there(link: socket.socket, place: Place, waiting: _Waiting) -> bool:
-    """Wait for the first process to say so; False where it is gone, and may be started again."""
+def _await_start(link: socket.socket, place: Place, waiting: _Waiting) -> bool:
+    """Wait until the first process reports that all have arrived; False if it is gone, and may be restarted."""
     while not is_gone(link):
         message = receive(link, seconds=peers.POLL_SECONDS)
         if message and message.get("go"):
@@ -311,14 +311,14 @@ def _all_there(link: socket.socket, place: Place, waiting: _Waiting) -> bool:
 
 
 class _Waiting:
-    """Waiting for other processes: told after a while, ended by a signal or when the time is up.
+    """A wait for other processes, with a warning after a while; a signal or the time limit ends it.
 
-    missing: who is not there, in words.
+    missing: describes who has not arrived.
     """
 
     def __init__(self, place: Place, missing: Callable[[], str]) -> None:
         self.place, self.missing = place, missing
-        self.seconds, self.began, self.told = join_seconds(), time.monotonic(), False
+        self.seconds, self.began, self.warned = join_seconds(), time.monotonic(), False
 
     def check(self, grace: float = 0.0) -> None:
         signals.stop_if_asked(f"while {self.place} waited for the others")
@@ -328,8 +328,8 @@ class _Waiting:
                 f"{self.place} has waited {self.seconds:g} s at {self.place.address} for {self.missing()}; "
                 f"see what became of it. {JOIN_SECONDS} sets how long to wait"
             )
-        if waited > TELL_AFTER_SECONDS and not self.told:
-            self.told = True
+        if waited > WARN_AFTER_SECONDS and not self.warned:
+            self.warned = True
             warnings.warn(
                 f"{self.place} waits at {self.place.address} for {self.missing()}; "
                 f"at most {self.seconds:g} s ({JOIN_SECONDS})",
@@ -337,13 +337,13 @@ class _Waiting:
             )
 
 
-def _numbers(numbers: set[int]) -> str:
-    listed = [str(number) for number in sorted(numbers)]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+def _list_numbers(numbers: set[int]) -> str:
+    texts = [str(number) for number in sorted(numbers)]
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
 
 
 def _watch_joined() -> None:
-    """Watch the other processes of a job that was joined before, by a script's own `jax.distributed.initialize`."""
+    """Watch the other processes of a job that a script joined by its own `jax.distributed.initialize`."""
     if peers.is_watching():
         return
     from jax._src import distributed
@@ -353,15 +353,15 @@ def _watch_joined() -> None:
         host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
         peers.meet(state.client, host, int(state.process_id), int(state.num_processes))
         _hold_aborts()
-    except (AttributeError, TypeError):  # of another jax: its own heartbeats are left
+    except (AttributeError, TypeError):  # in another version of jax: its heartbeats remain
         return
 
 
 def _hold_aborts() -> None:
-    """Have jax's threads abort the process six seconds late.
+    """Delay the abort by which jax's threads end this process when the first one is gone, by six seconds.
 
-    They do so where the first process is gone. By then the thread that listens to it has ended this one, with a
-    message and an exit code. The handler is C's own `sleep`, whose argument is the number of the signal, 6.
+    By then the thread that listens to the first process has ended this one, with a message and an exit code. The
+    handler is C's own `sleep`, whose argument is the number of the signal, 6.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""How much memory a run has taken, as the machine counts it, and how much there is."""
+"""Measure the memory that a run takes and the memory that the machine has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_memory() -> int | None:
-    """Bytes of memory that this process may use: the machine's, or its container's limit; None if unknown."""
+    """Return the bytes of memory this process may use: the machine's, or its container's limit; None if unknown."""
     sizes = []
     with suppress(OSError, ValueError, AttributeError):
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -27,49 +27,49 @@ def machine_memory() -> int | None:
 
 
 def forget_peak() -> None:
-    """Let `peak_host_bytes` count from now on, where the system allows it (Linux)."""
+    """Reset `peak_host_bytes` to count from now on, where the system allows it (Linux)."""
     with suppress(OSError):
         _CLEAR.write_text("5")
 
 
 def peak_host_bytes() -> int:
-    """The most memory that this process has held at once, since `forget_peak` where the system allows that."""
+    """Return the peak resident bytes of this process, since `forget_peak` where the system allows that."""
     with suppress(OSError):
         if found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()):
             return int(found[1]) * 1024
     import resource
 
-    # Kibibytes, but on macOS bytes.
+    # Kibibytes; on macOS, bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_memory() -> dict[str, float]:
-    """{"memory/peak_rss_bytes": of this process on the host, since the stage began, "memory/peak_bytes": of its fullest
-    device, since the process began}; the latter only where the devices count it, which CPUs do not.
+    """Return peaks in bytes: "memory/peak_rss_bytes", of this process on the host since the stage began, and
+    "memory/peak_bytes", of its fullest device since the process began, where devices count it (CPUs do not).
     """
-    found = {"memory/peak_rss_bytes": float(peak_host_bytes())}
-    counted = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
-    peaks = [stats["peak_bytes_in_use"] for stats in counted if "peak_bytes_in_use" in stats]
-    return found | ({"memory/peak_bytes": float(max(peaks))} if peaks else {})
+    peaks_by_name = {"memory/peak_rss_bytes": float(peak_host_bytes())}
+    statistics = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    peaks = [stats["peak_bytes_in_use"] for stats in statistics if "peak_bytes_in_use" in stats]
+    return peaks_by_name | ({"memory/peak_bytes": float(max(peaks))} if peaks else {})
 
 
 def peak_line() -> str:
-    """What a stage has taken, in words: of the fullest device where devices count it, else of this process."""
-    found = peak_memory()
-    device, host = found.get("memory/peak_bytes"), found["memory/peak_rss_bytes"]
+    """Describe the peak memory of a stage: of the fullest device where devices count it, else of this process."""
+    peaks = peak_memory()
+    device, host = peaks.get("memory/peak_bytes"), peaks["memory/peak_rss_bytes"]
     if device is None:
         return f"this process held up to {host / 1e9:.1f} GB"
     return f"the fullest device held up to {device / 1e9:.1f} GB"
 
 
 def free_memory() -> None:
-    """Let go of what a stage leaves behind: arrays in cycles, and its compiled programs."""
+    """Free what a stage leaves behind: arrays in reference cycles, and its compiled programs."""
     gc.collect()
     jax.clear_caches()
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes in three digits and a unit."""
+    """Format a number of bytes with three digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"

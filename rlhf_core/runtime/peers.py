@@ -1,8 +1,8 @@
-"""The processes of one job watch each other: where one ends, the others end soon, and one of them says why.
+"""Watch the other processes of a job: when one ends, the others end soon after, and one of them prints why.
 
-Each has a connection to the first one. A process that fails says so before it ends; one that is killed is noticed by
-its connection, which the kernel closes. The others may be inside a collective then, which never returns: a thread ends
-them.
+Each process has a connection to the first one and sends one JSON object per line. A failing process reports it before
+it ends; when one is killed, the kernel closes its connection. The others may then be inside a collective that never
+returns, so a thread ends them.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from rlhf_core.runtime import signals
 PROTOCOL = 1
 POLL_SECONDS = 0.3
 GRACE_SECONDS = 5.0
-"""From hearing that another process failed until this one is ended: time to fail of itself, for the same reason."""
+"""How long this process may go on after another one failed: time to fail by itself, for the same reason."""
 WRITING_SECONDS, STOPPING_SECONDS = 15.0, 600.0
-"""How long an end waits for files that are being written: where another process failed, and where it was stopped."""
+"""How long an end waits for files being written: after another process failed, and after one was stopped."""
 LEAVE_SECONDS = 20.0
 LINE_SECONDS = 5.0
 _CODES = (1, 2, 75)
 
 
 def send(link: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send a message; one that cannot be sent is lost, and its receiver notices by other means."""
+    """Send a message, or lose it if the connection is gone, which its receiver notices by other means."""
     with suppress(OSError):
         link.sendall(json.dumps(message).encode() + b"\n")
 
 
 def receive(link: socket.socket, seconds: float) -> dict[str, Any] | None:
-    """Wait so long for the next message to begin, and read it; None where none begins, or it does not end.
+    """Wait up to `seconds` for the next message to begin, and read it; None if none begins, or it does not end.
 
-    It is read byte by byte, so that nothing of the message after it is taken.
+    Reads byte by byte, so as to take nothing of the message after it.
     """
     until, line = time.monotonic() + seconds, b""
     while not line.endswith(b"\n") and len(line) < 2**16:
@@ -63,7 +63,7 @@ def receive(link: socket.socket, seconds: float) -> dict[str, Any] | None:
 
 
 def is_gone(link: socket.socket) -> bool:
-    """Whether the other end of a connection was closed."""
+    """Check whether the other end of a connection was closed."""
     try:
         return bool(select.select([link], [], [], 0)[0]) and not link.recv(1, socket.MSG_PEEK)
     except OSError:
@@ -71,25 +71,25 @@ def is_gone(link: socket.socket) -> bool:
 
 
 def parse_message(line: bytes) -> dict[str, Any] | None:
-    """The object in a line; None where there is none."""
+    """Parse the JSON object in a line; None if it holds none."""
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code that tells how a run ended."""
+    """Return the exit code for the exception that ended a run."""
     if isinstance(error, InputError):
         return 2
     return 75 if isinstance(error, Stopped) else 1
 
 
 class Cause:
-    """Why the job ends: the process it began with, the exit code of all, and whether that process could not say why.
+    """Why the job ends: the process that ended first, the exit code of all, and whether that process was killed.
 
-    run: which of that process's runs it was, counted from 1; 0 before the first.
+    run: the run that this process was in, counted from 1; 0 before the first.
     """
 
     def __init__(self, process: int, code: int, run: int = 0, *, killed: bool = False) -> None:
@@ -99,7 +99,7 @@ class Cause:
             self.code = 75
 
     def line(self, me: int, count: int) -> str:
-        """Say it, as process `me`."""
+        """Write the message of process `me`."""
         how = "stopped by a signal" if self.code == 75 else "failed, and says why"
         how = "is gone without a word: killed, crashed or unreachable" if self.killed else how
         rest = "; the same command goes on from the newest checkpoint" if self.killed else ""
@@ -112,9 +112,9 @@ class _Watch:
         self.links: dict[int, socket.socket] = {}
         self.left: set[int] = set()
         self.cause: Cause | None = None
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
         self.answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.running = 0  # how many `joint_run` are entered, each inside the other
+        self.running = 0  # how many nested `joint_run` are entered
         self.run, self.left_run = 0, -1  # the number of the newest run, and of the last one that raised
         self.writing = 0
         self.ended = False
@@ -123,7 +123,7 @@ class _Watch:
     def add(self, number: int, link: socket.socket) -> None:
         link.settimeout(None)
         for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):  # a machine that is off, or cut off, closes nothing
+            if hasattr(socket, option):  # a machine that lost power or network closes nothing
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.links[number] = link
@@ -132,20 +132,20 @@ class _Watch:
     def _listen(self, number: int, link: socket.socket) -> None:
         with suppress(OSError), link.makefile("rb") as lines:
             for line in lines:
-                self._hear(number, parse_message(line) or {})
-        self.answers.put(True)  # who is gone prints nothing more
+                self._handle(number, parse_message(line) or {})
+        self.answers.put(True)  # a process that is gone prints nothing more
         if number not in self.left:
             self.left.add(number)
-            self._tell({"ended": 1, "process": number, "killed": True}, but=number)
+            self._send({"ended": 1, "process": number, "killed": True}, but=number)
             self._end_soon(Cause(number, 1, killed=True))
 
-    def _hear(self, number: int, message: dict[str, Any]) -> None:
+    def _handle(self, number: int, message: dict[str, Any]) -> None:
         if "bye" in message:
             self.left.add(number)
         elif "ask" in message:
             with self.lock:
-                speak = message["ask"] not in self.said
-                self.said.add(message["ask"])
+                speak = message["ask"] not in self.printed
+                self.printed.add(message["ask"])
             send(self.links[number], {"speak": speak})
         elif "speak" in message:
             self.answers.put(bool(message["speak"]))
@@ -153,12 +153,12 @@ class _Watch:
             killed, who = bool(message.get("killed")), int(message["process"])
             if who == number:
                 self.left.add(number)
-            self.said.update(message.get("said", ()))
-            self._tell(message, but=number)
+            self.printed.update(message.get("said", ()))
+            self._send(message, but=number)
             self._end_soon(Cause(who, int(message["ended"]), int(message.get("run", 0)), killed=killed))
 
-    def _tell(self, message: Mapping[str, Any], but: int | None = None) -> None:
-        """To all from the first process, to the first from another one, which passes it on."""
+    def _send(self, message: Mapping[str, Any], but: int | None = None) -> None:
+        """Send to all from the first process, and from another one to the first, which passes it on."""
         for number, link in list(self.links.items()):
             if number != but:
                 send(link, message)
@@ -167,7 +167,7 @@ class _Watch:
         with self.lock:
             past = (
                 not cause.killed and cause.run <= self.left_run
-            )  # all have left that run, and a script goes on
+            )  # all have left that run, and the script goes on
             if self.cause is not None or self.ended or past:
                 return
             self.cause = cause
@@ -176,7 +176,7 @@ class _Watch:
         threading.Thread(target=self._end, args=(cause,), daemon=True, name="peer's end").start()
 
     def _end(self, cause: Cause) -> None:
-        while self.run < cause.run and not cause.killed:  # what comes before the run needs no other process
+        while self.run < cause.run and not cause.killed:  # until its run begins, this process needs no other
             time.sleep(POLL_SECONDS)
         if not cause.killed:
             time.sleep(GRACE_SECONDS)
@@ -196,27 +196,29 @@ class _Watch:
         self.leave(cause.code, cause.line(self.process, self.count))
 
     def leave(self, code: int, message: str) -> NoReturn:
-        """End the process without what Python and jax do at the end, which waits for processes that are gone."""
+        """Exit without the cleanup of Python and jax, which would wait for processes that are gone."""
         _print(message)
-        self.tell_end(code)
+        self.send_end(code)
         if self.process == 0:  # the others lose jax's service with it
             until = time.monotonic() + LEAVE_SECONDS
             while time.monotonic() < until and any(not is_gone(link) for link in self.links.values()):
                 time.sleep(0.05)
         os._exit(code)
 
-    def tell_end(self, code: int) -> None:
-        self._tell({"ended": code, "process": self.process, "run": self.run, "said": sorted(self.said)})
+    def send_end(self, code: int) -> None:
+        self._send({"ended": code, "process": self.process, "run": self.run, "said": sorted(self.printed)})
 
-    def may_say(self, message: str) -> bool:
-        """Whether no other process has said the same."""
+    def may_print(self, message: str) -> bool:
+        """Check that no other process has printed the same message."""
         with self.lock:
-            if message in self.said:
+            if message in self.printed:
                 return False
-            self.said.add(message)
+            self.printed.add(message)
         if self.process == 0 or 0 not in self.links:
             return True
-        send(self.links[0], {"ask": message})  # also where it has failed: it may be about to print the same
+        send(
+            self.links[0], {"ask": message}
+        )  # even if the first has failed: it may be about to print the same
         try:
             return self.answers.get(timeout=LEAVE_SECONDS / 2)
         except queue.Empty:
@@ -227,50 +229,50 @@ _watch: _Watch | None = None
 
 
 def is_watching() -> bool:
-    """Whether this is one of several processes that watch each other."""
+    """Check whether this is one of several processes that watch each other."""
     return _watch is not None
 
 
 def watch(process: int, count: int, links: Mapping[int, socket.socket]) -> None:
-    """Watch the processes at the other ends of these connections, until the end of this one."""
+    """Watch the processes at the other ends of these connections until this process ends."""
     global _watch
     _watch = _Watch(process, count)
     for number, link in links.items():
         _watch.add(number, link)
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_in_child)
     atexit.register(_at_exit)
 
 
 def meet(client: Any, host: str, process: int, count: int) -> None:
-    """As `watch`, for a job that is joined already: where to connect is told through jax's key-value store."""
+    """Watch the processes of a job that has joined already, which exchange their address in jax's key-value store."""
     watch(process, count, {})
-    own = _watch
-    assert own is not None
+    watcher = _watch
+    assert watcher is not None
     if process == 0:
         listener = socket.create_server(("", 0), backlog=4096)
         client.key_value_set("rlhf/peers", f"{host}:{listener.getsockname()[1]}")
 
     def connect() -> None:
-        with suppress(Exception):  # without: jax's heartbeats notice a process that is gone, later
+        with suppress(Exception):  # otherwise jax's heartbeats notice later that a process is gone
             if process != 0:
                 name, _, port = client.blocking_key_value_get("rlhf/peers", 300_000).rpartition(":")
                 link = socket.create_connection((name, int(port)), timeout=20)
                 send(link, {"rlhf": PROTOCOL, "process": process, "count": count})
-                own.add(0, link)
+                watcher.add(0, link)
                 return
             with listener:
-                while len(own.links) < count - 1:
+                while len(watcher.links) < count - 1:
                     link, _ = listener.accept()
                     hello = receive(link, seconds=5) or {}
                     if hello.get("rlhf") == PROTOCOL and isinstance(hello.get("process"), int):
-                        own.add(hello["process"], link)
+                        watcher.add(hello["process"], link)
 
     threading.Thread(target=connect, daemon=True, name="peers").start()
 
 
 @contextmanager
 def joint_run() -> Iterator[None]:
-    """A run of this process, which ends with those of the others; what it raises is told to them."""
+    """Enter a run of this process that ends with those of the others, and report to them what it raises."""
     if _watch is None:
         yield
         return
@@ -281,7 +283,7 @@ def joint_run() -> Iterator[None]:
         yield
     except BaseException as error:
         if _watch.running == 1 and not _watch.cause:
-            _watch.tell_end(code_of(error))
+            _watch.send_end(code_of(error))
         if _watch.running == 1:
             _watch.left_run = _watch.run
         raise
@@ -291,7 +293,7 @@ def joint_run() -> Iterator[None]:
 
 @contextmanager
 def hold_end() -> Iterator[None]:
-    """Files are being written that need no other process: an end that another one causes waits for them."""
+    """Delay an end that another process causes while this one writes files, which needs no other process."""
     if _watch is None:
         yield
         return
@@ -303,11 +305,13 @@ def hold_end() -> Iterator[None]:
 
 
 def end(code: int, message: str) -> None:
-    """End a failed or stopped process of several: `message` once per job, then exit. Returns in a job of one."""
+    """Exit a failed or stopped process of several, printing `message` once per job. In a job of one, just return."""
     if _watch is None:
         return
     if code not in (2, 75):
-        time.sleep(0.5)  # a collective may have failed because another process did, which is heard just now
+        time.sleep(
+            0.5
+        )  # a collective may have failed because another process did, whose message is on its way
     with _watch.lock:
         if _watch.ended:  # the thread is ending it
             threading.Event().wait()
@@ -318,31 +322,31 @@ def end(code: int, message: str) -> None:
     if cause is not None and code == 75 and not signals.signal_received():
         message = cause.line(
             _watch.process, _watch.count
-        )  # the process that was sent the signal says the rest
-    elif not _watch.may_say(message):
+        )  # the process that received the signal prints the rest
+    elif not _watch.may_print(message):
         message = ""
     _watch.leave(code, message)
 
 
 def end_after(process: int, count: int, message: Mapping[str, Any]) -> NoReturn:
-    """End a process that had not joined yet, since the first one has ended."""
+    """Exit a process that has not joined yet, because the first one has ended."""
     cause = Cause(int(message["process"]), int(message["ended"]), killed=False)
     _print(cause.line(process, count))
     os._exit(cause.code)
 
 
 def _at_exit() -> None:
-    """A script that ends by an exception ends the others; one that ends well waits for them in jax's barrier."""
+    """End the others if a script ends by an exception; otherwise let it wait for them in jax's barrier."""
     if _watch is None:
         return
     raised: BaseException | None = getattr(sys, "last_value", None)
     if raised is not None:
         _watch.ended = True
         _watch.leave(code_of(raised), "")
-    _watch._tell({"bye": True})
+    _watch._send({"bye": True})
 
 
-def _forget() -> None:
+def _close_in_child() -> None:
     """Close the connections in a forked child, which would keep them open after this process has died."""
     global _watch
     if _watch is not None:

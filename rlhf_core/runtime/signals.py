@@ -1,4 +1,4 @@
-"""Asking a run to stop by a signal: one request per process, held from before anything loads until the run's end."""
+"""Stop a run by a signal: one stop request per process, from before anything loads until the run ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from rlhf_core.errors import Stopped
 
 SAME_PRESS_SECONDS = 0.3
-"""`timeout`, `srun` and their like pass on a Ctrl-C that the terminal has sent to the whole group already."""
+"""`timeout`, `srun` and others pass on a Ctrl-C that the terminal has already sent to the whole process group."""
 
 
 class _Request:
-    """A stop that was asked for, by a signal or by another process of the job."""
+    """A request to stop, by a signal or by another process of the job."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -40,12 +40,12 @@ _current: _Request | None = None
 
 @contextmanager
 def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
-    """Hold SIGTERM, SIGINT and SIGHUP: they set the event, and a SIGINT after that raises KeyboardInterrupt.
+    """Handle SIGTERM, SIGINT and SIGHUP: the first sets the event, and a later SIGINT raises KeyboardInterrupt.
 
     There is one event per process: inside another `stop_signals`, this one returns the outer event and changes
-    nothing. The handlers from before are put back at the end. redeliver: a signal that nothing acted on is sent
-    again then, so that a run which ended well does not swallow it. SIGHUP stays ignored under `nohup`. In a thread
-    other than the main one no handler can be set, and the event is set by other processes of the job only.
+    nothing. The previous handlers are restored at the end. redeliver: send the signal again then, so that a run
+    which ended normally does not swallow it. SIGHUP stays ignored under `nohup`. In a thread other than the main one no
+    handler can be set, and only other processes of the job set the event.
     """
     global _current
     if _current is not None:
@@ -64,7 +64,7 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
     finally:
         _current = None
         for number, handler in before.items():
-            # None: a handler that was not set from Python, which Python cannot put back.
+            # None: a handler that was not set from Python, and that Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if redeliver and request.number is not None:
         signal.raise_signal(request.number)
@@ -77,17 +77,17 @@ def request_stop() -> None:
 
 
 def stop_requested() -> bool:
-    """Whether the run was asked to stop."""
+    """Check whether the run was asked to stop."""
     return _current is not None and _current.event.is_set()
 
 
 def signal_received() -> bool:
-    """Whether it was a signal to this process that asked."""
+    """Check whether a signal to this process asked the run to stop."""
     return _current is not None and _current.number is not None
 
 
 def stop_if_asked(where: str) -> None:
-    """Raise Stopped where the run was asked to stop and nothing is lost by it: between two steps of loading.
+    """Raise Stopped if the run was asked to stop; call it only where a stop loses nothing, as between steps of loading.
 
     where: what was about to happen, such as "before stage 'base' was trained".
     """
@@ -96,7 +96,7 @@ def stop_if_asked(where: str) -> None:
 
 
 def stopped_error(where: str) -> Stopped:
-    """The exception for a stop at a place where there is nothing new to save."""
+    """Make the exception for a stop at a place where there is nothing new to save."""
     number = _current.number if _current is not None else None
     name = f"by {signal.Signals(number).name} " if number is not None else ""
     return Stopped(f"stopped {name}{where}; nothing is lost, the same command goes on")

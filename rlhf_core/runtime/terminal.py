@@ -1,4 +1,4 @@
-"""What a person sees: text as wide as the terminal, with control characters shown instead of sent."""
+"""Print for a person: as wide as the terminal, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.segment import Segment
 from rich.text import Text
 
 WIDTH = 120
-"""Columns, where the output is no terminal and COLUMNS does not say."""
+"""Columns, if the output is not a terminal and COLUMNS is not set."""
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
+"""Control characters except tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
 
 
 def escape_control(text: str) -> str:
@@ -27,12 +27,12 @@ def escape_control(text: str) -> str:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Print a line of text for a person on stdout, or on stderr."""
+    """Print a line of text on stdout or stderr, with control characters escaped."""
     print(escape_control(text), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 class SafeConsole(Console):
-    """A rich console that shows control characters in what it prints; its own styles and cursor moves are sent."""
+    """A rich console that escapes control characters in what it prints, but sends its own styles and cursor moves."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
         return super().render_str(escape_control(text), **settings)
@@ -43,20 +43,20 @@ class SafeConsole(Console):
 
 
 def show(renderable: RenderableType) -> None:
-    """Print it in the width of the terminal; elsewhere in that of COLUMNS, and without spaces at the end of lines."""
-    watched = sys.stdout.isatty()
-    width = None if watched or os.environ.get("COLUMNS", "").isdigit() else WIDTH
+    """Print in the width of the terminal, or of COLUMNS elsewhere, where lines are stripped of trailing spaces."""
+    on_terminal = sys.stdout.isatty()
+    width = None if on_terminal or os.environ.get("COLUMNS", "").isdigit() else WIDTH
     console = SafeConsole(markup=False, highlight=False, width=width)
-    if watched:
+    if on_terminal:
         console.print(renderable)
         return
-    with console.capture() as printed:
+    with console.capture() as capture:
         console.print(renderable)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
 def indented_list(title: str, lines: Sequence[str]) -> str:
-    """The lines below a title, indented; wrapped where a terminal would break them in the middle of a word."""
+    """Indent the lines below a title; on a terminal, wrap them between words."""
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         lines = [

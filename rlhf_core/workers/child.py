@@ -1,7 +1,7 @@
-"""The worker process, run as a script. It imports nothing but Python's own until it is told what to load.
+"""The worker process, run as a script. It imports only the standard library until it gets the function to load.
 
-Messages have their length, 8 bytes, in front. The first one in says where modules are found and what to call; each
-later one is a call. A message out is ("value", value), ("refused", exception) or ("raised", text, class name).
+Every message begins with its length, 8 bytes. The first message in holds the module path and the function; each later
+one is a call. A message out is ("value", value), ("refused", exception) or ("raised", text, class name).
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def main() -> None:
-    """Answer calls until the parent hangs up."""
+    """Serve calls until the parent closes the pipe."""
     requests, replies = _take_pipes()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(
-            number, _ignore
-        )  # they are the parent's to answer; it ends this process when it wants to
+        signal.signal(number, _ignore)  # the parent handles signals, and ends this process when it wants to
     first = receive(requests)
     if first is None:
         return
@@ -32,21 +30,21 @@ def main() -> None:
     function, reply = None, _try(lambda: (pickle.loads(start["function"]),))
     if reply[0] == "value":
         function, reply = reply[1][0], ("value", None)
-    send(replies, _packed(reply))
+    send(replies, _pickle_reply(reply))
     while function is not None and (message := receive(requests)) is not None:
-        packed = _packed(_try(lambda: _call(function, message)))
+        packed = _pickle_reply(_try(lambda: _call(function, message)))
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(replies, packed)
 
 
 def _call(function: Any, message: bytes) -> Any:
     arguments, named, cpu_seconds = pickle.loads(message)
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0)  # its signal ends the process, whatever runs
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0)  # its signal ends the process, whatever is running
     return function(*arguments, **named)
 
 
 def receive(stream: BinaryIO) -> bytes | None:
-    """One message; None at the end of the stream."""
+    """Read one message; None at the end of the stream."""
     head = stream.read(8)
     return stream.read(int.from_bytes(head, "big")) if len(head) == 8 else None
 
@@ -58,7 +56,7 @@ def send(stream: BinaryIO, message: bytes) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes, out of reach of what is called: its output goes to stderr, and it has no input."""
+    """Move the two pipes out of the function's reach: its output goes to stderr, and it has no input."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -69,7 +67,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """Handle a signal by doing nothing; unlike SIG_IGN, it is not inherited by what a function starts."""
+    """Ignore a signal; unlike SIG_IGN, programs that a function starts do not inherit this."""
 
 
 def _die_with(parent: int) -> None:
@@ -79,7 +77,7 @@ def _die_with(parent: int) -> None:
 
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     except (ImportError, OSError, AttributeError):
-        pass  # not Linux: the pipe's end is what is left
+        pass  # not Linux: the end of the pipe has to do
     if os.getppid() != parent:
         os._exit(1)
 
@@ -98,7 +96,7 @@ def _limit_memory(limit: int | None) -> None:
 
 
 def _try(work: Any) -> tuple[Any, ...]:
-    """What came of a call, as a message."""
+    """Call `work` and return its outcome as a message."""
     try:
         return "value", work()
     except BaseException as error:
@@ -115,7 +113,7 @@ def _try(work: Any) -> tuple[Any, ...]:
         return "raised", error_line(error, own), type(error).__name__
 
 
-def _packed(reply: tuple[Any, ...]) -> bytes:
+def _pickle_reply(reply: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
     except Exception as error:

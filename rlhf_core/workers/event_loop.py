@@ -1,4 +1,4 @@
-"""One event loop per stage, in a thread of its own: clients and locks made in one call work in the next."""
+"""Run coroutines on one event loop per stage, so that clients and locks made in one call work in the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _running: _LoopThread | None = None
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that runs on the loop; what it raises is raised here."""
+    """Run a coroutine on the loop; return its result or raise what it raised."""
     global _running
     with _lock:
         if _running is None or _running.owner != os.getpid():
@@ -27,7 +27,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     try:
         return future.result()
     except BaseException:
-        future.cancel()  # where it is this thread that was interrupted
+        future.cancel()  # in case this thread was interrupted
         raise
 
 
@@ -43,7 +43,7 @@ class _LoopThread:
     def __init__(self) -> None:
         self.owner = os.getpid()  # a forked copy of the process has no such thread
         self.loop = asyncio.new_event_loop()
-        # A daemon: what never comes back must not keep Python from ending.
+        # A daemon, so that a coroutine that never returns does not keep Python from exiting.
         self.thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self.thread.start()
 
@@ -60,7 +60,7 @@ class _LoopThread:
             self.loop.close()
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread if it lets go."""
+        """Cancel the coroutines that still run, and wait up to 5 s for the thread to end."""
         if self.thread is not threading.current_thread():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout=5)

@@ -1,6 +1,6 @@
-"""Functions sent to another process by the names that they have there: module, file and attribute.
+"""Pickle functions for another process by module, file and attribute.
 
-Plain pickle cannot name what was loaded from a file that is not installed, which is where most rewards are.
+Plain pickle cannot name a function of a file that is not installed, where most rewards are defined.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ FILE_PREFIX = "rlhf_file_"
 
 
 class UnsendableError(Exception):
-    """The function cannot be found again in another process. The text says why."""
+    """Another process could not import the function. The text says why."""
 
 
 def file_module_name(path: Path, source: bytes) -> str:
-    """Name the module of a Python file that is not installed: the same for the same content at the same place."""
+    """Name the module of a Python file that is not installed, by its path and content."""
     digest = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()
     return f"{FILE_PREFIX}{path.stem}_{digest[:8]}"
 
 
 def dumps(function: Any) -> bytes:
-    """Pickle a function, a partial of one, or an object. Raises UnsendableError for what has no name elsewhere."""
+    """Pickle a function, a partial of one, or an object. Raises UnsendableError if another process cannot import it."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(function)
     except UnsendableError:
         raise
-    except Exception as error:  # every type has its own way to refuse
+    except Exception as error:  # each type refuses in its own way
         raise UnsendableError(str(error) or type(error).__name__) from error
     return buffer.getvalue()
 
@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
         module = sys.modules.get(thing.__module__)
         file = getattr(module, "__file__", None)
         if module is None or file is None or thing.__module__ == __name__:
-            return NotImplemented  # Python's own and ours, which pickle names
+            return NotImplemented  # pickle itself can name those of Python and of this module
         if module.__name__ == "__main__":
             raise UnsendableError(f"{thing.__qualname__} is defined in the script that runs, {file}")
         try:
@@ -61,7 +61,7 @@ class _Pickler(pickle.Pickler):
 
 
 class ByName:
-    """A function of an installed module that only the worker imports."""
+    """A reference to a function of an installed module that only the worker imports."""
 
     def __init__(self, module: str, attribute: str) -> None:
         self.names = module, attribute
@@ -71,17 +71,19 @@ class ByName:
 
 
 def import_attribute(module: str, attribute: str) -> Any:
-    """Import a module and get one of its attributes."""
+    """Import a module and return one of its attributes."""
     return getattr(importlib.import_module(module), attribute)
 
 
 def load_attribute(module_name: str, file: str, attribute: str) -> Any:
-    """Load the module, by its name where that leads to the same file, else from the file, and get the attribute."""
-    module = sys.modules.get(module_name) or _imported(module_name, file) or _from_file(module_name, file)
+    """Load a module, by name if that finds the same file, else from the file, and return one of its attributes."""
+    module = (
+        sys.modules.get(module_name) or _import_same_file(module_name, file) or _load_file(module_name, file)
+    )
     return operator.attrgetter(attribute)(module)
 
 
-def _imported(module_name: str, file: str) -> types.ModuleType | None:
+def _import_same_file(module_name: str, file: str) -> types.ModuleType | None:
     try:
         spec = importlib.util.find_spec(module_name)
     except (ImportError, ValueError, AttributeError):
@@ -91,7 +93,7 @@ def _imported(module_name: str, file: str) -> types.ModuleType | None:
     return importlib.import_module(module_name)
 
 
-def _from_file(module_name: str, file: str) -> types.ModuleType:
+def _load_file(module_name: str, file: str) -> types.ModuleType:
     path = Path(file)
     if module_name.startswith(FILE_PREFIX) and file_module_name(path, path.read_bytes()) != module_name:
         raise ImportError(

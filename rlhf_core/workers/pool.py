@@ -1,4 +1,4 @@
-"""A pool of worker processes that are kept between calls."""
+"""A pool of worker processes that serve many calls each."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rlhf_core.workers.pickling import dumps
 
 CHILD = str(Path(__file__).with_name("child.py"))
 ATTEMPTS, STARTS = 3, 6
-"""How often a call is made, and how often a process is started for it, before their deaths are an error."""
+"""How often to make a call, and to start a process for it, before giving up on processes that die."""
 LOAD_SECONDS = 600.0
 """How long a worker may take to import what it calls."""
 SLICE = 0.25
-"""Seconds between two looks at whether a process is still there, should its end of the pipe have been inherited."""
+"""Seconds between checks that a process is alive, in case a child of it holds the pipe open."""
 
 
 class TooSlowError(Exception):
-    """The call used up its own limit, of CPU time or of the clock, and its process was ended."""
+    """The call exceeded its limit of CPU or wall time, and its process was ended."""
 
 
 class DiedError(Exception):
-    """The process ended for another reason, on every attempt: no memory, a crash, a signal."""
+    """The process died for another reason on every attempt: out of memory, a crash, a signal."""
 
 
 class RaisedError(Exception):
-    """The function raised. The text says what and where; `type_name` is the exception's class."""
+    """The function raised. The text says what and where; `type_name` names the exception's class."""
 
     def __init__(self, text: str, type_name: str = "") -> None:
         super().__init__(text)
@@ -47,7 +47,7 @@ class RaisedError(Exception):
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Count the CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -55,13 +55,13 @@ class Pool:
     """Up to `size` processes that call one function, each in a process session of its own.
 
     Signals sent to this process's group, such as Ctrl-C, do not reach the workers, and they end with this process,
-    however it ends. They start when they are needed, in a fresh interpreter that inherits no threads, locks or files,
-    and are kept until `close`, which the end of a stage calls. What a function prints goes to stderr.
+    however it ends. They start when first needed, in a fresh interpreter that inherits no threads, locks or files, and
+    run until `close`, which the end of a stage calls. What a function prints goes to stderr.
 
-    function: is found again in the worker by its module or file and its name; so are the classes of objects.
-    memory: bytes of data a worker may have; beyond it the function gets a MemoryError. None: no limit.
+    function: imported again in the worker by its module or file and its name, as are the classes of objects.
+    memory: bytes of data a worker may have, beyond which the function gets a MemoryError. None: no limit.
 
-    Raises UnsendableError for a function that has no such name, as a lambda.
+    Raises UnsendableError for a function that cannot be imported by name, such as a lambda.
     """
 
     def __init__(self, function: Any, size: int, *, memory: int | None = None) -> None:
@@ -78,13 +78,13 @@ class Pool:
         cpu_seconds: float | None = None,
         seconds: float | None = None,
     ) -> Future[Any]:
-        """Call the function in a worker that is free, else as soon as one is.
+        """Call the function in a free worker, or in the first that becomes free.
 
-        named: keyword arguments. cpu_seconds: of CPU time, which no load of the machine shortens; seconds: of the
-        clock, both from when the worker begins, its start and imports not counted.
+        named: keyword arguments. cpu_seconds: limit of CPU time, which does not depend on the load of the machine.
+        seconds: limit of wall time. Both count from the call itself, after the worker has started and imported.
 
-        The future raises TooSlowError beyond these limits; DiedError where the process ended otherwise, three times;
-        RaisedError for what the function raised, but InputError and RunError as they are.
+        The future raises TooSlowError beyond these limits; DiedError if the process died three times for another
+        reason; InputError and RunError as the function raised them; RaisedError for its other exceptions.
         """
         if self.closed:
             raise RuntimeError("the pool is closed")
@@ -100,23 +100,23 @@ class Pool:
         return task.future
 
     def outcomes(self, calls: Iterable[Sequence[Any]], **limits: Any) -> list[Any]:
-        """The value of each call, or what its future raised, in the order of the calls."""
+        """Make all calls; return for each, in their order, its value or the exception that its future raised."""
         futures = [self.submit(*arguments, **limits) for arguments in calls]
         return [future.exception() or future.result() for future in futures]
 
     @property
     def processes(self) -> list[int]:
-        """The ids of the processes that run now."""
+        """The ids of the running processes."""
         with self._shared.lock:
             return [worker.process.pid for worker in self._shared.workers]
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, by `close` or the end of a stage."""
+        """Whether `close` or the end of a stage has closed the pool."""
         return not self._end.alive
 
     def close(self) -> None:
-        """End all workers; calls that are under way raise DiedError."""
+        """End all workers; calls in progress raise DiedError."""
         self._end()
 
 
@@ -128,12 +128,12 @@ class _Task(NamedTuple):
 
 
 class _Shared:
-    """What a pool and its threads share; the threads must not keep the pool itself alive."""
+    """State that a pool shares with its threads, which must not keep the pool itself alive."""
 
     def __init__(self, function: bytes, memory: int | None) -> None:
         self.function, self.memory = function, memory
         self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self.lock = threading.RLock()  # a pool may be collected, and so closed, by the thread that holds it
+        self.lock = threading.RLock()  # the thread that holds it may collect, and so close, the pool
         self.unfinished = 0
         self.workers: list[_Worker] = []
         self.closed = False
@@ -141,7 +141,7 @@ class _Shared:
 
 def _end(shared: _Shared, threads: list[threading.Thread], owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked copy of this process: the workers are its parent's
+        return  # in a forked child: the workers belong to its parent
     with shared.lock:
         shared.closed = True
         for worker in shared.workers:
@@ -154,7 +154,7 @@ def _end(shared: _Shared, threads: list[threading.Thread], owner: int) -> None:
 
 
 def _serve(shared: _Shared) -> None:
-    """Take one task after another to one process. It is this thread's child, and ends with it."""
+    """Run one task after another in one process, which is started by this thread and ends with it."""
     worker: _Worker | None = None
     while (task := shared.tasks.get()) is not None:
         if task.future.set_running_or_notify_cancel():
@@ -166,26 +166,26 @@ def _serve(shared: _Shared) -> None:
         with shared.lock:
             shared.unfinished -= 1
     if worker is not None:
-        _forget(shared, worker)
+        _remove_worker(shared, worker)
 
 
 def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None:
-    """Settle the task's future; the process that is left for the next one."""
+    """Run the task and set its future; return the process if the next task can use it."""
     cause, calls = "the pool is closed", 0
     for _ in range(STARTS):
         if shared.closed or calls == ATTEMPTS:
             break
         try:
-            worker = worker or _started(shared)
+            worker = worker or _start_worker(shared)
             calls += 1
             if worker.unready is not None:
                 reply = worker.unready
-                _forget(shared, worker)
+                _remove_worker(shared, worker)
                 worker = None
             else:
                 reply = worker.call(task)
         except _Ended as ended:
-            _forget(shared, worker or ended.worker)
+            _remove_worker(shared, worker or ended.worker)
             worker = None
             if ended.slow:
                 task.future.set_exception(TooSlowError(str(ended)))
@@ -193,7 +193,7 @@ def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None
             cause = str(ended)
             continue
         except BaseException:
-            _forget(shared, worker)
+            _remove_worker(shared, worker)
             raise
         if reply[0] == "value":
             task.future.set_result(reply[1])
@@ -204,7 +204,7 @@ def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None
     return worker
 
 
-def _started(shared: _Shared) -> _Worker:
+def _start_worker(shared: _Shared) -> _Worker:
     try:
         worker = _Worker(shared.memory)
     except OSError as error:
@@ -217,10 +217,10 @@ def _started(shared: _Shared) -> _Worker:
     return worker
 
 
-def _forget(shared: _Shared, worker: _Worker | None) -> None:
-    """End a process for good."""
+def _remove_worker(shared: _Shared, worker: _Worker | None) -> None:
+    """Kill a process and remove it from the pool."""
     if worker is not None:
-        with shared.lock:  # a process that is waited for no longer has an id that could be killed
+        with shared.lock:  # once waited for, a process has no id that could be killed
             if worker in shared.workers:
                 shared.workers.remove(worker)
             worker.kill()
@@ -228,7 +228,7 @@ def _forget(shared: _Shared, worker: _Worker | None) -> None:
 
 
 class _Ended(Exception):
-    """The process is gone; slow: by its own limit."""
+    """The process is gone; slow: because the call exceeded its limit."""
 
     def __init__(self, text: str, *, slow: bool = False, worker: _Worker | None = None) -> None:
         super().__init__(text)
@@ -236,7 +236,7 @@ class _Ended(Exception):
 
 
 class _Worker:
-    """One process, as its thread sees it. unready: what it said where it could not load the function."""
+    """One worker process. unready: its reply if it could not load the function."""
 
     def __init__(self, memory: int | None) -> None:
         self.unready: tuple[Any, ...] | None = None
@@ -246,11 +246,11 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators are the parent's
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators belong to the parent
         )
 
     def load(self, function: bytes, memory: int | None) -> None:
-        """Let the process import what it will call."""
+        """Have the process import the function."""
         start = {"parent": os.getpid(), "path": sys.path, "memory": memory, "function": function}
         try:
             self._send(pickle.dumps(start))
@@ -264,10 +264,10 @@ class _Worker:
             self.unready = reply
 
     def call(self, task: _Task) -> tuple[Any, ...]:
-        """The reply. Raises _Ended where none comes."""
+        """Make a call and return the reply. Raises _Ended if none arrives."""
         wall = task.seconds
         if wall is None and task.cpu_seconds is not None:
-            wall = max(60.0, 30 * task.cpu_seconds)  # something in it sleeps
+            wall = max(60.0, 30 * task.cpu_seconds)  # the function may sleep
         try:
             self._send(task.message)
             return self._receive(wall)
@@ -281,17 +281,17 @@ class _Worker:
             raise ended from None
 
     def kill(self) -> None:
-        """End the process and whatever it started."""
+        """Kill the process and its children."""
         if self.process.returncode is None:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.process.kill()  # it has not come to have a session yet
+                self.process.kill()  # its session does not exist yet
             except PermissionError:  # a zombie, on some systems
                 pass
 
     def dispose(self) -> None:
-        """Wait for the process and close the pipes."""
+        """Wait for the process to end and close its pipes."""
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -304,7 +304,7 @@ class _Worker:
             while left:
                 left = left[self.process.stdin.write(left) :]
         except (BrokenPipeError, ConnectionResetError):
-            raise self._gone() from None
+            raise self._explain_end() from None
 
     def _receive(self, seconds: float | None) -> tuple[Any, ...]:
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -325,14 +325,14 @@ class _Worker:
             if ready:
                 part = os.read(pipe, min(count - len(parts), 1 << 20))
                 if not part:
-                    raise self._gone()
+                    raise self._explain_end()
                 parts += part
             elif self.process.poll() is not None and not poll.poll(0):
-                raise self._gone()
+                raise self._explain_end()
         return bytes(parts)
 
-    def _gone(self) -> _Ended:
-        """How the process ended, in words."""
+    def _explain_end(self) -> _Ended:
+        """Describe how the process ended."""
         try:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What is closed when a stage ends."""
+"""Close worker processes and the event loop when a stage ends."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _lock = threading.Lock()
 
 
 def before_end(closer: Callable[[], object]) -> None:
-    """Let `close` call this. A closer that was called already must do nothing."""
+    """Register a function for `close` to call. Calling it again must do nothing."""
     with _lock:
         _closers[:] = [each for each in _closers if getattr(each, "alive", True)]
         _closers.append(closer)
 
 
 def close() -> None:
-    """End every worker process and the event loop; whatever needs one again starts another."""
+    """End every worker process and the event loop; they start again when next needed."""
     with _lock:
         closers = _closers[::-1]
         _closers.clear()

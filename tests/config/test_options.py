@@ -212,7 +212,7 @@ def test_broken_json(text: str, message: str) -> None:
 
 def test_fields() -> None:
     rows = {row.name: row for row in fields(PolicyConfig)}
-    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "at its peak", ", ≥ 0")
+    assert rows["learning_rate"] == FieldDoc("learning_rate", "number", 5e-5, "peak learning rate", ", ≥ 0")
     assert rows["model"].type == "text | table | none"
     assert rows["scheduler"].type == '"constant" | "linear" | "cosine" | "wsd"'
     assert (rows["loss"].type, rows["loss"].default) == ("policy loss", {"name": "dapo"})

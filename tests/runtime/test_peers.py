@@ -26,7 +26,7 @@ from rlhf_core.runtime.launch import Place
 process, count, port, *what = sys.argv[1:]
 peers.GRACE_SECONDS = 1.0
 launch.TAKEN_PORT_SECONDS, launch.STRANGER_SECONDS, launch.ANSWER_SECONDS = 1.0, 2.0, 1.0
-launch.TELL_AFTER_SECONDS = 1.5
+launch.WARN_AFTER_SECONDS = 1.5
 place = Place(f"127.0.0.1:{port}", int(process), int(count))
 
 def command():
