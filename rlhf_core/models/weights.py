@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy

@@ -175,6 +175,8 @@ def require_hooks(pm: pluggy.PluginManager, plugin: object) -> None:
 
 def _check_pin(point: EntryPoint) -> None:
     """Raise InputError for a distribution that requires another version of rlhf-core."""
+    from rlhf_core import __version__
+
     for text in (point.dist.requires if point.dist else None) or ():
         try:
             requirement = Requirement(text)

@@ -16,8 +16,9 @@ from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards import numeric_answer
+from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.reward import make_rewards
-from rlhf_core.rollouts import Reward, WeightedReward, score
+from rlhf_core.rollouts import Reward, WeightedReward
 
 processes = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
@@ -364,7 +365,8 @@ import random, warnings
 import numpy as np
 from rlhf_core import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_core.rollouts import Reward, score
+from rlhf_core.rewards.calls import score
+from rlhf_core.rollouts import Reward
 
 me, calls = jax.process_index(), []
 inputs = RewardInputs(["a"] * 3, ["x", "y", "z"], [[5]] * 3, {})
