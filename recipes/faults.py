@@ -176,7 +176,7 @@ FAULTS = (
         "rewards=rollout.total.reshape(-1, group),",
         "rewards=rollout.total.reshape(group, -1).T,",
         ("dapo", "lora"),
-        ("tests/grpo/test_group_advantages.py", "tests/grpo/test_updates.py"),
+        ("tests/rollouts/test_advantages.py", "tests/grpo/test_updates.py"),
     ),
     Fault(
         "rewards-shifted",
@@ -185,7 +185,7 @@ FAULTS = (
         "table[:, f] = outcome",
         "table[:, f] = np.roll(outcome, 1)",
         ("dapo", "quickstart"),
-        ("tests/grpo/test_group_advantages.py", "tests/rewards/test_reward_calls.py"),
+        ("tests/rollouts/test_advantages.py", "tests/rewards/test_reward_calls.py"),
     ),
     Fault(
         "advantages-shifted",
@@ -230,7 +230,7 @@ FAULTS = (
         "mask = mask & rollout.samples.finished[:, None]",
         "mask = mask.copy()",
         ("updates",),
-        ("tests/grpo/test_group_advantages.py", "tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
+        ("tests/rollouts/test_advantages.py", "tests/grpo/test_trainer.py", "tests/grpo/test_updates.py"),
     ),
     # The reference and the penalty.
     Fault(
@@ -246,8 +246,8 @@ FAULTS = (
         "reference-follows",
         "the reference is the policy that each rollout starts from",
         GRPO + "policies.py",
-        "on_host(self.compute(self.reference.params, placed)[0])",
-        "on_host(self.compute(params, placed)[0])",
+        "fetch_array(self.compute(self.reference.params, placed)[0])",
+        "fetch_array(self.compute(params, placed)[0])",
         ("dapo", "updates", "lora"),
         ("tests/grpo/test_updates.py", "tests/grpo/test_trainer.py"),
     ),
@@ -255,8 +255,8 @@ FAULTS = (
         "reference-with-adapters",
         "with adapters the reference is read with them on: it is the policy",
         GRPO + "policies.py",
-        "on_host(self.compute(self.reference.params, placed)[0])",
-        "on_host(self.compute(params if 'adapter' in str(params) else self.reference.params, placed)[0])",
+        "fetch_array(self.compute(self.reference.params, placed)[0])",
+        "fetch_array(self.compute(params if 'adapter' in str(params) else self.reference.params, placed)[0])",
         ("lora",),
         ("tests/suite/test_lora.py",),
     ),
@@ -741,6 +741,6 @@ FAULTS = (
         "values = {key.removeprefix(VALUE): np.asarray(arrays[key]) for key in arrays if key.startswith(VALUE)}",
         "values: dict[str, np.ndarray] = {}",
         ("resume",),
-        ("tests/grpo/test_updates.py", "tests/grpo/test_group_advantages.py"),
+        ("tests/grpo/test_updates.py", "tests/rollouts/test_advantages.py"),
     ),
 )

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import REWARD as REWARD
     from rlhf_core.contracts import SAMPLER as SAMPLER
     from rlhf_core.contracts import TRAINER as TRAINER
+    from rlhf_core.contracts import Advantage as Advantage
     from rlhf_core.contracts import AdvantageInputs as AdvantageInputs
     from rlhf_core.contracts import Artifact as Artifact
+    from rlhf_core.contracts import Forecast as Forecast
     from rlhf_core.contracts import Kind as Kind
     from rlhf_core.contracts import LossOutput as LossOutput
     from rlhf_core.contracts import ModelFamily as ModelFamily
     from rlhf_core.contracts import PairInputs as PairInputs
+    from rlhf_core.contracts import PairwiseLoss as PairwiseLoss
     from rlhf_core.contracts import PolicyInputs as PolicyInputs
+    from rlhf_core.contracts import PolicyLoss as PolicyLoss
     from rlhf_core.contracts import RewardInputs as RewardInputs
     from rlhf_core.contracts import Rollouts as Rollouts
     from rlhf_core.contracts import Rows as Rows
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from rlhf_core.errors import RunError as RunError
     from rlhf_core.models import load_model as load_model
     from rlhf_core.pipeline import run_pipeline as run_pipeline
+    from rlhf_core.plugins import installed_registry as installed_registry
     from rlhf_core.plugins.hooks import hookimpl as hookimpl
     from rlhf_core.plugins.registry import Registry as Registry
     from rlhf_core.stage import Stage as Stage
@@ -47,8 +52,8 @@ if TYPE_CHECKING:
 
 _CONTRACTS = (
     "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
-    "AdvantageInputs Artifact Kind LossOutput ModelFamily PairInputs PolicyInputs RewardInputs Rollouts Rows "
-    "SamplerInputs Trainer"
+    "Advantage AdvantageInputs Artifact Forecast Kind LossOutput ModelFamily PairInputs PairwiseLoss PolicyInputs "
+    "PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer"
 )
 _HOMES = {
     **dict.fromkeys(_CONTRACTS.split(), "contracts"),
@@ -56,6 +61,7 @@ _HOMES = {
     **dict.fromkeys(("InputError", "RunError"), "errors"),
     **dict.fromkeys(("TrainState", "create_state"), "state"),
     "Registry": "plugins.registry",
+    "installed_registry": "plugins",
     "Stage": "stage",
     "hookimpl": "plugins.hooks",
     "load_model": "models",

@@ -21,12 +21,12 @@ import hlo
 import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
-from rlhf_grpo.minibatches import longest_groups
 from rlhf_grpo.policies import PolicyReader
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.models.attention_blocks import block_size
 from rlhf_core.packing.rows import pack
+from rlhf_core.rollouts.layout import longest_groups
 from rlhf_core.step import Programs
 
 sys.path.insert(0, str(SPEED))
@@ -51,7 +51,8 @@ def build(case: Case, directory: Path) -> tuple[Any, Any, Any, Any]:
         return objective, updates, state, updates.update(0).batches
     PolicyReader.compile = lambda self, shapes: None  # compiled below, once
     objective, updates, state = ours_steps.policy_update(task, directory)
-    groups = longest_groups(updates.config, np.full(case.prompts, case.prompt))
+    sizes = np.full(case.prompts, case.prompt)
+    groups = longest_groups(updates.config, sizes, group=case.group, length=case.completion)
     return objective, updates, state, pack(groups, updates.layout)
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import optax
 import works
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.minibatches import group_layout, longest_groups
 from rlhf_grpo.objective import Terms, reader
 from rlhf_grpo.objective import objective as grpo_objective
 from rlhf_grpo.policies import PolicyReader, Reference
@@ -51,7 +50,7 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing.trees import tree
-from rlhf_core.rollouts import RolloutCollector
+from rlhf_core.rollouts import RolloutCollector, choose_rollout_rows
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute
@@ -190,21 +189,22 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     terms = Terms(
         name=config.loss.name, beta=task.beta, kl=config.kl.name, max_completion_length=works.COMPLETION
     )
-    mesh, sizes = stage.devices(), np.full(works.PROMPTS, works.PROMPT)
-    layout = group_layout(config, sizes, task.model.hidden, mesh)
-    model = choose_attention(model, config, stage, longest_groups(config, sizes), layout)
+    mesh = stage.devices()
+    collector = RolloutCollector(
+        stage,
+        open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=works.PROMPT),
+        tokenizer,
+        lambda *_: samples,
+        open_rewards((), stage),
+        works.GROUP,
+        config.sampling,
+    )
+    model, layout = choose_rollout_rows(model, config, stage, collector)
     reference = Reference(model.params, frozenset(), mesh) if config.keeps_reference else None
     updates = GRPOUpdates(
         stage,
         config,
-        RolloutCollector(
-            stage,
-            open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=works.PROMPT),
-            tokenizer,
-            lambda *_: samples,
-            open_rewards((), stage),
-            works.GROUP,
-        ),
+        collector,
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
         PolicyReader(config, reader(model.definition, temperature=1.0), reference, model.params, mesh),
         layout,

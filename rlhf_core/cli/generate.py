@@ -46,7 +46,7 @@ def generate(
     from rlhf_core import artifacts, data, runtime
     from rlhf_core.data.prompts import as_prompts
     from rlhf_core.models import load_model, local_directory, stored_head
-    from rlhf_core.rollouts import empty_warning
+    from rlhf_core.rollouts.completions import empty_warning
     from rlhf_core.sampling import Sampler, SamplingOptions
     from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
     from rlhf_core.tokenizer.encoding import TextOptions, continuations

@@ -17,11 +17,20 @@ import numpy as np
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.config.warnings import config_warnings
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.fit.batches import KNOWN_UPDATES, Update, UpdateSource, expected_calls, uses_several_batches
-from rlhf_core.fit.compute import per_token as per_token
-from rlhf_core.fit.compute import say_if_slow
-from rlhf_core.fit.evaluation import evaluate_or_warn
-from rlhf_core.fit.evaluation import evaluator as evaluator
+from rlhf_core.fit.batches import (
+    KNOWN_UPDATES,
+    DatasetUpdates,
+    Update,
+    UpdateSource,
+    choose_row_layout,
+    empty_batches,
+    evaluation_batches,
+    expected_calls,
+    pack_chunks,
+    uses_several_batches,
+)
+from rlhf_core.fit.compute import compute_batches, per_token, say_if_slow
+from rlhf_core.fit.evaluation import evaluate_or_warn, evaluator
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
@@ -37,6 +46,21 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.optimizers import Schedule
     from rlhf_core.stage import Stage
+
+__all__ = [
+    "DatasetUpdates",
+    "Fitted",
+    "Update",
+    "UpdateSource",
+    "choose_row_layout",
+    "compute_batches",
+    "empty_batches",
+    "evaluation_batches",
+    "evaluator",
+    "fit",
+    "pack_chunks",
+    "per_token",
+]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Load, run and save language and reward models. All public names of the room are here."""
+"""Load, run and save language and reward models. The rest of core reads further names from here."""
 
 from rlhf_core.models.config import DecoderConfig as DecoderConfig
 from rlhf_core.models.config import Head as Head
@@ -16,3 +16,15 @@ from rlhf_core.models.loading import stored_head as stored_head
 from rlhf_core.models.model import Model as Model
 from rlhf_core.models.model import padded_rows as padded_rows
 from rlhf_core.models.model import padded_scores as padded_scores
+from rlhf_core.models.params import join as join_params
+from rlhf_core.models.params import split as split_params
+
+__all__ = [
+    "Definition",
+    "Model",
+    "join_params",
+    "padded_rows",
+    "padded_scores",
+    "split_params",
+    "stored_head",
+]

@@ -1,13 +1,14 @@
 """Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
 
-from rlhf_core.rewards.checks import forecast_rewards as forecast_rewards
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
+from rlhf_core.rollouts.advantages import compute_advantages as compute_advantages
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
-from rlhf_core.rollouts.completions import completion as completion
-from rlhf_core.rollouts.completions import empty_warning as empty_warning
+from rlhf_core.rollouts.collector import open_collector as open_collector
 from rlhf_core.rollouts.completions import total_reward as total_reward
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
+from rlhf_core.rollouts.forecast import forecast_rollouts as forecast_rollouts
+from rlhf_core.rollouts.layout import choose_rollout_rows as choose_rollout_rows
 from rlhf_core.rollouts.rollout import Rollout as Rollout
 from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates
 
@@ -18,8 +19,9 @@ __all__ = [
     "RolloutCollector",
     "RolloutUpdates",
     "WeightedReward",
-    "completion",
-    "empty_warning",
-    "forecast_rewards",
+    "choose_rollout_rows",
+    "compute_advantages",
+    "forecast_rollouts",
+    "open_collector",
     "total_reward",
 ]

@@ -16,10 +16,14 @@ from rlhf_core.data import Prompts
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.rollout import Rollout, Timing
+from rlhf_core.training.open import open_prompts, open_sampler, require_vocabulary, warm_up
 
 if TYPE_CHECKING:
+    from rlhf_core.config import Component, TrainerConfig
     from rlhf_core.contracts import SamplerFunction
+    from rlhf_core.models import Model
     from rlhf_core.rewards.reward import Reward
+    from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
 
@@ -32,7 +36,8 @@ class RolloutCollector:
         that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
         rounds give too few, equal groups, first sampled first, fill the rollout up. Metrics cover everything that was
         sampled, since those of the kept groups alone would say nothing about the policy.
-    stop_ids: tokens that end completions besides those of the tokenizer, `sampling.stop_token_ids`.
+    sampling: the options that the sampler was made with. policy: picks the policy's parameters from a state's, where it
+        holds several models.
 
     Making one checks that the prompts have the columns that the rewards read, and lets rewards load their weights.
     """
@@ -43,8 +48,9 @@ class RolloutCollector:
     sampler: SamplerFunction
     rewards: Sequence[Reward]
     num_generations: int
+    sampling: SamplingOptions
     max_rounds: int = 1
-    stop_ids: Sequence[int] = ()
+    policy: Callable[[Any], Any] = lambda params: params
 
     def __post_init__(self) -> None:
         set_up(self.rewards, self.prompts, self.stage)
@@ -65,7 +71,7 @@ class RolloutCollector:
             wanted = len(chosen)
             # A completion's random numbers go by its number in the rollout, counted through the rounds.
             n, first = wanted * self.num_generations, len(parts) * wanted * self.num_generations
-            parts.append(self.complete(state.params, chosen, key, np.arange(first, first + n)))
+            parts.append(self.complete(self.policy(state.params), chosen, key, np.arange(first, first + n)))
             kept += int((~_equal(parts[-1])).sum())
         whole = Rollout.join(parts)
         metrics = self.metrics(whole)
@@ -110,7 +116,9 @@ class RolloutCollector:
         began = time.perf_counter()
         samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
         sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
-        inputs = reward_inputs(self.prompts, chosen.tolist(), samples, self.tokenizer, self.stop_ids)
+        inputs = reward_inputs(
+            self.prompts, chosen.tolist(), samples, self.tokenizer, self.sampling.stop_token_ids
+        )
         rewards, total = measure(self.rewards, inputs, needed=required)
         timing = Timing(sampled - began, time.perf_counter() - sampled, int(np.sum(samples.lengths)))
         return Rollout(chosen, samples, rewards, total, inputs, timing=timing)
@@ -118,6 +126,56 @@ class RolloutCollector:
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """Measure a rollout, by the names of the metrics page."""
         return rollout_metrics(self.rewards, rollout.rewards, rollout.total, rollout.samples, rollout.group)
+
+
+def open_collector(
+    config: TrainerConfig,
+    stage: Stage,
+    model: Model,
+    rewards: Sequence[Reward],
+    field: str = "train_data",
+    *,
+    max_prompt_length: int,
+    num_generations: int,
+    sampling: SamplingOptions,
+    prompts_per_call: int,
+    sampler: Component | None = None,
+    max_rounds: int = 1,
+    policy: Callable[[Any], Any] = lambda params: params,
+) -> RolloutCollector | None:
+    """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
+
+    prompts_per_call: how many prompts the sampler will usually get at once. sampler: the component that makes it; None:
+    the core's. The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
+    Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, and a
+    model without a stop token.
+    """
+    prompts = open_prompts(
+        config,
+        stage,
+        model.tokenizer,
+        field,
+        max_prompt_length=max_prompt_length,
+        needed=field == "train_data",
+    )
+    if prompts is None:
+        return None
+    require_vocabulary(prompts, model.definition.vocab_size)
+    count = min(prompts_per_call, len(prompts))
+    function = open_sampler(
+        stage,
+        model,
+        prompts,
+        sampling,
+        num_generations=num_generations,
+        prompts_per_call=prompts_per_call if field == "train_data" else count,
+        sampler=sampler,
+    )
+    if field == "train_data":
+        warm_up(function, model, prompts.ids)
+    return RolloutCollector(
+        stage, prompts, model.tokenizer, function, rewards, num_generations, sampling, max_rounds, policy
+    )
 
 
 def _equal(rollout: Rollout) -> NDArray[np.bool_]:

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.rollout import Rollout
+from rlhf_core.training.open import warm_up
 
 if TYPE_CHECKING:
+    from rlhf_core.models import Model
     from rlhf_core.state import TrainState
 
 KEY_NUMBER = 2**31 - 1
@@ -39,6 +41,10 @@ class FixedPrompts:
     pass_threshold: float | None = None
     written: set[int] = field(default_factory=set)
     """Updates whose file this process has written."""
+
+    def warm_up(self, model: Model) -> None:
+        """Start to compile the sampler for these prompts."""
+        warm_up(self.collector.sampler, model, self.collector.prompts.ids[: self.count])
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Return metrics over completions of all prompts, by the names of the metrics page."""
@@ -68,7 +74,8 @@ class FixedPrompts:
         key, group = jax.random.fold_in(state.key, KEY_NUMBER), self.collector.num_generations
         # A completion's random numbers go by its number among those of all prompts, whichever are completed.
         ids = (chosen[:, None] * group + np.arange(group)).reshape(-1)
-        return self.collector.complete(self.stored(state.params), chosen, key, ids, required=required)
+        params = self.stored(self.collector.policy(state.params))
+        return self.collector.complete(params, chosen, key, ids, required=required)
 
     def _write(self, step: int, rollout: Rollout) -> None:
         self.written.add(step)

@@ -15,7 +15,8 @@ from rlhf_grpo import GRPOConfig
 from typer.testing import CliRunner
 
 from rlhf_core import cli, data, sampling
-from rlhf_core.rollouts import Reward, RolloutCollector, empty_warning
+from rlhf_core.rollouts import Reward, RolloutCollector
+from rlhf_core.rollouts.completions import empty_warning
 from rlhf_core.sampling import Rollouts
 
 TEMPLATE = (
@@ -164,7 +165,8 @@ def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> No
     stage: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
     key = jax.random.key(0)
     for stops in ((), tuple(ids(tiny, "h"))):
-        collector = RolloutCollector(stage, prompts, tokenizer, sampler, rewards, 1, stop_ids=stops)
+        options = sampling.SamplingOptions(stop_token_ids=stops)
+        collector = RolloutCollector(stage, prompts, tokenizer, sampler, rewards, 1, options)
         collector.complete(None, np.array([0]), key, np.array([0]))
     assert [text.strip() for text in read] == ["a b h", "a b"]
     assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)

@@ -80,6 +80,7 @@ def make(tiny, tmp_path):
             sampler,
             rewards,
             G,
+            config.sampling,
             max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         )
         if reference is not None and not hasattr(reference, "params"):

@@ -12,7 +12,7 @@ from rlhf_core.fit.batches import Update
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.rollouts.updates import _update_metrics
-from rlhf_core.sampling import Rollouts
+from rlhf_core.sampling import Rollouts, SamplingOptions
 
 G = 3
 DIFFER = {1, 4, 5, 6}  # prompts whose completions get different rewards
@@ -49,6 +49,7 @@ def collect(tiny, prompts):
             sampler,
             [Reward("r", 2.0, reward)],
             G,
+            SamplingOptions(),
             max_rounds=max_rounds,
         )
         state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(7))

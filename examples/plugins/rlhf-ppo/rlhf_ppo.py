@@ -16,6 +16,7 @@ from rlhf_core import (
     REWARD,
     TRAINER,
     Component,
+    Forecast,
     PolicyInputs,
     Registry,
     Stage,
@@ -26,16 +27,25 @@ from rlhf_core import (
     hookimpl,
 )
 from rlhf_core.artifacts import save_model
-from rlhf_core.fit import choose_row_layout, empty_batches, fit, per_token
+from rlhf_core.fit import empty_batches, fit, per_token
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import loss_output, trained_logps, trained_scores, trained_sequence, trained_weight
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.packing import Layout, Packed, Tree, pack
-from rlhf_core.rollouts import FixedPrompts, Rollout, RolloutCollector, RolloutUpdates, WeightedReward
+from rlhf_core.packing import Layout, Packed, pack
+from rlhf_core.rollouts import (
+    FixedPrompts,
+    Rollout,
+    RolloutCollector,
+    RolloutUpdates,
+    WeightedReward,
+    choose_rollout_rows,
+    forecast_rollouts,
+    open_collector,
+)
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.step import Objective
-from rlhf_core.training import open_model, open_prompts, open_rewards, open_sampler, require_vocabulary
+from rlhf_core.training import open_model, open_rewards
 
 KEPT = ("advantages", "old_logps", "old_values", "returns")
 """What every trained token carries."""
@@ -111,7 +121,13 @@ class PPOUpdates(RolloutUpdates):
     """Rollouts with advantages of the critic's, each trained on `num_iterations` times."""
 
     def __init__(
-        self, stage: Stage, config: PPOConfig, collector: RolloutCollector, policy: Model, critic: Model
+        self,
+        stage: Stage,
+        config: PPOConfig,
+        collector: RolloutCollector,
+        layout: Layout,
+        policy: Model,
+        critic: Model,
     ) -> None:
         super().__init__(
             stage,
@@ -120,9 +136,8 @@ class PPOUpdates(RolloutUpdates):
             prompts_per_rollout=config.total_batch_size // config.num_generations,
             updates_per_rollout=config.num_iterations,
         )
-        self.config, self.mesh = config, stage.devices()
+        self.config, self.mesh, self.layout = config, stage.devices(), layout
         self.reference = jax.tree.map(jnp.copy, policy.params)  # the loop overwrites the policy's
-        self.layout = largest_layout(config, stage, collector, policy)
         temperature = config.sampling.temperature
         self.logps = lambda params, batch: trained_logps(
             policy.definition, params, batch, temperature=temperature
@@ -160,59 +175,33 @@ class PPOUpdates(RolloutUpdates):
         return values
 
 
-def largest_layout(config: PPOConfig, stage: Stage, collector: RolloutCollector, model: Model) -> Layout:
-    """Choose rows with room for completions of the full length: shapes are static."""
-    full = (np.ones(config.sampling.max_completion_length, np.int32),) * config.num_generations
-    largest = [Tree(prefix=ids, branches=full) for ids in collector.prompts.ids]
-    groups = config.replace(total_batch_size=config.total_batch_size // config.num_generations)
-    return choose_row_layout(
-        largest, groups, stage.devices(), model.definition.hidden_size, reads_tokens=True
-    )
-
-
 def collector_of(
     config: PPOConfig, stage: Stage, model: Model, rewards: Any, field: str
 ) -> RolloutCollector | None:
     """Open the prompts of `train_data` or `eval_data` and a sampler for them; None where there is no eval_data."""
-    prompts = open_prompts(
+    return open_collector(
         config,
         stage,
-        model.tokenizer,
+        model,
+        rewards,
         field,
         max_prompt_length=config.max_prompt_length,
-        needed=field == "train_data",
-    )
-    if prompts is None:
-        return None
-    require_vocabulary(prompts, model.definition.vocab_size)
-    per_rollout = config.total_batch_size // config.num_generations
-    sampler = open_sampler(
-        stage,
-        model,
-        prompts,
-        config.sampling,
         num_generations=config.num_generations,
-        prompts_per_call=min(per_rollout, len(prompts)),
-    )
-    return RolloutCollector(
-        stage,
-        prompts,
-        model.tokenizer,
-        lambda params, *rest: sampler(params["policy"], *rest),
-        rewards,
-        config.num_generations,
-        stop_ids=config.sampling.stop_token_ids,
+        sampling=config.sampling,
+        prompts_per_call=config.total_batch_size // config.num_generations,
+        policy=lambda params: params["policy"],
     )
 
 
 def run(config: PPOConfig, stage: Stage) -> None:
     """Improve `config.model` on the prompts of `config.train_data` and save the artifact `model`."""
     policy = open_model(config, stage, head="lm")
-    critic = policy.with_head("score", seed=stage.seed)
     rewards = open_rewards(config.rewards, stage)
     collector = collector_of(config, stage, policy, rewards, "train_data")
     assert collector is not None
-    updates = PPOUpdates(stage, config, collector, policy, critic)
+    policy, layout = choose_rollout_rows(policy, config, stage, collector)
+    critic = policy.with_head("score", seed=stage.seed)
+    updates = PPOUpdates(stage, config, collector, layout, policy, critic)
     tx, schedule = make_optimizer(config, stage.registry, updates.total)
     critic_config = config.replace(learning_rate=config.critic_learning_rate)
     critic_tx, _ = make_optimizer(critic_config, stage.registry, updates.total)
@@ -232,7 +221,21 @@ def run(config: PPOConfig, stage: Stage) -> None:
     save_model(stage, "model", "language_model", policy.with_params(fitted.state.params["policy"]))
 
 
-PPO = Trainer(PPOConfig, {"model": "language_model"}, run)
+def forecast(config: PPOConfig, stage: Stage) -> Forecast:
+    """Forecast `run`; the critic and the reference count as copies of the policy."""
+    return forecast_rollouts(
+        config,
+        stage,
+        rewards=config.rewards,
+        max_prompt_length=config.max_prompt_length,
+        num_generations=config.num_generations,
+        sampling=config.sampling,
+        updates_per_rollout=config.num_iterations,
+        copies=("critic", "reference"),
+    )
+
+
+PPO = Trainer(PPOConfig, {"model": "language_model"}, run, forecast)
 
 
 @hookimpl

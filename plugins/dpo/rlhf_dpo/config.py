@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from rlhf_core import TrainerConfig
-from rlhf_core.config import Component
+from rlhf_core import Component, TrainerConfig
 from rlhf_dpo.losses import DPO_LOSS
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import Model, padded_rows
-from rlhf_core.training.padded import batch_arrays, evaluate_once, named_loss, update_once
+from rlhf_core.training import batch_arrays, evaluate_once, named_loss, update_once
 from rlhf_dpo.losses import DPO_LOSS, LOSSES, DPOInputs
 from rlhf_dpo.objective import pair_loss
 

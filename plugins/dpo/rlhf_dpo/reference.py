@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core import data
-from rlhf_core.fit.batches import pack_chunks
-from rlhf_core.fit.compute import compute_batches
+from rlhf_core.data import visited_rows
+from rlhf_core.fit import compute_batches, pack_chunks
 from rlhf_core.mesh import replicated_sharding
 from rlhf_core.packing import Layout
 from rlhf_dpo.objective import SAME, sequence_logps
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Pairs
-    from rlhf_core.fit.batches import DatasetUpdates, Update
+    from rlhf_core.fit import DatasetUpdates, Update
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed, Tree, Trees
 
@@ -152,7 +151,7 @@ def pairs_reached(updates: DatasetUpdates) -> NDArray[np.integer]:
     config, count = updates.config, len(updates.trees)
     if updates.total * config.total_batch_size >= count:
         return np.arange(count)
-    return data.visited_rows(
+    return visited_rows(
         count,
         updates.total * config.total_batch_size,
         seed=updates.seed,

@@ -10,14 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core import artifacts, data, optimizers
-from rlhf_core.fit import fit
-from rlhf_core.fit.batches import choose_row_layout
-from rlhf_core.state import create_state
-from rlhf_core.training.forecast import forecast_lines
-from rlhf_core.training.open import open_model, open_pairs, try_loss
-from rlhf_core.training.python import python_trainer
-from rlhf_core.training.updates import dataset_updates
+from rlhf_core import create_state
+from rlhf_core.artifacts import save_model
+from rlhf_core.data import require_vocabulary
+from rlhf_core.fit import choose_row_layout, fit
+from rlhf_core.optimizers import make_optimizer
+from rlhf_core.training import (
+    dataset_updates,
+    forecast_lines,
+    open_model,
+    open_pairs,
+    python_trainer,
+    try_loss,
+)
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
@@ -25,8 +30,7 @@ from rlhf_dpo.objective import SAME, objective, pair_loss
 from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference, pairs_reached
 
 if TYPE_CHECKING:
-    from rlhf_core import Stage
-    from rlhf_core.contracts import Forecast
+    from rlhf_core import Forecast, Stage
     from rlhf_core.models import Model
     from rlhf_dpo.objective import Measure
 
@@ -55,7 +59,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
     evaluate = None
     if held_out is not None:
         evaluate = Evaluation(held_out, reference, measure, beta=config.beta, stored=model.as_stored)
-    tx, schedule = optimizers.make_optimizer(config, stage.registry, updates.total)
+    tx, schedule = make_optimizer(config, stage.registry, updates.total)
     fitted = fit(
         stage,
         config,
@@ -65,7 +69,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
         schedule=schedule,
         evaluate=evaluate,
     )
-    artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
+    save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
 
 def _measure(config: DPOConfig, stage: Stage) -> Measure:
@@ -80,7 +84,7 @@ def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
         return None
     definition, mesh = model.definition, stage.devices()
     pairs = PairSet.of(encoded)
-    data.require_vocabulary(pairs.trees, encoded.where, definition.vocab_size)
+    require_vocabulary(pairs.trees, encoded.where, definition.vocab_size)
     at_once = config.eval_batch_size or config.total_batch_size
     most = len(encoded) if config.max_evaluation_steps is None else at_once * config.max_evaluation_steps
     which = np.arange(min(most, len(encoded)))

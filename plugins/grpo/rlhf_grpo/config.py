@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, SAMPLER, TrainerConfig
-from rlhf_core.config import Component, Options
+from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, SAMPLER, Component, Options, TrainerConfig
 from rlhf_core.rollouts import WeightedReward
 from rlhf_core.sampling import SamplingOptions
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import POLICY_LOSS, PolicyInputs, plugins
-from rlhf_core.errors import InputError
+from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, plugins
 from rlhf_core.logprobs import logps_from_logits, token_logps
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import Model, padded_rows
@@ -20,8 +19,7 @@ from rlhf_grpo.losses import LOSSES
 from rlhf_grpo.objective import Terms, combine
 
 if TYPE_CHECKING:
-    from rlhf_core import TrainState
-    from rlhf_core.contracts import PolicyLoss
+    from rlhf_core import PolicyLoss, TrainState
     from rlhf_core.models import Definition
 
 
@@ -197,7 +195,7 @@ def loss_by_name(name: str, **options: Any) -> PolicyLoss:
     """
     level = options["importance_sampling_level"]
     if name not in LOSSES:
-        registry = plugins.load().registry
+        registry = installed_registry()
         known = registry.options(POLICY_LOSS, name)
         made = registry.get(POLICY_LOSS, name, **{k: v for k, v in options.items() if k in known})
         own = POLICY_LOSS.attribute(made, "importance_sampling_level")

@@ -1,26 +1,17 @@
-"""Micro-batches of a rollout: their layout, and the values that are laid into them."""
+"""Values that GRPO adds to packed micro-batches, and the KL penalty of a rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit.batches import attention_skips_blocks
-from rlhf_core.mesh import row_multiple
-from rlhf_core.packing import Layout, Packed, Tree, choose_layout
-from rlhf_core.packing.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
+from rlhf_core.packing import Packed
 from rlhf_core.sampling import Rollouts
 from rlhf_grpo.objective import kl_estimate
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from rlhf_grpo.config import GRPOConfig
 
 
 def with_kept(batches: Sequence[Packed], share: float) -> list[Packed]:
@@ -94,54 +85,3 @@ def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) ->
     kl = np.asarray(kl_estimate(jnp.asarray(logps), jnp.asarray(ref_logps), name), np.float64)
     total: NDArray[np.float64] = np.where(there, kl, 0.0).sum(1)
     return total
-
-
-def on_host(x: jax.Array) -> np.ndarray:
-    """Fetch an array, from all processes where there are several."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(jax.device_get(x))
-
-
-def group_layout(
-    config: GRPOConfig, prompt_sizes: NDArray[np.integer], hidden_size: int, mesh: Mesh
-) -> Layout:
-    """Choose rows for groups over prompts of these sizes, in tokens, with room for completions of the full length."""
-    group, length = config.num_generations, config.sampling.max_completion_length
-    skips = attention_skips_blocks(config, mesh)
-    crossover = NO_CROSSOVER if skips else 6 * hidden_size
-    mean, together = float(prompt_sizes.mean()), group
-    cost = _group_cost(mean, length, group, group, crossover)
-    for part in (g for g in range(1, group) if group % g == 0):
-        # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.
-        if (split := _group_cost(mean, length, group, part, crossover)) < 0.9 * cost:
-            together, cost = part, split
-    sizes = prompt_sizes + together * length
-    per_update = config.total_batch_size // together
-    wanted = int(np.ceil(sizes.mean() * per_update)) // config.gradient_accumulation_steps
-    return choose_layout(
-        sizes,
-        together,
-        hidden_size=hidden_size,
-        max_tokens=min(MICRO_BATCH_TOKENS, max(wanted, 1)),
-        trees_per_update=per_update,
-        trained_counts=np.full(len(sizes), together * length),
-        row_multiple=row_multiple(mesh),
-        longest=int(sizes.max()),
-        skips_blocks=skips,
-    )
-
-
-def longest_groups(config: GRPOConfig, prompt_sizes: NDArray[np.integer]) -> list[Tree]:
-    """Return the groups of one update at their largest: what rows will look like."""
-    group, length = config.num_generations, config.sampling.max_completion_length
-    completion = np.zeros(length, np.int32)
-    prompts = prompt_sizes[: max(1, config.total_batch_size // group)]
-    return [Tree(np.zeros(size, np.int32), (completion,) * group) for size in prompts]
-
-
-def _group_cost(prompt: float, length: int, group: int, together: int, crossover: int) -> float:
-    """Estimate the relative cost of a group in rows that hold the prompt and `together` of its completions."""
-    return group // together * row_cost(int(prompt + together * length), crossover)

@@ -15,8 +15,7 @@ from rlhf_core.objective import loss_output, trained_logps, trained_sequence, tr
 from rlhf_grpo.losses import Level, ratio
 
 if TYPE_CHECKING:
-    from rlhf_core import PolicyInputs
-    from rlhf_core.contracts import PolicyLoss
+    from rlhf_core import PolicyInputs, PolicyLoss
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
     from rlhf_core.step import Objective

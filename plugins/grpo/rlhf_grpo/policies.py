@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding
-from rlhf_core.models.params import join, split
-from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_grpo.minibatches import locate, on_host
+from rlhf_core.mesh import abstract_rows, fetch_array, put_rows, replicated_sharding
+from rlhf_core.models import join_params, split_params
+from rlhf_core.training import BackgroundCompiler
+from rlhf_grpo.minibatches import locate
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core.packing.rows import Packed
+    from rlhf_core.packing import Packed
     from rlhf_core.rollouts import Rollout
     from rlhf_grpo.config import GRPOConfig
 
@@ -33,7 +33,7 @@ class Reference:
 
     def __init__(self, params: Mapping[str, Any], fixed: frozenset[tuple[str, ...]], mesh: Mesh) -> None:
         """params: of the policy; fixed: the paths of those that are not trained."""
-        trained, self._rest = split(params, fixed)
+        trained, self._rest = split_params(params, fixed)
         self._fixed, self._mesh = fixed, mesh
         self._compiler = BackgroundCompiler()
         # The loop donates the policy's buffers to every update.
@@ -41,7 +41,7 @@ class Reference:
 
     @property
     def params(self) -> Any:
-        return join(self._trained, self._rest)
+        return join_params(self._trained, self._rest)
 
     @cached_property
     def _mix(self) -> Any:
@@ -57,13 +57,13 @@ class Reference:
 
     def compile(self, params: Any, share: float) -> None:
         """Start to compile what `move` runs, for a policy that is placed like `params`; nothing is computed."""
-        policy = split(params, self._fixed)[0]
+        policy = split_params(params, self._fixed)[0]
         self._compiler.compile("mix", self._mix.lower(policy, self._trained, share))
 
     def move(self, params: Any, share: float) -> None:
         """Set reference ← share · policy + (1 − share) · reference (TR-DPO, Gorbatovski et al. 2024)."""
         self._compiler.wait("mix")
-        self._trained = self._mix(split(params, self._fixed)[0], self._trained, share)
+        self._trained = self._mix(split_params(params, self._fixed)[0], self._trained, share)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps of a reference that moves."""
@@ -130,9 +130,11 @@ class PolicyReader:
             self._compiler.wait(batch.rows.tokens.shape)
             values: dict[str, np.ndarray] = {}
             if self.reference is not None:
-                values["ref_logps"] = on_host(self.compute(self.reference.params, placed)[0])
+                values["ref_logps"] = fetch_array(self.compute(self.reference.params, placed)[0])
             if "old_logps" in out or "entropies" in out:
-                values["old_logps"], values["entropies"] = (on_host(x) for x in self.compute(params, placed))
+                values["old_logps"], values["entropies"] = (
+                    fetch_array(x) for x in self.compute(params, placed)
+                )
             for name, kept in out.items():
                 kept[at.completion, at.token] = values[name][at.row, at.column]
         return out

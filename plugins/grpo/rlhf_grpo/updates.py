@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rlhf_core import AdvantageInputs
-from rlhf_core.errors import InputError, RunError, error_line
-from rlhf_core.fit.batches import empty_batches
-from rlhf_core.packing.rows import Layout, Packed, pack
-from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
+from rlhf_core.fit import empty_batches
+from rlhf_core.packing import Layout, Packed, pack
+from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates, compute_advantages
 from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
 
 if TYPE_CHECKING:
-    from rlhf_core import Stage, TrainState
-    from rlhf_core.contracts import Advantage
-    from rlhf_core.rollouts import Reward
+    from rlhf_core import Advantage, Stage, TrainState
     from rlhf_grpo.config import GRPOConfig
     from rlhf_grpo.policies import PolicyReader
 
-HERE = str(Path(__file__).parent)
 SAMPLED = ("sampling_logps",)
 """Per-token values that every micro-batch carries, also when the policies read it."""
 INDEX = ("index",)
@@ -75,10 +68,8 @@ class GRPOUpdates(RolloutUpdates):
         if in_reward:
             penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
             rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
-        inputs = advantage_inputs(rollout, self.collector.rewards)
-        width = rollout.samples.tokens.shape[1]
-        advantages = compute_advantages(self.advantage, inputs, width, name=config.advantage.name)
-        return replace(rollout, advantages=advantages)
+        rewards, name = self.collector.rewards, config.advantage.name
+        return replace(rollout, advantages=compute_advantages(self.advantage, rollout, rewards, name=name))
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         packed = self._pack(rollout, (*SAMPLED, "advantages", *self.policies.names))
@@ -115,51 +106,3 @@ class GRPOUpdates(RolloutUpdates):
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         self.policies.restore(arrays)
         super().restore(step, host, arrays)
-
-
-def advantage_inputs(rollout: Rollout, rewards: Sequence[Reward]) -> AdvantageInputs:
-    """Group a rollout's rewards by prompt."""
-    group, inputs = rollout.group, rollout.inputs
-    return AdvantageInputs(
-        rewards=rollout.total.reshape(-1, group),
-        rewards_by_function=rollout.rewards.reshape(-1, group, len(rewards)),
-        weights=np.array([reward.weight for reward in rewards], np.float64),
-        lengths=np.asarray(rollout.samples.lengths).reshape(-1, group),
-        labels=tuple(reward.label for reward in rewards),
-        columns={} if inputs is None else inputs.columns,
-    )
-
-
-def compute_advantages(
-    advantage: Callable[[AdvantageInputs], Any], inputs: AdvantageInputs, width: int, *, name: str
-) -> NDArray[np.float32]:
-    """Compute advantages by the component called `name`: float32 [N], or [N, width] where it returns one per token.
-
-    Raises RunError where it raises, or returns anything but finite numbers [prompts, samples] or [prompts, samples,
-    time], with a time that reaches the longest completion.
-    """
-    what, shape = f"advantage '{name}'", inputs.rewards.shape
-    try:
-        out = np.asarray(advantage(inputs), np.float32)
-    except (InputError, RunError):
-        raise
-    except Exception as error:
-        raise RunError(f"{what} {error_line(error, HERE)}") from error
-    longest = int(np.max(inputs.lengths))
-    if out.shape != shape and not (out.ndim == 3 and out.shape[:2] == shape and out.shape[2] >= longest):
-        raise RunError(
-            f"{what} returned an array of shape {list(out.shape)}; wanted is one number per completion, {list(shape)} "
-            f"(prompts, and samples of each), or one per token, {[*shape, longest]} or longer"
-        )
-    if not np.isfinite(out).all():
-        prompt, sample, *_ = np.argwhere(~np.isfinite(out))[0]
-        raise RunError(
-            f"{what} returned {out[prompt, sample]} for sample {sample} of prompt {prompt}, whose rewards are "
-            f"{np.asarray(inputs.rewards)[prompt].tolist()}; advantages are finite, 0 where there is nothing to learn"
-        )
-    if out.ndim == 2:
-        return out.reshape(-1)
-    laid = np.zeros((out.shape[0] * out.shape[1], width), np.float32)
-    kept = out.reshape(len(laid), -1)[:, :width]
-    laid[:, : kept.shape[1]] = kept
-    return laid

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rlhf_core import PAIRWISE_LOSS, TrainerConfig
-from rlhf_core.config import Component
+from rlhf_core import PAIRWISE_LOSS, Component, TrainerConfig
 
 
 class RewardConfig(TrainerConfig):

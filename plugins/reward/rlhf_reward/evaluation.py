@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_core import PairInputs
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.fit.batches import evaluation_batches
-from rlhf_core.fit.compute import compute_batches
+from rlhf_core.fit import compute_batches, evaluation_batches
 from rlhf_core.mesh import replicated_sharding
 from rlhf_core.metrics import fetch_metrics
 from rlhf_core.objective import sequence_scores

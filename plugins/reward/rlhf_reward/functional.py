@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from rlhf_core import PAIRWISE_LOSS, PairInputs
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import padded_scores
-from rlhf_core.training.padded import batch_arrays, evaluate_once, named_loss, update_once
+from rlhf_core.training import batch_arrays, evaluate_once, named_loss, update_once
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import pair_loss
 
 if TYPE_CHECKING:
-    from rlhf_core import TrainState
-    from rlhf_core.contracts import PairwiseLoss
+    from rlhf_core import PairwiseLoss, TrainState
     from rlhf_core.models import Definition
 
     Loss: TypeAlias = str | Mapping[str, Any] | PairwiseLoss

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import InputError
+from rlhf_core import InputError
 from rlhf_core.mesh import row_multiple
 from rlhf_core.models import stored_head
 from rlhf_core.packing import Layout

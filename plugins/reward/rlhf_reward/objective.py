@@ -14,7 +14,7 @@ from rlhf_core.metrics import Max, Mean, Metric, Min
 from rlhf_core.objective import loss_output, sequence_scores
 
 if TYPE_CHECKING:
-    from rlhf_core.contracts import PairwiseLoss
+    from rlhf_core import PairwiseLoss
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed, Tree, Trees
     from rlhf_core.step import Objective

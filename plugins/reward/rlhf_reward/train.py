@@ -9,22 +9,29 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import PAIRWISE_LOSS, PairInputs, artifacts, data, optimizers
+from rlhf_core import PAIRWISE_LOSS, PairInputs, create_state
+from rlhf_core.artifacts import save_model
+from rlhf_core.data import require_vocabulary
 from rlhf_core.fit import fit
+from rlhf_core.optimizers import make_optimizer
 from rlhf_core.scoring import Contract, Scorer, base_identity
-from rlhf_core.stage.text_settings import read_at_of, text_options
-from rlhf_core.state import create_state
-from rlhf_core.training.forecast import forecast_lines
-from rlhf_core.training.open import open_model, open_pairs, open_records, try_loss
-from rlhf_core.training.python import python_trainer
-from rlhf_core.training.updates import dataset_updates
+from rlhf_core.training import (
+    dataset_updates,
+    forecast_lines,
+    open_model,
+    open_pairs,
+    open_records,
+    python_trainer,
+    read_at_of,
+    text_options,
+    try_loss,
+)
 from rlhf_reward.config import RewardConfig
 from rlhf_reward.evaluation import Evaluation, Preview, finite, subsets_of
 from rlhf_reward.objective import SAME, mark_equal_pairs, objective, pair_loss
 
 if TYPE_CHECKING:
-    from rlhf_core import Stage
-    from rlhf_core.contracts import Forecast
+    from rlhf_core import Forecast, Stage
     from rlhf_core.data import Pairs
     from rlhf_core.models import Model
     from rlhf_reward.objective import Measure
@@ -42,7 +49,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     measure = _measure(config, stage)
     loss = objective(model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
-    tx, schedule = optimizers.make_optimizer(config, stage.registry, updates.total)
+    tx, schedule = make_optimizer(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     preview = evaluate and Preview(evaluate, model.tokenizer, stage, config.num_preview_samples)
     fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=preview)
@@ -68,7 +75,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
         compute_dtype=model.computes_in,
         base=base_identity(trained),
     )
-    artifacts.save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
+    save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
 
 
 STATISTICS_PAIRS = 128
@@ -86,7 +93,7 @@ def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measu
         return None
     pairs = _open_pairs(config, stage, model.tokenizer, "eval_data", records=records)
     assert pairs is not None
-    data.require_vocabulary(pairs.trees(), pairs.where, model.definition.vocab_size)
+    require_vocabulary(pairs.trees(), pairs.where, model.definition.vocab_size)
     return Evaluation(
         pairs,
         config,

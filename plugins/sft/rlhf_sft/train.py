@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf_core import artifacts, data, optimizers
-from rlhf_core.fit import evaluator, fit
-from rlhf_core.fit.batches import evaluation_batches
-from rlhf_core.state import create_state
-from rlhf_core.training.forecast import forecast_lines
-from rlhf_core.training.open import open_model, open_texts
-from rlhf_core.training.python import python_trainer
-from rlhf_core.training.updates import dataset_updates
+from rlhf_core import create_state
+from rlhf_core.artifacts import save_model
+from rlhf_core.data import require_vocabulary
+from rlhf_core.fit import evaluation_batches, evaluator, fit
+from rlhf_core.optimizers import make_optimizer
+from rlhf_core.training import dataset_updates, forecast_lines, open_model, open_texts, python_trainer
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
 if TYPE_CHECKING:
-    from rlhf_core import Stage
-    from rlhf_core.contracts import Forecast
+    from rlhf_core import Forecast, Stage
 
 
 def run(config: SFTConfig, stage: Stage) -> None:
@@ -26,18 +23,18 @@ def run(config: SFTConfig, stage: Stage) -> None:
     train = open_texts(config, stage, model.tokenizer, "train_data")
     assert train is not None
     model, updates = dataset_updates(model, config, stage, train, train.trees(), reads_tokens=True)
-    tx, schedule = optimizers.make_optimizer(config, stage.registry, updates.total)
+    tx, schedule = make_optimizer(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
     held_out = open_texts(config, stage, model.tokenizer, "eval_data", needed=False)
     if held_out is not None:
         trees, mesh, width = held_out.trees(), stage.devices(), model.definition.hidden_size
-        data.require_vocabulary(trees, held_out.where, model.definition.vocab_size)
+        require_vocabulary(trees, held_out.where, model.definition.vocab_size)
         batches = evaluation_batches(trees, config, mesh, width, reads_tokens=True)
         evaluate = evaluator(loss, mesh, batches, stored=model.as_stored, say=stage.say)
     fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=evaluate)
-    artifacts.save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
+    save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 
 
 def forecast(config: SFTConfig, stage: Stage) -> Forecast:

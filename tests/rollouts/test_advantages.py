@@ -1,12 +1,14 @@
 """What an advantage is given, and what it returns: per completion or per token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from rlhf_grpo.updates import advantage_inputs, compute_advantages
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_core.rollouts import Reward, Rollout
+from rlhf_core.rollouts import Reward, Rollout, compute_advantages
+from rlhf_core.rollouts.advantages import advantage_inputs
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -69,24 +71,25 @@ def misspelt(inputs):
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_what_is_no_advantage(rollout, advantage, message):
-    inputs = advantage_inputs(rollout, REWARDS)._replace(rewards=np.arange(6.0).reshape(2, 3))
+    rollout = replace(rollout, total=np.arange(6.0))
     with pytest.raises(RunError, match=f"^advantage 'mine' .*{message}"):
-        compute_advantages(advantage, inputs, C, name="mine")
+        compute_advantages(advantage, rollout, REWARDS, name="mine")
 
 
 def test_an_advantage_per_completion(rollout):
-    inputs = advantage_inputs(rollout, REWARDS)
-    advantages = compute_advantages(lambda inputs: inputs.rewards - 1, inputs, C, name="mine")
+    advantages = compute_advantages(lambda inputs: inputs.rewards - 1, rollout, REWARDS, name="mine")
     np.testing.assert_array_equal(advantages, (rollout.total - 1).astype(np.float32))
     assert advantages.dtype == np.float32
 
 
-@pytest.mark.parametrize("width", [4, 5, 3])
+@pytest.mark.parametrize("width", [4, 5, 8])
 def test_an_advantage_per_token(rollout, width):
     """As wide as the samples' arrays, whatever the component returned beyond the longest completion."""
-    inputs = advantage_inputs(rollout, REWARDS)
+    samples = rollout.samples
+    samples = Rollouts(
+        np.zeros((6, width), np.int32), samples.lengths, np.zeros((6, width)), samples.finished
+    )
     out = np.arange(2 * G * 6, dtype=np.float64).reshape(2, G, 6)
-    advantages = compute_advantages(lambda _: out, inputs, width, name="mine")
-    np.testing.assert_array_equal(advantages, out.reshape(6, 6)[:, :width])
-    wide = compute_advantages(lambda _: out, inputs, 8, name="mine")
-    np.testing.assert_array_equal(wide, np.pad(out.reshape(6, 6), ((0, 0), (0, 2))))
+    advantages = compute_advantages(lambda _: out, replace(rollout, samples=samples), REWARDS, name="mine")
+    expected = np.pad(out.reshape(6, 6), ((0, 0), (0, 2)))[:, :width]
+    np.testing.assert_array_equal(advantages, expected)

@@ -1,0 +1,127 @@
+"""Forecast a stage that samples, from its data and the shapes of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import data
+from rlhf_core.config.warnings import config_warnings
+from rlhf_core.contracts import Forecast
+from rlhf_core.mesh import rows_per_device
+from rlhf_core.rewards.checks import forecast_rewards
+from rlhf_core.sampling import slots_per_device
+from rlhf_core.sampling.stop_strings import stop_table
+from rlhf_core.training.forecast import training_memory
+from rlhf_core.training.memory import cache_bytes, memory_forecast, scoring_bytes
+from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.rewards.reward import Reward, WeightedReward
+    from rlhf_core.sampling import SamplingOptions
+    from rlhf_core.stage import Stage
+
+
+def forecast_rollouts(
+    config: TrainerConfig,
+    stage: Stage,
+    *,
+    rewards: Sequence[WeightedReward],
+    max_prompt_length: int,
+    num_generations: int,
+    sampling: SamplingOptions,
+    evaluation_sampling: SamplingOptions | None = None,
+    updates_per_rollout: int = 1,
+    minibatches: int = 1,
+    max_rounds: int = 1,
+    reward_weights: Sequence[float] | None = None,
+    copies: Sequence[str] = (),
+    warn: Callable[[int, Any, int], Sequence[str]] | None = None,
+) -> Forecast:
+    """Forecast prompts, completions, updates, tokens and memory, what rewards will do, and the config's warnings.
+
+    `config.total_batch_size` counts completions per update; a rollout has `minibatches` times as many and serves
+    updates_per_rollout. copies: names of copies of the trained parameters, such as "reference". warn: (updates, the
+    model's positions or None, tokens of the longest prompt) → warnings of the trainer's own.
+    """
+    require_model(config, stage, head="lm")
+    functions = open_rewards(rewards, stage, weights=reward_weights)
+    tokenizer = stage.inputs.get("tokenizer")
+    for options in (sampling, evaluation_sampling):
+        if tokenizer is not None and options is not None and options.stop_strings:
+            stop_table(options.stop_strings, tokenizer, len(tokenizer))
+    count, longest, report, of_rewards = _prompts(config, stage, functions, max_prompt_length)
+    per_rollout = config.total_batch_size * minibatches // num_generations
+    rollouts = data.count_updates(count, per_rollout, config.num_train_epochs, None)
+    total = config.max_training_steps or rollouts * updates_per_rollout
+    sampled = -(-total // updates_per_rollout) * per_rollout * num_generations
+    length = sampling.max_completion_length
+    lines = [
+        report,
+        f"a rollout is {per_rollout:,} prompts × {num_generations} completions = {per_rollout * num_generations:,}"
+        + (f", drawn up to {max_rounds} times (dynamic_sampling)" if max_rounds > 1 else ""),
+        f"{'at most ' if max_rounds > 1 and config.max_training_steps is None else ''}"
+        f"{total:,} updates of {config.total_batch_size:,} completions; a rollout serves {updates_per_rollout}; "
+        f"{sampled // num_generations / count:.2f} epochs",
+        f"{sampled:,} completions, at most {sampled * length:,} sampled tokens",
+    ]
+    warnings: list[str] = []
+    positions = None
+    group = longest + num_generations * length
+    update_tokens = config.total_batch_size // num_generations * group
+    memory = training_memory(config, stage, "lm", total, update_tokens, group)
+    if memory is not None:
+        definition, hf_config, parts = memory
+        positions = hf_config.get("max_position_embeddings")
+        for name in copies:
+            parts[name] = parts["gradients"]  # as large as what is trained
+        prompts = rows_per_device(stage.planned_mesh, per_rollout)
+        slots = slots_per_device(None, prompts * num_generations)
+        cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, prompts, longest)
+        parts["rollout cache"] = cache
+        if stage.planned_mesh is None:
+            # Decoding joins projections, so that each token reads the weights in fewer pieces.
+            parts["sampler"] = parts["parameters"]
+            parts["reward models"] = _reward_models(rewards, stage, parts["parameters"])
+        of_memory = memory_forecast(parts, config.dtype, stage.planned_mesh)
+        lines += of_memory.lines
+        warnings += of_memory.warnings
+    warnings += of_rewards.warnings
+    warnings += [] if warn is None else warn(total, positions, longest)
+    warnings += config_warnings(config, total)
+    return Forecast((*lines, *of_rewards.lines), tuple(warnings))
+
+
+def _reward_models(rewards: Sequence[WeightedReward], stage: Stage, policy: int) -> int:
+    """Sum the bytes of the models that rewards read; one that does not exist yet counts as the policy."""
+    models = [reward.options.get("model") for reward in rewards]
+    sizes = [
+        scoring_bytes(model, stage.inputs.get("tokenizer"), stage.registry)
+        for model in models
+        if isinstance(model, str)
+    ]
+    return sum(policy if size is None else size for size in sizes)
+
+
+def _prompts(
+    config: TrainerConfig, stage: Stage, rewards: Sequence[Reward], max_prompt_length: int
+) -> tuple[int, int, str, Forecast]:
+    """Return the number of prompts, tokens of the longest, a line about them, and the rewards' forecast.
+
+    Without the model's tokenizer rows are counted, not tokenised.
+    """
+    tokenizer = stage.inputs.get("tokenizer")
+    if tokenizer is None:
+        records = open_records(config, stage, "train_data")
+        assert records is not None
+        report = f"{len(records):,} prompts before length limits"
+        return len(records), max_prompt_length, report, forecast_rewards(rewards, records, stage)
+    held_out = open_prompts(
+        config, stage, tokenizer, "eval_data", max_prompt_length=max_prompt_length, needed=False
+    )
+    prompts = open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=max_prompt_length)
+    if held_out is not None:
+        forecast_rewards(rewards, held_out, stage)
+    of_rewards = forecast_rewards(rewards, prompts, stage)
+    return len(prompts), max(map(len, prompts.ids)), str(prompts.report), of_rewards

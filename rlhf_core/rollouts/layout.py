@@ -1,0 +1,85 @@
+"""Choose the rows that a rollout's groups are packed into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.fit.batches import attention_skips_blocks
+from rlhf_core.mesh import row_multiple
+from rlhf_core.packing import Layout, Tree, choose_layout
+from rlhf_core.packing.layout import MICRO_BATCH_TOKENS, NO_CROSSOVER, row_cost
+from rlhf_core.training.attention import choose_attention
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.models import Model
+    from rlhf_core.rollouts.collector import RolloutCollector
+    from rlhf_core.stage import Stage
+
+
+def choose_rollout_rows(
+    model: Model, config: TrainerConfig, stage: Stage, collector: RolloutCollector
+) -> tuple[Model, Layout]:
+    """Choose rows with room for completions of full length; return the model, its attention chosen for them, too.
+
+    `config.total_batch_size` counts completions.
+    """
+    sizes = np.array([len(ids) for ids in collector.prompts.ids])
+    group, length = collector.num_generations, collector.sampling.max_completion_length
+    width, mesh = model.definition.hidden_size, stage.devices()
+    layout = group_layout(config, sizes, width, mesh, group=group, length=length)
+    longest = longest_groups(config, sizes, group=group, length=length)
+    return choose_attention(model, config, stage, longest, layout), layout
+
+
+def group_layout(
+    config: TrainerConfig,
+    prompt_sizes: NDArray[np.integer],
+    hidden_size: int,
+    mesh: Mesh,
+    *,
+    group: int,
+    length: int,
+) -> Layout:
+    """Choose rows for groups over prompts of these sizes, in tokens, with room for completions of the full length."""
+    skips = attention_skips_blocks(config, mesh)
+    crossover = NO_CROSSOVER if skips else 6 * hidden_size
+    mean, together = float(prompt_sizes.mean()), group
+    cost = _group_cost(mean, length, group, group, crossover)
+    for part in (g for g in range(1, group) if group % g == 0):
+        # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.
+        if (split := _group_cost(mean, length, group, part, crossover)) < 0.9 * cost:
+            together, cost = part, split
+    sizes = prompt_sizes + together * length
+    per_update = config.total_batch_size // together
+    wanted = int(np.ceil(sizes.mean() * per_update)) // config.gradient_accumulation_steps
+    return choose_layout(
+        sizes,
+        together,
+        hidden_size=hidden_size,
+        max_tokens=min(MICRO_BATCH_TOKENS, max(wanted, 1)),
+        trees_per_update=per_update,
+        trained_counts=np.full(len(sizes), together * length),
+        row_multiple=row_multiple(mesh),
+        longest=int(sizes.max()),
+        skips_blocks=skips,
+    )
+
+
+def longest_groups(
+    config: TrainerConfig, prompt_sizes: NDArray[np.integer], *, group: int, length: int
+) -> list[Tree]:
+    """Return the groups of one update at their largest: what rows will look like."""
+    completion = np.zeros(length, np.int32)
+    prompts = prompt_sizes[: max(1, config.total_batch_size // group)]
+    return [Tree(np.zeros(size, np.int32), (completion,) * group) for size in prompts]
+
+
+def _group_cost(prompt: float, length: int, group: int, together: int, crossover: int) -> float:
+    """Estimate the relative cost of a group in rows that hold the prompt and `together` of its completions."""
+    return group // together * row_cost(int(prompt + together * length), crossover)
