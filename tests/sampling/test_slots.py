@@ -90,7 +90,11 @@ def test_nor_does_a_mesh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slot_is_given_to_the_next_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     written: list[Written] = []
-    monkeypatch.setattr(sampling, "read", lambda *given: written.append(given[0]) or read_completions(*given))
+    monkeypatch.setattr(
+        sampling,
+        "read_completions",
+        lambda *results: written.append(results[0]) or read_completions(*results),
+    )
     lengths = ask(model, monkeypatch, ALL).lengths
     for slots in (1, 4, 8):
         ask(model, monkeypatch, slots)
