@@ -57,28 +57,28 @@ def _remove_unused(table: dict[str, Any], cls: type[TrainerConfig]) -> list[Prob
     return notes
 
 
-def _remove_saved_class(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+def _remove_saved_class(fields: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
     """Remove the config class that EasyDeL writes into its files; warn if it is another trainer's."""
-    name = given.pop(SAVED_BY, cls.__name__)
+    name = fields.pop(SAVED_BY, cls.__name__)
     if name == cls.__name__:
         return []
     return [Problem(SAVED_BY, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
 
 
-def _replace_aliases(given: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+def _replace_aliases(fields: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
     """Replace other spellings by names. Both may be given if they agree, or if one of them is none."""
     problems = []
     aliases = cls._aliases()
-    for alias in [alias for alias in aliases if alias in given]:
-        value, name = given.pop(alias), aliases[alias]
+    for alias in [alias for alias in aliases if alias in fields]:
+        value, name = fields.pop(alias), aliases[alias]
         if not _may_be_none(cls, name):  # EasyDeL's none: the default
-            if given.get(name, 0) is None:
-                del given[name]
+            if fields.get(name, 0) is None:
+                del fields[name]
             if value is None:
                 continue
-        if name in given and given[name] != value:
+        if name in fields and fields[name] != value:
             problems.append(Problem(alias, f"another name of {name}, which is given too; remove one"))
-        given.setdefault(name, value)
+        fields.setdefault(name, value)
     return problems
 
 
@@ -86,27 +86,27 @@ def _may_be_none(cls: type[TrainerConfig], name: str) -> bool:
     return name not in cls.model_fields or type(None) in get_args(cls.model_fields[name].annotation)
 
 
-def _wrap_single_components(given: dict[str, Any], cls: type[TrainerConfig]) -> None:
+def _wrap_single_components(fields: dict[str, Any], cls: type[TrainerConfig]) -> None:
     """Make a list of one where a name or table is given for a list of components: `logger = "wandb"`."""
-    for name, value in given.items():
+    for name, value in fields.items():
         annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
         if get_origin(annotation) is list and isinstance(value, str | Mapping | Component):
             (item,) = get_args(annotation)
             owner = get_args(item)[0] if get_origin(item) is Annotated else item
             if isinstance(owner, type) and issubclass(owner, Component):
-                given[name] = [value]
+                fields[name] = [value]
 
 
-def _nest_flat(given: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None) -> list[Problem]:
+def _nest_flat(fields: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None) -> list[Problem]:
     """Move flat names into the tables they stand for; a table that is not given starts from its default."""
-    flat = [(name, target[0], target[1]) for name, target in cls._flat().items() if name in given]
+    flat = [(name, target[0], target[1]) for name, target in cls._flat().items() if name in fields]
     # Names first: the options of the default do not apply to another component.
     flat.sort(key=lambda item: item[2] != "name")
-    given_tables = {field: _table(given[field]) for _, field, _ in flat if field in given}
+    given_tables = {field: _table(fields[field]) for _, field, _ in flat if field in fields}
     tables: dict[str, dict[str, Any]] = {}
     problems = []
     for name, field, key in flat:
-        value, default = given.pop(name), _default(cls, base, field)
+        value, default = fields.pop(name), _default(cls, base, field)
         if field not in tables:
             start = given_tables[field] if field in given_tables else _table(default) or {}
             if start is None:
@@ -119,40 +119,40 @@ def _nest_flat(given: dict[str, Any], cls: type[TrainerConfig], base: TrainerCon
             tables[field].pop(key, None)  # an option that is none counts as not given
         else:
             tables[field][key] = value
-    given |= tables
+    fields |= tables
     return problems
 
 
-def _nest_wandb(given: dict[str, Any], default: Any) -> list[Problem]:
+def _nest_wandb(fields: dict[str, Any], default: Any) -> list[Problem]:
     """Move `use_wandb` into the list of loggers, and `wandb_entity` and `wandb_name` into the options of wandb."""
-    enabled = given.pop("use_wandb", False)
+    enabled = fields.pop("use_wandb", False)
     named = {"wandb_entity": "entity", "wandb_name": "run_name"}
-    options = {key: value for key in named if (value := given.pop(key, None)) is not None}
-    loggers = given.get("logger", default)
+    options = {key: value for key in named if (value := fields.pop(key, None)) is not None}
+    loggers = fields.get("logger", default)
     if not isinstance(enabled, bool):
         return [Problem("use_wandb", f"expected true or false, got {format_value(enabled)}")]
     if not (enabled or options) or not isinstance(loggers, list | tuple):
         return []
     tables: list[Any] = [_table(logger) or logger for logger in loggers]
     wandb_tables = [table for table in tables if isinstance(table, dict) and table.get("name") == "wandb"]
-    if enabled and wandb_tables and "logger" in given:
+    if enabled and wandb_tables and "logger" in fields:
         return [Problem("use_wandb", "logger names wandb too; remove one")]
     if enabled and not wandb_tables:
         wandb_tables = [{"name": "wandb"}]
         tables += wandb_tables
     if not wandb_tables:
         return [Problem(key, "has no effect without use_wandb = true", fatal=False) for key in options]
-    twice = [key for key in options if named[key] in wandb_tables[0] and "logger" in given]
+    twice = [key for key in options if named[key] in wandb_tables[0] and "logger" in fields]
     wandb_tables[0].update({named[key]: value for key, value in options.items()})
-    given["logger"] = tables
+    fields["logger"] = tables
     return [Problem(key, f"the same as {named[key]} of logger wandb; remove one") for key in twice]
 
 
-def _nest_split(given: dict[str, Any], default: Any) -> list[Problem]:
+def _nest_split(fields: dict[str, Any], default: Any) -> list[Problem]:
     """Move `dataset_split` into the table of `train_data`."""
-    if "dataset_split" not in given:
+    if "dataset_split" not in fields:
         return []
-    split, data = given.pop("dataset_split"), given.get("train_data", default)
+    split, data = fields.pop("dataset_split"), fields.get("train_data", default)
     if split is None:
         return []
     if isinstance(data, Path | str):
@@ -161,22 +161,22 @@ def _nest_split(given: dict[str, Any], default: Any) -> list[Problem]:
         return [Problem("dataset_split", "needs train_data, one dataset by name or in a table")]
     if "split" in data:
         return [Problem("dataset_split", "the same as train_data.split, which is given too; remove one")]
-    given["train_data"] = {**data, "split": split}
+    fields["train_data"] = {**data, "split": split}
     return []
 
 
-def _nest_optimizer(given: dict[str, Any], default: Any) -> list[Problem]:
+def _nest_optimizer(fields: dict[str, Any], default: Any) -> list[Problem]:
     """Move `extra_optimizer_kwargs` into the options of `optimizer`."""
-    extra = given.pop("extra_optimizer_kwargs", None)
+    extra = fields.pop("extra_optimizer_kwargs", None)
     if not extra:
         return []
     if not isinstance(extra, Mapping):
         return [Problem("extra_optimizer_kwargs", f"expected a table, got {format_value(extra)}")]
-    table = _table(given.get("optimizer", default))
+    table = _table(fields.get("optimizer", default))
     if table is None:
         return []  # neither a table nor a name, as validation says
-    twice = [key for key in extra if "optimizer" in given and key in table]
-    given["optimizer"] = {**table, **extra}
+    twice = [key for key in extra if "optimizer" in fields and key in table]
+    fields["optimizer"] = {**table, **extra}
     return [
         Problem(
             f"extra_optimizer_kwargs.{key}", f"the same as optimizer.{key}, which is given too; remove one"

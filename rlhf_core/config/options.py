@@ -63,11 +63,11 @@ class Options(BaseModel):
     """{another library's name: what happens here}, for the same message if we have no such field."""
 
     def __init__(self, /, **data: Any) -> None:
-        given, problems = self._expand(data)
+        fields, problems = self._expand(data)
         try:
-            super().__init__(**given)
+            super().__init__(**fields)
         except ValidationError as error:
-            problems += explain(type(self), error, given)
+            problems += explain(type(self), error, fields)
         raise_or_warn(problems, type(self).__name__)
 
     # pydantic then builds nested tables without this method, so that their problems are collected with the others.
@@ -120,9 +120,9 @@ class Options(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """Copy with some fields changed; raises InputError."""
-        given, problems = self._expand(changes, self)
+        fields, problems = self._expand(changes, self)
         raise_or_warn(problems, type(self).__name__)
-        return type(self)(**{**self._table(), **given})
+        return type(self)(**{**self._table(), **fields})
 
     def _table(self, *, only_set: bool = False) -> dict[str, Any]:
         """Return the fields, one level deep; only_set: without those left at their defaults."""
@@ -143,12 +143,12 @@ class Component(Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _canonical(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            return {"name": given}
-        if isinstance(given, Mapping):
-            return {key: _plain(value) for key, value in given.items()}
-        return given
+    def _canonical(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            return {"name": data}
+        if isinstance(data, Mapping):
+            return {key: _plain(value) for key, value in data.items()}
+        return data
 
     @property
     def options(self) -> dict[str, Any]:

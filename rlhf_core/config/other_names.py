@@ -1,8 +1,8 @@
-"""Fields of other libraries' configs that ours do not have, as data.
+"""Tables of the fields that other libraries' configs have and ours do not.
 
-A config written for EasyDeL is taken as it is: each of its fields is one of ours, another name of one, or listed here,
-and then accepted with a warning that says what happens instead. TRL's names are errors that say what ours are, or what
-happens here without them.
+A config written for EasyDeL is accepted as it is: each of its fields is one of ours, another name of one, or listed
+here, and then accepted with a warning that says what happens instead. TRL's names are errors that name our field, or
+say what happens here without one.
 `docs/reference/coming_from.md` is checked against these tables.
 """
 
@@ -16,28 +16,28 @@ class SeedField(NamedTuple):
     """A field without effect."""
 
     same: tuple[Any, ...]
-    """Values that ask for what happens anyway; nothing is said of them."""
+    """Values that ask for what happens anyway, and give no warning."""
     instead: str
     """What happens instead, whatever the value."""
 
 
 _GENERATION = (
-    "GRPO writes completions of rollouts and of fixed prompts to samples/, a reward stage scored pairs"
+    "GRPO writes completions to samples/, of rollouts and fixed prompts; a reward stage writes scored pairs"
 )
-_ESURGE = "completions are drawn by what `sampler` names"
+_ESURGE = "the component that `sampler` names samples completions"
 _WORKERS = "batches are made between updates, while the device computes; no worker processes are needed"
 _HOST = "token ids stay in host memory, batches go to the device one at a time"
-_SHARDS = "every process finds its own share of a batch from the mesh"
+_SHARDS = "the mesh determines the share of a batch that each process reads"
 _SPARSE = "parameters are dense arrays"
 _HISTOGRAM = "histograms of weights are not logged; grad_norm is, at every logged step"
-_BEGIN = "a run goes on from its newest checkpoint, or starts at update 0 in a directory that has none"
+_BEGIN = "a run resumes from its newest checkpoint; without one it starts at update 0"
 _COLLATOR = "examples are packed into rows without padding; there is no other way of batching"
 
 SEED_FIELDS: Mapping[str, SeedField] = {
     "auto_shard_states": SeedField((True,), "states are always sharded over `mesh`"),
     "aux_loss_enabled": SeedField((False,), "no auxiliary loss of experts is added"),
     "backend": SeedField(
-        (None,), "JAX chooses the device; the environment variable JAX_PLATFORMS says otherwise"
+        (None,), "JAX chooses the device; the environment variable JAX_PLATFORMS overrides it"
     ),
     "custom_scheduler": SeedField(
         (None,), "`scheduler` is followed; a registered optimizer can bring its own schedule"
@@ -76,12 +76,8 @@ SEED_FIELDS: Mapping[str, SeedField] = {
     "ids_to_pop_from_dataset": SeedField(
         ([], None), "columns that a trainer does not use are not read; GRPO's rewards are given all of them"
     ),
-    "init_tx": SeedField(
-        (True,), "a stage that starts has a fresh optimizer state, one that goes on its own"
-    ),
-    "is_fine_tuning": SeedField(
-        (True,), "a stage trains the model it is given, whatever that was trained on"
-    ),
+    "init_tx": SeedField((True,), "a stage starts with a fresh optimizer state, and resumes with its own"),
+    "is_fine_tuning": SeedField((True,), "a stage trains any model, whatever it was trained on before"),
     "jax_distributed_config": SeedField(
         (None,), "JAX's own start-up joins the processes of SLURM, Open MPI, Kubernetes and TPU jobs"
     ),
@@ -91,7 +87,7 @@ SEED_FIELDS: Mapping[str, SeedField] = {
     "low_mem_usage": SeedField(
         (True,), "weights are read shard by shard, and the state is donated to every update"
     ),
-    "model_name": SeedField((None,), "what is written is named by the stage and its directory"),
+    "model_name": SeedField((None,), "outputs are named after the stage and its directory"),
     "model_parameters": SeedField(
         (None, {}), "a fresh model's sizes are a table: `model = { model_type = …, … }`"
     ),
@@ -105,16 +101,16 @@ SEED_FIELDS: Mapping[str, SeedField] = {
         (None,), "max_training_steps limits the updates of the whole stage"
     ),
     "performance_mode": SeedField(
-        (False,), "metrics stay on the device until they are logged; nothing is gained without them"
+        (False,), "metrics stay on the device until they are logged; leaving them out would gain nothing"
     ),
-    "process_zero_is_admin": SeedField((True,), "the first process writes and talks"),
+    "process_zero_is_admin": SeedField((True,), "the first process writes files and prints"),
     "pruning_module": SeedField((None,), _SPARSE),
     "remove_ckpt_after_load": SeedField((False,), "save_total_limit decides which checkpoints stay"),
     "remove_unused_columns": SeedField(
         (False,), "columns that a trainer does not use are not read; GRPO's rewards are given all of them"
     ),
     "report_metrics": SeedField(
-        (True,), "metrics are always written to metrics.jsonl; `logger` lists what else is told"
+        (True,), "metrics are always written to metrics.jsonl; `logger` lists further loggers"
     ),
     "report_steps": SeedField(
         (), "log_steps sets how often metrics are logged, to the console and to every logger"
@@ -122,7 +118,7 @@ SEED_FIELDS: Mapping[str, SeedField] = {
     "resume_if_possible": SeedField((True,), _BEGIN),
     "save_optimizer_state": SeedField(
         (True,),
-        "a checkpoint always holds the optimizer's state, without which no run could go on; a trained model never does",
+        "a checkpoint always holds the optimizer's state, which resuming needs; a trained model never does",
     ),
     "sparse_module_type": SeedField(("bcoo",), _SPARSE),
     "sparsify_module": SeedField((False,), _SPARSE),
@@ -130,9 +126,9 @@ SEED_FIELDS: Mapping[str, SeedField] = {
     "step_partition_spec": SeedField((), "a batch's rows are split over the mesh's axes data and fsdp"),
     "step_start_point": SeedField((None,), _BEGIN),
     "train_on_inputs": SeedField(
-        (), "reward models learn from whole replies, SFT from completions and from `text` rows whole"
+        (), "reward models train on whole completions, SFT on completions and whole `text` rows"
     ),
-    "trainer_prefix": SeedField((None,), "what is written is named by the stage and its directory"),
+    "trainer_prefix": SeedField((None,), "outputs are named after the stage and its directory"),
     "tx_mu_dtype": SeedField((None,), "the optimizer's moments are float32, as the parameters are"),
     "use_data_collactor": SeedField((True,), _COLLATOR),
     "use_data_collator": SeedField((True,), _COLLATOR),
@@ -142,7 +138,7 @@ SEED_FIELDS: Mapping[str, SeedField] = {
     "weight_distribution_log_steps": SeedField((0,), _HISTOGRAM),
     "weight_distribution_pattern": SeedField((), _HISTOGRAM),
 }
-"""{EasyDeL's field: what is said of it}, for every trainer."""
+"""{EasyDeL's field: its values and warning}, for every trainer."""
 
 TRL_NAMES: Mapping[str, str] = {
     "adam_beta1": "optimizer.b1",
@@ -179,7 +175,7 @@ TRL_NAMES: Mapping[str, str] = {
     "vllm_importance_sampling_mode": "sampler_correction.mode",
     "warmup_ratio": "warmup_steps",
 }
-"""{TRL's field: ours}, for the message where it is given: values and defaults differ, so it is not simply taken."""
+"""{TRL's field: ours}, for the error message: values and defaults differ, so the field is not accepted as ours."""
 
 OTHER_NAMES: Mapping[str, str] = {
     "batch_size": "total_batch_size",
@@ -192,7 +188,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "train_batch_size": "total_batch_size",
     "train_dataset": "train_data",
 }
-"""{what people type for it: our field}, for the message where it is given."""
+"""{what people type for it: our field}, for the error message."""
 
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
 _MESH = "`mesh` of the pipeline says how states are sharded"
@@ -213,4 +209,4 @@ TRL_ABSENT: Mapping[str, str] = {
     "torch_compile": "every update is a compiled program",
     "trust_remote_code": "no code that comes with a model is run; a plugin adds a model family",
 }
-"""{TRL's field: what happens here}, for the message where it is given."""
+"""{TRL's field: what happens here}, for the error message."""

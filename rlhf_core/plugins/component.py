@@ -176,8 +176,8 @@ def _read_value(model: type[Options], value: Any) -> Any:
     and pydantic's ValidationError for a value that does not fit.
     """
 
-    def validate(given: Any) -> Any:
-        return model.model_validate({"value": given}).value  # type: ignore[attr-defined]  # its fields are made at run time
+    def validate(option: Any) -> Any:
+        return model.model_validate({"value": option}).value  # type: ignore[attr-defined]  # its fields are made at run time
 
     if is_hidden(value):
         raise InputError('was hidden when this was written; give it again, best as { env = "NAME" }')

@@ -35,8 +35,8 @@ def forget_peak() -> None:
 def peak_host_bytes() -> int:
     """Return the peak resident bytes of this process, since `forget_peak` where the system allows that."""
     with suppress(OSError):
-        if found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()):
-            return int(found[1]) * 1024
+        if match := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()):
+            return int(match[1]) * 1024
     import resource
 
     # Kibibytes; on macOS, bytes.

@@ -23,7 +23,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 def escape_control(text: str) -> str:
     """Replace control characters by their escapes, such as \\x1b: a name or completion must not drive the terminal."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def echo(text: str, *, err: bool = False) -> None:

@@ -109,8 +109,8 @@ def _try(work: Any) -> tuple[Any, ...]:
             except Exception:
                 problems = error.problems if isinstance(error, InputError) else (str(error),)
                 return "refused", (InputError if isinstance(error, InputError) else RunError)(*problems)
-        own = os.path.dirname(__file__)
-        return "raised", error_line(error, own), type(error).__name__
+        here = os.path.dirname(__file__)
+        return "raised", error_line(error, here), type(error).__name__
 
 
 def _pickle_reply(reply: tuple[Any, ...]) -> bytes:

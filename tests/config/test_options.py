@@ -1,4 +1,4 @@
-"""Strict tables: what is accepted, what is refused and in which words, and the way to JSON and back."""
+"""Strict tables: accepted values, messages for refused ones, and round trips through JSON."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_unknown_fields_suggest_the_nearest_at_every_depth() -> None:
     assert problems(sampling={"zzz": 1}) == ["sampling.zzz: unknown field. Known: stops, temperature, top_k."]
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     found = problems(
         learning_rate="x",
         zzz=1,
@@ -103,7 +103,7 @@ def test_all_problems_are_told_at_once() -> None:
     ]
 
 
-def test_a_rule_across_fields_is_told_without_a_field() -> None:
+def test_a_rule_across_fields_is_reported_without_a_field() -> None:
     assert problems(num_generations=5) == [": total_batch_size 32 splits a group"]
 
 

@@ -1,4 +1,4 @@
-"""Names that stand for part of a table, other spellings, and values from flags."""
+"""Flat names for parts of a table, other spellings, and values from flags."""
 
 from __future__ import annotations
 

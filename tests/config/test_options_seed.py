@@ -1,4 +1,4 @@
-"""Configs written for EasyDeL and TRL: what is taken, what is said of it, and what is refused."""
+"""Configs written for EasyDeL and TRL: accepted fields, warnings and refusals."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ EASYDEL: dict[str, Any] = {
     "weight_decay": 0.01,
     "weight_distribution_log_steps": 0,
 }
-"""EasyDeL's training arguments, each with a value that asks for what happens here anyway."""
+"""EasyDeL's training arguments, each with a value that asks for the behaviour we have anyway."""
 ASKS_FOR_MORE: dict[str, Any] = {
     "do_train": False,
     "esurge_hbm_utilization": 0.9,
@@ -131,11 +131,11 @@ ASKS_FOR_MORE: dict[str, Any] = {
     "weight_distribution_log_steps": 50,
     "weight_distribution_pattern": ".*",
 }
-"""Values that ask for something else."""
+"""Values that ask for another behaviour."""
 
 
 def said(config: type[TrainerConfig] = TrainerConfig, **data: Any) -> list[str]:
-    """What is warned of."""
+    """Collect the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config(**data)
@@ -173,7 +173,7 @@ def test_every_field_of_the_table_can_be_given(name: str) -> None:
     assert name not in TrainerConfig.names()
 
 
-def test_what_is_wrong_is_told_and_what_has_no_effect_waits() -> None:
+def test_what_is_wrong_is_reported_and_what_has_no_effect_waits() -> None:
     warnings.simplefilter("error")  # until the test is over
     with pytest.raises(InputError) as caught:
         TrainerConfig(do_train=False, learning_rate="x")
@@ -199,7 +199,7 @@ def test_replace_says_it_too() -> None:
 
 
 class EveryTarget(TrainerConfig):
-    """With the fields of the reward and the GRPO trainer that TRL's names point to."""
+    """A config with the fields of the reward and GRPO trainers that TRL's names map to."""
 
     loss: str = ""
     rewards: str = ""

@@ -1,4 +1,4 @@
-"""The fields that all trainers share: their defaults, and the values that mean something of their own."""
+"""The fields that all trainers share: their defaults and values with special meanings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_core.errors import InputError
 
 
 def problem(**data: Any) -> str:
-    """The one line of the error, without the class's name."""
+    """Return the single line of the error, without the class name."""
     with pytest.raises(InputError) as caught:
         TrainerConfig(**data)
     (line,) = caught.value.problems

@@ -1,4 +1,4 @@
-"""Which fields of a pipeline's stages hold paths: the core's, and a trainer's own by their names."""
+"""The fields of a stage that hold paths: core's, and a trainer's own, recognized by name."""
 
 import pytest
 

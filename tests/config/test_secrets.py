@@ -1,4 +1,4 @@
-"""Secrets in options: read when used, hidden wherever a configuration is written."""
+"""Secrets in options are read when used, and hidden wherever a configuration is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Artifacts: whole or not there, and every changed byte is noticed."""
+"""Artifacts appear whole or not at all, and every changed byte is detected."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_manifest_is_strict_json(stage: Stage) -> None:
 
 
 def test_every_flipped_bit_of_the_manifest_is_an_error(stage: Stage) -> None:
-    """103 of 300 of these were another contract that was taken."""
+    """Regression: 103 of 300 such changes were accepted as another contract."""
     path = save(stage, FakeModel(b"weights"), max_length=512, template="é \x1b", mean=0.25, read_at=None).path
     manifest = path / artifacts.MANIFEST
     whole, made = manifest.read_bytes(), artifacts.identity(path)

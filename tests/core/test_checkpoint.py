@@ -1,4 +1,4 @@
-"""Checkpoints: exact round trips, onto other meshes, and what is left when a save or a disk fails."""
+"""Checkpoints: exact round trips, also onto other meshes, and what a failed save or disk leaves behind."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_restores_every_bit_of_tree_key_host_and_arrays(opened: Checkpoints) -> 
         assert found.arrays[name].dtype == array.dtype
 
 
-def test_numpy_numbers_are_kept_and_what_json_cannot_hold_is_told(opened: Checkpoints) -> None:
+def test_numpy_numbers_are_kept_and_what_json_cannot_hold_is_reported(opened: Checkpoints) -> None:
     state = make_state()
     opened.save(1, state, host={"next": np.int64(7), "best": np.float32(0.5)}, arrays={}, block=True)
     found = opened.restore(abstract(state))
@@ -323,7 +323,7 @@ def test_an_error_that_is_not_the_disks_is_raised_as_it_is(
 def test_what_tensorstore_says_of_the_disk_is_one_message(
     opened: Checkpoints, monkeypatch: pytest.MonkeyPatch, number: int, words: str
 ) -> None:
-    """Its errors are ValueErrors, with the number of the file system's at the end."""
+    """Tensorstore raises ValueError for everything, with the file system's error number at the end."""
     opened.save(1, make_state(), host={}, block=True)
 
     class Failing:

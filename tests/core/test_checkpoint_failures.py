@@ -1,4 +1,4 @@
-"""Checkpoints against real failures: SIGKILL at any moment, and a disk that fills up."""
+"""Checkpoints survive real failures: SIGKILL at any moment, and a disk that fills up."""
 
 from __future__ import annotations
 

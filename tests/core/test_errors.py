@@ -1,4 +1,4 @@
-"""The place that a raised exception is told with: the component's own, wherever it is installed."""
+"""Error lines name the place in the component's own code, wherever it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss that raises, or returns something else than one value an element, is told in one line."""
+"""A loss that raises, or does not return one value per element, gives a one-line error."""
 
 import re
 

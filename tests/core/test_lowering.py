@@ -1,4 +1,4 @@
-"""The train step and the sampler are lowered for GPUs and TPUs here, where there are none.
+"""Lower the train step and the sampler for GPUs and TPUs, on a machine without any.
 
 It shows that no operation lacks a lowering there, and in what precision they compute. What the accelerators' compilers
 and memories make of it, it does not show.
@@ -37,18 +37,18 @@ MESHES = {"one device": (1, 1, 1), "eight devices": (2, 2, 2)}
 
 
 def definition(name: str) -> Definition:
-    """In an accelerator's dtype."""
+    """Define a model in an accelerator's dtype."""
     made = Definition(DECODER, parse(cases.FAMILIES[name], dtype="bfloat16"), "lm")
     return made.with_lora(Lora(2, 4.0, 0.1, False, ADAPTED)) if "adapters" in name else made
 
 
 def programs_of(traced: Any, platforms: tuple[str, ...] = PLATFORMS) -> list[str]:
-    """The StableHLO for each platform, which no compiler has seen yet."""
+    """Lower to StableHLO for each platform, before any compiler has changed it."""
     return [str(traced.lower(lowering_platforms=(platform,)).as_text()) for platform in platforms]
 
 
 def assert_precisions(program: str) -> None:
-    """Products are of bfloat16 operands; logarithms and norms, and some exponentials (softmax), are float32."""
+    """Check that products take bfloat16 operands, and that logarithms, norms and softmax exponentials are float32."""
     products = re.findall(r"stablehlo\.dot_general .*: \((tensor<\S+>), tensor<\S+>\)", program)
     assert len(products) > 10
     assert sum("bf16" in left for left in products) > 0.8 * len(products)
@@ -58,7 +58,7 @@ def assert_precisions(program: str) -> None:
 
 
 def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
-    """A train state of shapes and shardings, without arrays."""
+    """Make a train state of shapes and shardings, without arrays."""
     tx, everywhere = adamw(0.1), replicated_sharding(mesh)
 
     def placed(tree: Any, shardings: Any) -> Any:
@@ -106,7 +106,7 @@ def test_the_train_step(name: str, devices: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_sampler(name: str) -> None:
-    """With every option that adds to the program."""
+    """Lower the sampler with every option that adds to the program."""
     made = definition(name)
     options = SamplingOptions(
         max_completion_length=5, temperature=0.7, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.1

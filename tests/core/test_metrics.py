@@ -80,7 +80,7 @@ def test_a_name_in_one_part_only_is_kept():
 
 
 def test_json_gives_back_the_same_bits():
-    """A checkpoint holds the metrics of the steps since the last logged one."""
+    """A checkpoint stores the metrics of the steps since the last logged one."""
     first, second = (jax.device_get(everything(VALUES[at], WEIGHTS[at])) for at in (slice(7), slice(7, 24)))
     first["none"] = jax.device_get(Max.of(np.zeros(2, np.float32), np.zeros(2, bool)))
     kept = from_json(json.loads(json.dumps(to_json(first))))

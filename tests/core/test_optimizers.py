@@ -1,4 +1,4 @@
-"""Every optimizer by its formula, in float64; weight decay and clipping alike for all; a registered one."""
+"""Every optimizer matches its formula in float64; all share weight decay and clipping; a registered one works."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradients() -> list[Any]:
 
 
 def after(tx: optax.GradientTransformation, given: list[Any]) -> dict[str, np.ndarray]:
-    """The parameters after the updates."""
+    """Return the parameters after the updates."""
     params = jax.tree.map(lambda x: jax.numpy.asarray(x, "float32"), PARAMS)
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -57,7 +57,7 @@ def after(tx: optax.GradientTransformation, given: list[Any]) -> dict[str, np.nd
 
 
 def expected(direction: Any, given: list[Any]) -> dict[str, np.ndarray]:
-    """Of a rule (gradient, its memory, update from 1) → direction, with decay beside it."""
+    """Apply a rule (gradient, memory, update from 1) → direction, with decoupled weight decay."""
     params, memories = flat(PARAMS), {name: {} for name in NAMES}
     for count, each in enumerate(given, 1):
         for name, gradient in flat(each).items():
@@ -85,7 +85,7 @@ def momentum_rule(g: np.ndarray, memory: dict, count: int) -> np.ndarray:
 
 
 def adafactor_rule(g: np.ndarray, memory: dict, count: int) -> np.ndarray:
-    """Of arrays too small to be factored; the update's root mean square is at most 1."""
+    """Adafactor for arrays too small to be factored; the root mean square of an update is at most 1."""
     kept = 1 - count**-0.8
     memory["v"] = kept * memory.get("v", 0) + (1 - kept) * (g**2 + 1e-30)
     step = g / np.sqrt(memory["v"])

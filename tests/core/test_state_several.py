@@ -1,4 +1,4 @@
-"""Several models in one state: every rule that goes by path holds for each of them, at any depth, or is refused."""
+"""Several models in one state: every rule by path applies to each of them, at any depth, or is refused."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BATCH = jnp.zeros((2, 1))
 
 
 def objective(params: Any, batch: Any) -> Any:
-    """Slope 1 for every parameter."""
+    """Give every parameter the gradient 1."""
     floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return Mean(sum(x.sum() for x in floats) + 0 * batch.sum(), jnp.float32(1)), {}
 
 
 def moves(state: Any) -> dict[str, float]:
-    """{path: how far one update moves the parameter}, 0 where it does not."""
+    """Return {path: how far one update moves the parameter}."""
     before = {path: np.asarray(leaf) for path, leaf in paths(state.params)}
     after = split_step(objective, state, BATCH, 1)[0].params
     far = {path: np.abs(np.asarray(leaf, float) - before[path].astype(float)) for path, leaf in paths(after)}
@@ -41,7 +41,7 @@ def moves(state: Any) -> dict[str, float]:
 
 
 def trained(policy: float, critic: float, state: Any, critic_adapted: bool = False) -> dict[str, float]:
-    """What has to move: of a model with adapters these and its reward head, of one without everything."""
+    """Return what must move: adapters and the reward head of a model with adapters, everything of one without."""
     rates = {}
     for path, _ in paths(state.params):
         adapted = path[0] == "policy" or critic_adapted
@@ -89,7 +89,7 @@ def test_a_head_of_ones_own_beside_a_model_with_adapters_is_trained(policy: Any)
     assert moved["embed_tokens.embedding"] == 0
 
 
-def test_what_cannot_be_told_is_refused(policy: Any, critic: Any) -> None:
+def test_what_cannot_be_inferred_is_refused(policy: Any, critic: Any) -> None:
     other = {**critic.with_lora(**LORA).params, "value": {"kernel": jnp.ones((16, 1))}}
     both = policy.with_params({"policy": policy.params, "critic": other})
     with pytest.raises(InputError, match=r"'critic.value.kernel' is no parameter .* create_state\({'policy'"):
@@ -126,7 +126,7 @@ def test_names_that_do_not_fit(policy: Any, critic: Any, tx: Any, frozen: Any, m
 
 
 def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(tiny: Any) -> None:
-    """A nested model's update is that of the model alone, leaf by leaf."""
+    """A nested model is updated exactly as if it were alone."""
     model = tiny.make_model(seed=3)
     for make in (adamw, muon):
         tx = make(0.1, weight_decay=0.5)
@@ -139,7 +139,7 @@ def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(tiny: Any) -> None:
 
 
 def test_a_critic_made_from_the_policy_trains_beside_it(tiny: Any) -> None:
-    """Their trunks are the same arrays, which an update would overwrite twice."""
+    """Both trunks are the same arrays, which an update would overwrite twice."""
     policy = tiny.make_model()
     models = {"policy": policy, "critic": policy.with_head("score")}
     state = create_state(models, {"policy": optax.sgd(0.5), "critic": optax.sgd(0.125)})

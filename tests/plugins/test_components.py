@@ -1,4 +1,4 @@
-"""Components: what may be registered, how options are read, and what a wrong option is told."""
+"""Components: what may be registered, how options are read, and messages for wrong options."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Tanh:
 
 @dataclass(frozen=True)
 class Child(Tanh):
-    """Inherits options whose types are written in another class."""
+    """Inherits options whose types another class declares."""
 
     floor: float = 0.0
 
@@ -269,7 +269,7 @@ def test_problems_reach_the_user_with_their_place(registry: Registry) -> None:
 
 
 def late(inputs: Any, *, size: Decimal | None = None) -> Any:
-    """Its option has a type that only a type checker sees."""
+    """Has an option whose type only a type checker sees."""
 
 
 @pytest.mark.parametrize(

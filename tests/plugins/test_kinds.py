@@ -1,4 +1,4 @@
-"""Attributes that a kind declares: read through one function, and checked when a component is registered."""
+"""Attributes that a kind declares: read by one function, and checked when a component is registered."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Chosen(Base):
 @pytest.mark.parametrize(
     ("thing", "option"), [(Chosen, "aggregation"), (with_options, "importance_sampling_level")]
 )
-def test_a_wrong_value_in_a_file_is_told_before_the_run(thing: Any, option: str) -> None:
+def test_a_wrong_value_in_a_file_is_reported_before_the_run(thing: Any, option: str) -> None:
     registry = Registry()
     registry.add(POLICY_LOSS, "mine", thing)
     with pytest.raises(InputError, match=f"{option} of .* is 'token_means'"):

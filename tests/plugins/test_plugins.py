@@ -1,4 +1,4 @@
-"""Loading plugins from made-up distributions, files and objects; a failure stays where it belongs."""
+"""Load plugins from made-up distributions, files and objects; a failing one harms no other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Nothing is installed but what the test installs."""
+    """Install nothing except what the test installs."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("RLHF_DISABLE_PLUGINS", raising=False)
 
@@ -150,14 +150,14 @@ def test_a_broken_plugin_is_a_warning_and_leaves_nothing(world: World, case: str
         host.registry.get(POLICY_LOSS, "half")
 
 
-def test_where_a_plugin_failed_is_told(world: World, tmp_path: Path) -> None:
+def test_where_a_plugin_failed_is_reported(world: World, tmp_path: Path) -> None:
     world.install("brk", REGISTER.format(name="half") + "    raise KeyError('gone')")
     _, _, said = world.load()
     place = f"({tmp_path / 'made_up_rlhf_brk.py'} line 9)"
     assert f"failed to load: it raised KeyError: 'gone' {place}. Uninstall it" in said[0]
 
 
-def test_every_problem_of_a_plugin_is_told(world: World) -> None:
+def test_every_problem_of_a_plugin_is_reported(world: World) -> None:
     world.install("brk", BROKEN["two problems"][0])
     _, infos, _ = world.load()
     assert "rlhf_one would never be called" in str(infos["brk"].error)
@@ -235,7 +235,7 @@ def test_disabled(world: World, monkeypatch: pytest.MonkeyPatch, names: str) -> 
     assert (said, host.registry.failures) == ([], [])
 
 
-def test_disabling_what_is_not_there_is_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabling_what_is_not_there_warns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.install("tanh", REGISTER.format(name="x"))
     monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "tahn")
     _, infos, said = world.load()

@@ -1,4 +1,4 @@
-"""The registry: names, owners and kinds, rewards by their place, and what a wrong name is told."""
+"""The registry: names, owners and kinds, rewards named by file, and messages for wrong names."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_failed_transaction_leaves_nothing(registry: Registry) -> None:
     assert registry.owner(ADVANTAGE, "later") == f"{__name__}.Tanh"
 
 
-def test_kinds_are_open_and_told_apart(registry: Registry) -> None:
+def test_kinds_are_open_and_distinguished(registry: Registry) -> None:
     value_loss: Kind[Any] = Kind("value loss", ("inputs",))
     registry.add(value_loss, "mse", dapo)
     assert registry.get(Kind("value loss", ("inputs",)), "mse") is dapo

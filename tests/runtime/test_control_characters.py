@@ -1,4 +1,4 @@
-"""Control characters of names, metrics and completions are shown, never sent to a terminal."""
+"""Control characters in names, metrics and completions are escaped, never sent to a terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_views_show_them(view: type[PlainView], tmp_path: Path, capsys: pytest.C
 
 
 def test_a_terminal_never_gets_the_escapes_of_a_data_file(tmp_path: Path) -> None:
-    """Through a real pseudo-terminal, as `rlhf check` and its errors would print them."""
+    """Print through a real pseudo-terminal, as `rlhf check` and its errors do."""
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"\x1b]0;owned\x07column": "x"}) + "\n")
     (tmp_path / "pipe.toml").write_text(
         'dir = "run"\n[[stage]]\nname = "rm"\ntrainer = "reward\\u001b[2J"\ntrain_data = "pairs.jsonl"\n'

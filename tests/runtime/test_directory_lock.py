@@ -1,4 +1,4 @@
-"""The lock of a run directory: one at a time, gone with its process, and not inherited."""
+"""The lock of a run directory: held by one process, released when it ends, and not inherited."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(program: str, directory: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_second_run_is_told_who_holds_the_lock(tmp_path: Path) -> None:
+def test_a_second_run_names_the_holder_of_the_lock(tmp_path: Path) -> None:
     holder = start(HOLDER, tmp_path)
     try:
         assert holder.stdout is not None
@@ -77,7 +77,7 @@ def test_a_worker_does_not_keep_the_lock_of_a_run_that_was_killed(tmp_path: Path
         os.kill(child, 9)
 
 
-def test_a_lock_that_another_process_inherited_all_the_same_is_told(tmp_path: Path) -> None:
+def test_a_lock_that_another_process_inherited_all_the_same_is_reported(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with open(tmp_path / ".lock", "w+") as other:
@@ -90,7 +90,7 @@ def test_a_lock_that_another_process_inherited_all_the_same_is_told(tmp_path: Pa
 
 
 @pytest.mark.parametrize("field", ["dir", "save_directory"])
-def test_what_cannot_be_a_directory_is_told_by_its_field(tmp_path: Path, field: str) -> None:
+def test_what_cannot_be_a_directory_is_reported_by_its_field(tmp_path: Path, field: str) -> None:
     (tmp_path / "file").write_text("")
     other = "--dir" if field == "dir" else field
     told = rf"^{field}: .* is not a directory; give another {other}"

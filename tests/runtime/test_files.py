@@ -1,4 +1,4 @@
-"""Files that are whole or not there, what kind of file they are, and what the disk says where it fails."""
+"""Atomic files, special files, and messages when the disk fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process of how many, from the variables that launchers set."""
+"""Read the number of this process and of all from the variables that launchers set."""
 
 from __future__ import annotations
 

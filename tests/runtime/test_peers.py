@@ -1,4 +1,4 @@
-"""Processes of one job that wait for each other and end together, tried without jax: a collective is a long sleep."""
+"""Processes of one job wait for each other and end together; without jax, a long sleep stands for a collective."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WAITS = "time.sleep(60)"
 
 
 class Job:
-    """Processes of one program, each with code of its own."""
+    """Several processes of one program, each running its own code."""
 
     def __init__(self) -> None:
         self.port = processes.free_port()
@@ -70,7 +70,7 @@ class Job:
                 assert said, f"it ended without the line '{line}'"
 
     def ended(self, within: float = 30.0) -> list[tuple[int, str]]:
-        """Exit code and standard error of each."""
+        """Wait for every process; return the exit code and standard error of each."""
         until = time.monotonic() + within
         told = [each.communicate(timeout=max(until - time.monotonic(), 0.1))[1] for each in self.processes]
         return [(each.returncode, text) for each, text in zip(self.processes, told, strict=True)]
@@ -127,14 +127,14 @@ def test_one_fails(job: Job, failing: int, error: str, code: int) -> None:
         assert (("Traceback" in said) == ("OSError" in error)) if process == failing else (said == told)
 
 
-def test_what_all_raise_is_said_once(job: Job) -> None:
+def test_what_all_raise_is_printed_once(job: Job) -> None:
     job.start(*["time.sleep(0.2); raise InputError('dir: in use')"] * 3)
     ended = job.ended()
     assert [code for code, _ in ended] == [2, 2, 2]
     assert "".join(said for _, said in ended).count("dir: in use") == 1
 
 
-def test_it_is_said_once_by_a_process_that_hears_first_that_another_failed(job: Job) -> None:
+def test_it_is_printed_once_by_a_process_that_hears_first_that_another_failed(job: Job) -> None:
     slow = """
 def slow(message, write=peers._print):
     time.sleep(1.5)
@@ -149,7 +149,7 @@ raise InputError('dir: in use')
 
 
 def test_an_error_that_is_caught_ends_nobody(job: Job) -> None:
-    """A script goes on where every process has left the run for the same reason."""
+    """A script goes on if every process has left the run for the same reason."""
     code = """
 peers._watch.running -= 1  # as in a script, outside of any run
 for number in range(2):

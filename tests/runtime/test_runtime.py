@@ -1,4 +1,4 @@
-"""Start-up settings, each in a process of its own: they are for a whole process."""
+"""Start-up settings, each tested in its own process, since they apply to a whole process."""
 
 from __future__ import annotations
 

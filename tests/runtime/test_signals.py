@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: one request per process, and the handlers of before afterwards."""
+"""Signals that ask a run to stop: one request per process, after which the previous handlers are restored."""
 
 from __future__ import annotations
 

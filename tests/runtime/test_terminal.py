@@ -1,4 +1,4 @@
-"""Standard output: its width, and what a terminal would break in the middle of a word."""
+"""Standard output: its width, and wrapping between words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes: what ends them, what reaches them, and what they leave behind."""
+"""Worker processes: how they end, which signals reach them, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_cpu_time_is_not_the_clocks(pool: workers.Pool) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGPROF])
-def test_any_other_death_is_tried_again_and_then_told(pool: workers.Pool, number: signal.Signals) -> None:
+def test_any_other_death_is_tried_again_and_then_reported(pool: workers.Pool, number: signal.Signals) -> None:
     (died,) = pool.outcomes([("kill", number)], seconds=60)
     assert isinstance(died, workers.DiedError)
     assert f"ended by {number.name}" in str(died)
