@@ -41,12 +41,16 @@ SECTIONS = (
                 "warn_dropped_rows",
                 "error_context",
                 "try_loss",
+                "open_texts",
+                "open_pairs",
                 "open_prompts",
                 "open_rewards",
                 "open_sampler",
                 "require_vocabulary",
                 "warm_up",
             ),
+            "rlhf_core.training.updates": ("dataset_updates",),
+            "rlhf_core.training.python": ("python_trainer",),
             "rlhf_core.stage.alone": ("run_alone", "Result", "trainer_arguments"),
         },
     ),
@@ -64,7 +68,7 @@ SECTIONS = (
                 "empty_batches",
                 "evaluation_batches",
             ),
-            "rlhf_core.fit": ("fit", "Fitted", "evaluator"),
+            "rlhf_core.fit": ("fit", "Fitted", "evaluator", "per_token"),
         },
     ),
     Section(
@@ -73,6 +77,7 @@ SECTIONS = (
         {
             "rlhf_core.objective": (
                 "trained_logps",
+                "trained_scores",
                 "trained_weight",
                 "trained_sequence",
                 "sequence_scores",
@@ -96,7 +101,9 @@ SECTIONS = (
         {
             "rlhf_core.optimizers": ("make",),
             "rlhf_core.artifacts": ("save_model",),
+            "rlhf_core.contracts": ("Forecast",),
             "rlhf_core.training.forecast": ("forecast_lines",),
+            "rlhf_core.training.padded": ("update_once", "evaluate_once", "batch_arrays", "named_loss"),
             "rlhf_core.errors": ("InputError", "RunError", "Stopped"),
         },
     ),
