@@ -42,18 +42,60 @@ TASKS = (
     Task(
         "Open a model",
         "",
-        "load_model open_model require_model Model ModelFamily Definition Rows padded_rows padded_scores stored_head "
-        "choose_attention join split",
+        {
+            "rlhf_core.training.open": (
+                "open_model",
+                "open_records",
+                "warn_dropped_rows",
+                "error_context",
+                "try_loss",
+                "open_texts",
+                "open_pairs",
+                "open_prompts",
+                "open_rewards",
+                "open_sampler",
+                "require_vocabulary",
+                "warm_up",
+            ),
+            "rlhf_core.training.updates": ("dataset_updates",),
+            "rlhf_core.training.python": ("python_trainer",),
+            "rlhf_core.stage.alone": ("run_alone", "Result", "trainer_arguments"),
+        },
     ),
-    Task(
-        "Make rows",
-        "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
-        "data open_records Records TextOptions text_options read_at_of encode_texts encode_pairs Pairs Encoded "
-        "require_vocabulary tell error_context Tree Trees pack Packed Layout choose_layout choose_row_layout attention_skips_blocks row_cost "
-        "MICRO_BATCH_TOKENS NO_CROSSOVER drawn schedule updates",
+    Section("Data", "", {"rlhf_core.data": ()}),
+    Section(
+        "Rows and updates",
+        "[Rows](../explanation/rows.md) says how they are laid out.",
+        {
+            "rlhf_core.packing.rows": ("Tree", "tree", "pack", "Packed"),
+            "rlhf_core.fit.batches": (
+                "UpdateSource",
+                "Update",
+                "DatasetUpdates",
+                "choose_row_layout",
+                "empty_batches",
+                "evaluation_batches",
+            ),
+            "rlhf_core.fit": ("fit", "Fitted", "evaluator", "per_token"),
+        },
     ),
-    Task(
-        "Collect completions",
+    Section(
+        "Objectives",
+        "",
+        {
+            "rlhf_core.objective": (
+                "trained_logps",
+                "trained_scores",
+                "trained_weight",
+                "trained_sequence",
+                "sequence_scores",
+                "loss_output",
+            ),
+            "rlhf_core.metrics": ("Mean", "Sum", "Max", "Min", "Moments"),
+        },
+    ),
+    Section(
+        "Sampling and scoring",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_prompts Prompts require_vocabulary open_sampler SamplerInputs SamplingOptions Rollouts "
         "slots_per_device stop_table warm_up open_rewards WeightedReward Reward set_up check_columns reward_inputs "
@@ -63,43 +105,14 @@ TASKS = (
     Task(
         "Compute log-probabilities and scores",
         "",
-        "trained_logps token_logps logps_from_logits sequence_scores completion_logps compute_per_token_logps "
-        "get_per_token_logps get_per_token_logps_and_entropies",
-    ),
-    Task(
-        "Write an objective",
-        "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
-        "Objective trained_weight trained_sequence loss_output try_loss LossOutput PolicyInputs PairInputs DPOInputs "
-        "PolicyLoss PairwiseLoss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric results read",
-    ),
-    Task(
-        "Run the loop",
-        "",
-        "Trainer TrainerConfig Stage fit DatasetUpdates Update empty evaluator evaluation_batches in_turn make optimizers "
-        "TrainState create_state fixed_parameters split_step abstract_rows put_rows replicated row_multiple "
-        "rows_per_device Ahead training_step evaluation_step grpo_step",
-    ),
-    Task(
-        "Forecast a run",
-        "What `rlhf check` prints.",
-        "forecast_lines training_memory memory_lines cache_bytes scoring_bytes forecast_rewards",
-    ),
-    Task(
-        "Save and score",
-        "",
-        "artifacts Artifact save_model write_atomic Scorer Contract base_identity",
-    ),
-    Task(
-        "Run trainers and pipelines from Python",
-        "",
-        "run_pipeline run_alone trainer_arguments Result SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
-        "GRPOTrainer DPOConfig DPOTrainer",
-    ),
-    Task(
-        "Test your plugin",
-        "",
-        "check_advantage check_dataset check_logger check_model check_optimizer check_pairwise_loss check_policy_loss "
-        "check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
+        {
+            "rlhf_core.optimizers": ("make",),
+            "rlhf_core.artifacts": ("save_model",),
+            "rlhf_core.contracts": ("Forecast",),
+            "rlhf_core.training.forecast": ("forecast_lines",),
+            "rlhf_core.training.padded": ("update_once", "evaluate_once", "batch_arrays", "named_loss"),
+            "rlhf_core.errors": ("InputError", "RunError", "Stopped"),
+        },
     ),
 )
 

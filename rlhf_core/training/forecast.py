@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data, optimizers
 from rlhf_core.config.warnings import config_warnings
@@ -21,24 +21,13 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 
-class OpenData(Protocol):
-    """Tokenise `train_data` or `eval_data`: `open_texts`, `open_pairs`, or a function of one's own.
-
-    Returns None for a field that is not given and not needed, else an object with `__len__`, `report`, `trees()` and
-    `where(i)`. Raises InputError for rows that do not fit.
-    """
-
-    def __call__(
-        self, config: Any, stage: Stage, tokenizer: Any, field: str, /, *, needed: bool = ...
-    ) -> Any: ...
-
-
 def forecast_lines(
-    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, open_data: OpenData
+    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, open_data: Callable[..., Any]
 ) -> Forecast:
     """Forecast training on a fixed dataset: examples, updates, epochs, tokens, memory, and the config's warnings.
 
-    unit: what an example is called, such as "pairs". Without the model's tokenizer rows are counted, not tokenised.
+    unit: what an example is called, such as "pairs". open_data: called as `open_texts` is; returns an object with
+    `__len__`, `report`, `trees()` and `where(i)`. Without the model's tokenizer rows are counted, not tokenised.
     """
     require_model(config, stage, head=head)
     tokenizer = stage.inputs.get("tokenizer")
