@@ -605,8 +605,8 @@ FAULTS = (
         "end-twice",
         "completions are scored with two end tokens, where the reward model was trained with one",
         CORE + "scoring.py",
-        "sequences = self.encoder.whole(prompts, completions, given, set_)",
-        "sequences = [np.append(ids, ids[-1]) for ids in self.encoder.whole(prompts, completions, given, set_)]",
+        "sequences = self.encoder.whole(prompts, completions, row_tools, row_kwargs)",
+        "sequences = [np.append(ids, ids[-1]) for ids in self.encoder.whole(prompts, completions, row_tools, row_kwargs)]",  # noqa: E501
         ("quickstart",),
         ("tests/reward/test_one_text_one_score.py", "tests/reward/test_scores.py"),
     ),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core import cli
-from rlhf_core.cli import train
+from rlhf_core.cli import program, train
 from rlhf_core.errors import InputError
 
 FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
@@ -160,7 +160,7 @@ def test_markup_in_messages_is_left_alone(
     def fail() -> None:
         raise InputError("stage 'a'.rewards[0].model: [bold]odd[/bold]")
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(program, "app", fail)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
