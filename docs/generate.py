@@ -208,7 +208,9 @@ def component(distribution: str, entry: Entry) -> Iterator[str]:
     """Describe a component and its options, without its name, since several may differ only in that."""
     if entry.kind == TRAINER:
         outputs = ", ".join(f"`{name}` ({kind})" for name, kind in entry.thing.outputs.items())
-        about = f"{paragraphs(entry.thing.config)[0]} Output: {outputs}; [its page](trainers/{entry.name}.md)."
+        about = (
+            f"{paragraphs(entry.thing.config)[0]} Output: {outputs}; [its page](trainers/{entry.name}.md)."
+        )
         yield f"{about} *{distribution}*"
         return
     texts = paragraphs(entry.thing) if inspect.isroutine(entry.thing) or inspect.isclass(entry.thing) else []
