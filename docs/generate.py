@@ -21,11 +21,11 @@ import rlhf_dpo
 import typer
 from pydantic.fields import FieldInfo
 from python_page import WIDTH, joined, table
-from rlhf_core.pipeline.output import to_value
 
 from rlhf_core import cli, contracts, plugins
 from rlhf_core.config import Component, Options, TrainerConfig, fields
 from rlhf_core.contracts import TRAINER, Kind
+from rlhf_core.pipeline.toml import to_value
 from rlhf_core.plugins import Host, hooks
 from rlhf_core.plugins.component import Entry
 

@@ -36,83 +36,62 @@ TASKS = (
         "Register a plugin",
         "[Hooks](components.md#hooks) are called on objects that carry `hookimpl`. A constant of a kind is what "
         "`registry.add` takes first: [components](components.md).",
-        "hookimpl Registry Kind load plugins Options Component advise InputError RunError raised ADVANTAGE ATTENTION "
-        "DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS",
+        "hookimpl Registry installed_registry Kind Options Component InputError RunError ADVANTAGE ATTENTION DATASET "
+        "LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS",
     ),
     Task(
         "Open a model",
         "",
-        {
-            "rlhf_core.training.open": (
-                "open_model",
-                "open_records",
-                "warn_dropped_rows",
-                "error_context",
-                "try_loss",
-                "open_texts",
-                "open_pairs",
-                "open_prompts",
-                "open_rewards",
-                "open_sampler",
-                "require_vocabulary",
-                "warm_up",
-            ),
-            "rlhf_core.training.updates": ("dataset_updates",),
-            "rlhf_core.training.python": ("python_trainer",),
-            "rlhf_core.stage.alone": ("run_alone", "Result", "trainer_arguments"),
-        },
+        "load_model open_model Model ModelFamily Definition Rows padded_rows padded_scores stored_head "
+        "choose_attention join_params split_params",
     ),
-    Section("Data", "", {"rlhf_core.data": ()}),
-    Section(
-        "Rows and updates",
-        "[Rows](../explanation/rows.md) says how they are laid out.",
-        {
-            "rlhf_core.packing.rows": ("Tree", "tree", "pack", "Packed"),
-            "rlhf_core.fit.batches": (
-                "UpdateSource",
-                "Update",
-                "DatasetUpdates",
-                "choose_row_layout",
-                "empty_batches",
-                "evaluation_batches",
-            ),
-            "rlhf_core.fit": ("fit", "Fitted", "evaluator", "per_token"),
-        },
+    Task(
+        "Make rows",
+        "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
+        "open_texts open_pairs open_records Records Texts Pairs Prompts text_options read_at_of encode_texts "
+        "encode_pairs require_vocabulary visited_rows Tree Trees pack Packed Layout choose_row_layout",
     ),
-    Section(
-        "Objectives",
-        "",
-        {
-            "rlhf_core.objective": (
-                "trained_logps",
-                "trained_scores",
-                "trained_weight",
-                "trained_sequence",
-                "sequence_scores",
-                "loss_output",
-            ),
-            "rlhf_core.metrics": ("Mean", "Sum", "Max", "Min", "Moments"),
-        },
-    ),
-    Section(
-        "Sampling and scoring",
+    Task(
+        "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
-        "open_prompts Prompts require_vocabulary open_sampler SamplerInputs SamplingOptions Rollouts "
-        "slots_per_device stop_table warm_up open_rewards WeightedReward Reward set_up check_columns reward_inputs "
-        "RewardInputs measure score completion total_reward rollout_metrics empty_warning snapshots restore "
-        "AdvantageInputs group_advantages",
+        "open_rewards open_collector RolloutCollector Rollout RolloutUpdates FixedPrompts choose_rollout_rows "
+        "compute_advantages Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
+        "WeightedReward Reward RewardInputs total_reward",
     ),
     Task(
         "Compute log-probabilities and scores",
         "",
-        {
-            "rlhf_core.optimizers": ("make",),
-            "rlhf_core.artifacts": ("save_model",),
-            "rlhf_core.contracts": ("Forecast",),
-            "rlhf_core.training.forecast": ("forecast_lines",),
-            "rlhf_core.training.padded": ("update_once", "evaluate_once", "batch_arrays", "named_loss"),
-            "rlhf_core.errors": ("InputError", "RunError", "Stopped"),
-        },
+        "trained_logps trained_scores sequence_scores per_token compute_batches pack_chunks token_logps "
+        "logps_from_logits completion_logps compute_per_token_logps get_per_token_logps "
+        "get_per_token_logps_and_entropies",
+    ),
+    Task(
+        "Write an objective",
+        "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
+        "Objective trained_weight trained_sequence loss_output try_loss LossOutput PolicyInputs PairInputs DPOInputs "
+        "PolicyLoss PairwiseLoss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric results fetch_metrics",
+    ),
+    Task(
+        "Run the loop",
+        "",
+        "Trainer TrainerConfig Stage fit Fitted UpdateSource DatasetUpdates dataset_updates Update empty_batches "
+        "evaluator evaluation_batches make_optimizer TrainState create_state fixed_parameters split_step abstract_rows "
+        "put_rows fetch_array replicated_sharding row_multiple BackgroundCompiler batch_arrays update_once "
+        "evaluate_once named_loss training_step evaluation_step grpo_step",
+    ),
+    Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),
+    Task("Save and score", "", "Artifact save_model write_atomic Scorer Contract base_identity"),
+    Task(
+        "Run trainers and pipelines from Python",
+        "",
+        "run_pipeline run_alone python_trainer SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
+        "GRPOTrainer DPOConfig DPOTrainer",
+    ),
+    Task(
+        "Test your plugin",
+        "",
+        "check_advantage check_dataset check_logger check_model check_optimizer check_pairwise_loss check_policy_loss "
+        "check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
     ),
 )
 

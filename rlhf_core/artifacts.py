@@ -25,6 +25,9 @@ from rlhf_core.tokenizer.chat_template import writes_date
 if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
+__all__ = ["save_model", "write_atomic"]
+
+
 MANIFEST = "rlhf_artifact.json"
 FORMAT = 1
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "fetch_metrics", "results"]
+
 
 class Sum(NamedTuple):
     """A total."""

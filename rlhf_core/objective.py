@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed
 
+__all__ = [
+    "loss_output",
+    "sequence_scores",
+    "trained_logps",
+    "trained_scores",
+    "trained_sequence",
+    "trained_weight",
+]
+
 
 def trained_logps(
     model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, entropy: bool = False

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.plugins.registry import Registry
 
+__all__ = ["make_optimizer"]
+
+
 Schedule = Callable[[Any], Any]
 NotNegative = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

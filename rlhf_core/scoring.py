@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from rlhf_core.data import Records
     from rlhf_core.plugins.registry import Registry
 
+__all__ = ["Contract", "Scorer", "base_identity"]
+
 
 @dataclass(frozen=True)
 class Contract:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from rlhf_core.models import Definition, Model
 
+__all__ = ["fixed_parameters"]
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

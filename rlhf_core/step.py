@@ -22,6 +22,9 @@ from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
+__all__ = ["Objective", "split_step"]
+
+
 Objective: TypeAlias = Callable[[Any, Any], tuple[Mean, Mapping[str, Metric]]]
 """(params, batch) → (the loss as sum and count, metrics). The sum's gradient is divided by the update's count."""
 

@@ -1,25 +1,25 @@
 """Read files, hub datasets and objects in memory as token ids; every error names the file and row."""
 
-from rlhf_core.data.batch_order import batch_rows, count_updates, visited_rows
-from rlhf_core.data.encoded import Pairs, Texts
-from rlhf_core.data.preferences import encode_pairs
-from rlhf_core.data.prompts import Prompts, encode_prompts
-from rlhf_core.data.records import load
-from rlhf_core.data.source import Records
-from rlhf_core.data.texts import encode_texts
-from rlhf_core.data.token_ids import require_vocabulary
+from rlhf_core.data.batch_order import batch_rows as batch_rows
+from rlhf_core.data.batch_order import count_updates as count_updates
+from rlhf_core.data.batch_order import visited_rows as visited_rows
+from rlhf_core.data.encoded import Pairs as Pairs
+from rlhf_core.data.encoded import Texts as Texts
+from rlhf_core.data.preferences import encode_pairs as encode_pairs
+from rlhf_core.data.prompts import Prompts as Prompts
+from rlhf_core.data.prompts import encode_prompts as encode_prompts
+from rlhf_core.data.records import load as load
+from rlhf_core.data.source import Records as Records
+from rlhf_core.data.texts import encode_texts as encode_texts
+from rlhf_core.data.token_ids import require_vocabulary as require_vocabulary
 
 __all__ = [
     "Pairs",
     "Prompts",
     "Records",
     "Texts",
-    "batch_rows",
-    "count_updates",
     "encode_pairs",
-    "encode_prompts",
     "encode_texts",
-    "load",
     "require_vocabulary",
     "visited_rows",
 ]

@@ -18,6 +18,9 @@ from rlhf_core.logprobs.by_vocabulary import over_vocabulary
 from rlhf_core.logprobs.logits import Settings
 from rlhf_core.logprobs.logits import unembed as unembed
 
+__all__ = ["logps_from_logits", "token_logps"]
+
+
 CHUNK_BYTES = {"cpu": 16 * 2**20}
 """Bytes of float32 logits at a time, per device. On a CPU they should stay in the caches."""
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20

@@ -1,8 +1,11 @@
 """Pack trees of sequences into rows of static shapes, and choose those shapes."""
 
-from rlhf_core.packing.layout import Layout
-from rlhf_core.packing.layout_search import choose_layout
-from rlhf_core.packing.rows import Packed, pack
-from rlhf_core.packing.trees import Tree, Trees, tree
+from rlhf_core.packing.layout import Layout as Layout
+from rlhf_core.packing.layout_search import choose_layout as choose_layout
+from rlhf_core.packing.rows import Packed as Packed
+from rlhf_core.packing.rows import pack as pack
+from rlhf_core.packing.trees import Tree as Tree
+from rlhf_core.packing.trees import Trees as Trees
+from rlhf_core.packing.trees import tree as tree
 
-__all__ = ["Layout", "Packed", "Tree", "Trees", "choose_layout", "pack", "tree"]
+__all__ = ["Layout", "Packed", "Tree", "Trees", "pack"]

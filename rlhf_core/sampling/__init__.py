@@ -33,6 +33,8 @@ from rlhf_core.sampling.stop_strings import stop_table
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+__all__ = ["SamplingOptions"]
+
 
 SLOTS = {"cpu": 32}
 """Sequences that a device decodes at once. On a CPU, time grows in proportion to them."""

@@ -1,6 +1,7 @@
 """What trainers share: open models and data, forecast a stage, choose attention, run from Python."""
 
 from rlhf_core.runtime.background import BackgroundCompiler as BackgroundCompiler
+from rlhf_core.stage.alone import run_alone as run_alone
 from rlhf_core.stage.text_settings import read_at_of as read_at_of
 from rlhf_core.stage.text_settings import text_options as text_options
 from rlhf_core.training.attention import choose_attention as choose_attention
@@ -33,6 +34,7 @@ __all__ = [
     "open_texts",
     "python_trainer",
     "read_at_of",
+    "run_alone",
     "text_options",
     "try_loss",
     "update_once",

@@ -1,4 +1,4 @@
-"""Nothing that packages of others rely on changes unnoticed; what our trainers use is all there is."""
+"""Nothing that packages of others rely on changes unnoticed, and our own trainers use nothing else."""
 
 from __future__ import annotations
 
@@ -25,11 +25,23 @@ def test_the_surface_is_that_of_the_snapshot() -> None:
     )
 
 
+def test_trainers_use_public_names_alone() -> None:
+    """Ours, the examples and what `rlhf new` writes: a stranger's trainer can do what they do."""
+    promised = public.promised()
+    modules = {f"rlhf_core.{name}" for name in public.MODULES.split()}
+    private = [
+        f"{module}.{name}"
+        for module, name in public.imported()
+        if name not in promised.get(module, ()) and f"{module}.{name}" not in modules
+    ]
+    assert not private, f"not public: {', '.join(sorted(set(private)))}"
+
+
 def test_a_change_would_be_noticed(monkeypatch: Any) -> None:
     from rlhf_core import fit
 
     before = public.surface()
-    assert "rlhf_core.fit.fit(stage, config, state, objective, feed, *, schedule, evaluate=None" in before
+    assert "rlhf_core.fit.fit(stage, config, state, objective, updates, *, schedule, evaluate=None" in before
     assert "rlhf_core.testing.check_policy_loss(loss)" in before
     assert "hook rlhf_step_end(stage, step, metrics)" in before
     monkeypatch.setattr(fit, "fit", lambda stage, config: None)

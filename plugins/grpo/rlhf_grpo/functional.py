@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import POLICY_LOSS, InputError, PolicyInputs
+from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
 from rlhf_core.logprobs import logps_from_logits, token_logps
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.models import Model, padded_rows

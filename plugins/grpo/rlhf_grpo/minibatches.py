@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core import Rollouts
 from rlhf_core.packing import Packed
-from rlhf_core.sampling import Rollouts
 from rlhf_grpo.objective import kl_estimate
 
 
