@@ -1,4 +1,4 @@
-"""What was sampled, as reward functions read it, and what they say of it."""
+"""Turn samples into the inputs of reward functions, and measure what the functions return."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
-    """The tokens of completion i, stop token included."""
+    """Return the tokens of completion i, stop token included."""
     return np.asarray(samples.tokens[i, : samples.lengths[i]], np.int32)
 
 
@@ -31,16 +31,17 @@ def reward_inputs(
     tokenizer: Any,
     stop_ids: Sequence[int] = (),
 ) -> RewardInputs:
-    """What reward functions are called with; texts, which continue their prompts, or message lists where the prompt is
-    one. stop_ids: tokens that ended completions besides those that the tokenizer knows, `sampling.stop_token_ids`.
+    """Make the inputs of reward functions: texts that continue their prompts, or message lists for message prompts.
+
+    stop_ids: tokens that end completions besides those of the tokenizer, `sampling.stop_token_ids`.
     """
     group = len(samples.lengths) // len(chosen)
-    own = [completion(samples, i) for i in range(len(samples.lengths))]
-    ids = [each.tolist() for each in own]
-    asked = [i for i in chosen for _ in range(group)]
-    raw = [prompts.raw[i] for i in asked]
-    before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in asked]
-    texts = continuations(tokenizer, before, own, stop_ids)
+    tokens = [completion(samples, i) for i in range(len(samples.lengths))]
+    ids = [each.tolist() for each in tokens]
+    rows = [i for i in chosen for _ in range(group)]
+    raw = [prompts.raw[i] for i in rows]
+    before = [prompts.ids[i] if isinstance(prompts.raw[i], str) else None for i in rows]
+    texts = continuations(tokenizer, before, tokens, stop_ids)
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(raw, texts, strict=True)
@@ -48,11 +49,11 @@ def reward_inputs(
     columns = {
         name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
     }
-    return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in asked])
+    return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in rows])
 
 
 def empty_warning(completions: Sequence[Turns]) -> str | None:
-    """What to say of completions, texts or message lists, of which more than half are empty; None of any others."""
+    """Return a warning if more than half of the completions, texts or message lists, are empty, else None."""
     empty = sum(map(is_blank, completions))
     if empty * 2 <= len(completions):
         return None
@@ -66,13 +67,13 @@ def empty_warning(completions: Sequence[Turns]) -> str | None:
 def measure(
     rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`."""
+    """Return rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`."""
     each = score(rewards, inputs, needed=needed)
     return each, total_reward(each, np.array([reward.weight for reward in rewards]))
 
 
 def total_reward(by_function: Floats, weights: Floats) -> Floats:
-    """The weighted sum over the functions that apply, [..., functions] → [...]; NaN where none does."""
+    """Sum the functions that apply, weighted, [..., functions] → [...]; NaN where none applies."""
     scored = ~np.isnan(by_function)
     total = np.where(scored, by_function * weights, 0.0).sum(-1)
     return np.where(scored.any(-1), total, np.nan)

@@ -59,7 +59,7 @@ class PPOConfig(TrainerConfig):
     num_generations: int = Field(4, ge=1, description="completions per prompt")
     num_iterations: int = Field(2, ge=1, description="updates per rollout")
     max_prompt_length: int = Field(512, ge=1, description="tokens; longer prompts are dropped or cut")
-    sampling: SamplingOptions = Field(SamplingOptions(), description="how completions are drawn")
+    sampling: SamplingOptions = Field(SamplingOptions(), description="how completions are sampled")
     rewards: list[Annotated[WeightedReward, REWARD]] = Field([], description="reward functions")
     loss: Annotated[Component, POLICY_LOSS] = Field(Component(name="dapo"), description="the policy loss")
     kl_coefficient: float = Field(0.05, ge=0, description="weight of the KL penalty in each token's reward")

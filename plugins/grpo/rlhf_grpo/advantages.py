@@ -35,8 +35,8 @@ class Group:
 
 @dataclass(frozen=True)
 class NormalizeThenSum:
-    """Each function's rewards normalised within the group, summed with the weights, and the sums normalised over the
-    batch (GDPO, Liu et al. 2026), so that a function of small spread counts as much as one of large.
+    """Normalise each function's rewards within the group, sum them with the weights, and normalise the sums over the
+    batch (GDPO, Liu et al. 2026), so that a function of small spread counts as much as one of large spread.
     """
 
     eps: float = 1e-4
@@ -104,12 +104,12 @@ def group_advantages(
     weights: Sequence[float] | None = None,
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
 ) -> jax.Array:
-    """Advantages of completions that lie group after group.
+    """Compute the advantages of completions that lie group after group.
 
-    rewards: float32 [N] or [N, functions]; NaN: the function does not apply. weights: one a function, default 1.
+    rewards: float32 [N] or [N, functions]; NaN: the function does not apply. weights: one per function, default 1.
     Deviations are taken with n − 1; completions that no function scored have advantage 0 and are left out of every
-    mean and deviation. Returns float32 [N]. Raises ValueError where N is not a multiple of num_generations, or a group
-    has one member only: it has nothing to be compared with.
+    mean and deviation. Returns float32 [N]. Raises ValueError if N is not a multiple of num_generations, or a group
+    has a single member, which has nothing to be compared with.
     """
     each = np.asarray(rewards, np.float64)
     each = each[:, None] if each.ndim == 1 else each

@@ -1,4 +1,4 @@
-"""What a GRPO stage can be told."""
+"""The options of a GRPO stage."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ class KL(Options):
 
 
 class DynamicSampling(Options):
-    """Groups whose rewards are all equal are dropped, and further prompts drawn in their place (Yu et al. 2025)."""
+    """Replace groups whose rewards are all equal by groups of further prompts (Yu et al. 2025)."""
 
     max_rounds: int = Field(
-        default=3, ge=2, description="draws a rollout at most; then equal groups fill what is missing"
+        default=3, ge=2, description="rounds of sampling per rollout; equal groups then fill what is missing"
     )
 
 
 class Limits(Options):
-    """Bounds on what a logged step may show; beyond them the run stops, with its state saved and a diagnosis."""
+    """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
 
-    kl: float | None = Field(default=None, gt=0, description="most nats a token between policy and reference")
-    entropy: float | None = Field(default=None, gt=0, description="fewest nats a token of mean entropy")
+    kl: float | None = Field(
+        default=None, gt=0, description="upper bound on the KL between policy and reference, nats per token"
+    )
+    entropy: float | None = Field(
+        default=None, gt=0, description="lower bound on the mean entropy, nats per token"
+    )
 
 
 class SamplerCorrection(Options):
@@ -53,10 +57,12 @@ class SamplerCorrection(Options):
 
 
 class Evaluation(Options):
-    """How the prompts of `eval_data` are answered and judged."""
+    """How completions of the prompts of `eval_data` are sampled and judged."""
 
-    num_generations: int = Field(default=1, ge=1, description="completions a prompt")
-    sampling: SamplingOptions | None = Field(default=None, description="what is not given is as in training")
+    num_generations: int = Field(default=1, ge=1, description="completions per prompt")
+    sampling: SamplingOptions | None = Field(
+        default=None, description="options that are not set are those of training"
+    )
     pass_threshold: float | None = Field(
         default=None,
         description="a completion whose reward reaches it has passed: pass@k is reported; none: it is not",
@@ -94,14 +100,14 @@ class GRPOConfig(TrainerConfig):
     num_train_epochs: int = Field(
         default=1, ge=1, description="passes over the prompts, those that dynamic_sampling draws included"
     )
-    num_generations: int = Field(default=8, ge=2, description="completions a prompt; a group")
+    num_generations: int = Field(default=8, ge=2, description="completions per prompt; a group")
     max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
-    sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are drawn")
+    sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
     rewards: list[Annotated[WeightedReward, REWARD]] = Field(
         default=[], description="reward functions by name, `module:function` or `file.py:function`"
     )
     reward_weights: list[float] | None = Field(
-        default=None, description="one weight a reward; none: each reward's own `weight`, 1 by default"
+        default=None, description="one weight per reward; none: each reward's own `weight`, 1 by default"
     )
     advantage: Annotated[Component, ADVANTAGE] = Field(
         default=Component(name="group"), description="how rewards become advantages"
@@ -128,7 +134,7 @@ class GRPOConfig(TrainerConfig):
         default=None, description="replace groups whose rewards are all equal; none: keep them"
     )
     sampler: Annotated[Component, SAMPLER] = Field(
-        default=Component(name="jax"), description="what draws completions"
+        default=Component(name="jax"), description="what samples completions"
     )
     sampler_correction: SamplerCorrection | None = Field(
         default=None, description="correct for a sampler that is not exactly the policy; none: do not"
@@ -145,7 +151,7 @@ class GRPOConfig(TrainerConfig):
         default=False, description="do not train on completions that did not stop by themselves"
     )
     sync_ref_model: bool = Field(
-        default=False, description="move the reference towards the policy now and then"
+        default=False, description="move the reference towards the policy every ref_model_sync_steps updates"
     )
     ref_model_mixup_alpha: float = Field(
         default=0.9, ge=0, le=1, description="share of the policy in the new reference"
@@ -155,7 +161,7 @@ class GRPOConfig(TrainerConfig):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """`evaluation.sampling` in full: what is not given there is as in training."""
+        """Fill in `evaluation.sampling`: options that it does not set are those of training."""
         evaluation, sampling = given.get("evaluation"), given.get("sampling", {})
         sampling = sampling.to_dict() if isinstance(sampling, Options) else sampling
         own = evaluation.get("sampling") if isinstance(evaluation, Mapping) else None
@@ -209,7 +215,7 @@ class GRPOConfig(TrainerConfig):
 
 
 def watch(limits: Limits) -> Callable[[Mapping[str, float]], str | None] | None:
-    """A function of a logged step's metrics: why the run should stop, or None. None where there are no limits."""
+    """Return a function of a logged step's metrics: a reason to stop, or None. None if there are no limits."""
     if limits.kl is None and limits.entropy is None:
         return None
 
@@ -222,13 +228,13 @@ def watch(limits: Limits) -> Callable[[Mapping[str, float]], str | None] | None:
         )
         if limits.kl is not None and kl is not None and kl > limits.kl:
             return (
-                f"the policy has left its reference: kl {kl:.4g} nats a token is above limits.kl={limits.kl:g} "
+                f"the policy has left its reference: kl {kl:.4g} nats per token is above limits.kl={limits.kl:g} "
                 f"({shown}). It may be exploiting the reward: read the newest completions. Raise kl.beta, lower "
                 "learning_rate, or train for fewer updates"
             )
         if limits.entropy is not None and entropy is not None and entropy < limits.entropy:
             return (
-                f"the policy has collapsed: entropy {entropy:.4g} nats a token is below "
+                f"the policy has collapsed: entropy {entropy:.4g} nats per token is below "
                 f"limits.entropy={limits.entropy:g} ({shown}). Its completions are nearly all the same, so groups "
                 "have little left to compare. Raise loss.epsilon_high, entropy_coef or kl.beta, or lower learning_rate"
             )

@@ -1,4 +1,4 @@
-"""Settings that cannot act, or do harm without a sign, told before the run."""
+"""Warn, before the run, about settings that cannot act or that do silent harm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
 WEIGHTED = ("group", "rloo", "reinforce_pp", "normalize_then_sum")
-"""Advantages to which a function of weight 0 says nothing; others may read it all the same."""
+"""Advantages that ignore a function of weight 0; others may read it all the same."""
 
 
 def config_warnings(
@@ -19,10 +19,10 @@ def config_warnings(
     context: int | None = None,
     longest_prompt: int | None = None,
 ) -> list[str]:
-    """One line a setting, by its dotted path.
+    """Return one line per setting, beginning with its dotted path.
 
-    updates: of the whole run. context (tokens that the model was made for) and longest_prompt (tokens) are None where
-    they are not known yet.
+    updates: of the whole run. context: tokens that the model was made for; longest_prompt: tokens. Both are None while
+    they are unknown.
     """
     prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
     return [
@@ -43,7 +43,7 @@ def _clipping(config: GRPOConfig) -> Iterator[str]:
     ]
     if inert and config.loss.name != "cispo":
         yield (
-            f"loss.{', loss.'.join(inert)}: cannot act: with one update a rollout the ratio is always 1; raise "
+            f"loss.{', loss.'.join(inert)}: cannot act: with one update per rollout the ratio is always 1; raise "
             "num_iterations or steps_per_generation, or leave it out"
         )
 

@@ -47,7 +47,7 @@ def policy_loss(
     dual_clip: float | None = None,
     entropy_coef: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The policy loss of one update, differentiable in `logps` (and `entropies`).
+    """Compute the policy loss of one update, differentiable in `logps` (and `entropies`).
 
     logps, old_logps, ref_logps, entropies: float32 [N, T], nats; old_logps None: this policy's own, ratio 1 with its
     gradient. advantages: float32 [N] or [N, T]. mask: [N, T], may have holes. epsilon_high None: epsilon.
@@ -98,7 +98,7 @@ def policy_loss(
 
 
 def kept_by_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-    """1 for the tokens whose entropy is at least the (1 − share) quantile over the mask (linear interpolation), else 0.
+    """Mark with 1 the tokens whose entropy reaches the (1 − share) quantile over the mask (linear interpolation).
 
     entropies: float32 [N, T], nats; mask [N, T] (Wang et al. 2025, "Beyond the 80/20 rule").
     """
@@ -108,7 +108,7 @@ def kept_by_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.
 
 
 def compute_per_token_logps(logits: jax.Array, input_ids: jax.Array, prompt_length: int) -> jax.Array:
-    """Log-probabilities of the tokens after the prompt, float32 [B, T − prompt_length], nats.
+    """Compute log-probabilities of the tokens after the prompt, float32 [B, T − prompt_length], nats.
 
     logits: [B, T, V], of the whole sequences; input_ids: int [B, T].
     """
@@ -118,7 +118,7 @@ def compute_per_token_logps(logits: jax.Array, input_ids: jax.Array, prompt_leng
 def get_per_token_logps(
     model: Model, input_ids: Any, attention_mask: Any, prompt_length: int, temperature: float = 1.0
 ) -> jax.Array:
-    """Log-probabilities under a model of the tokens after the prompt, float32 [B, T − prompt_length], nats.
+    """Compute a model's log-probabilities of the tokens after the prompt, float32 [B, T − prompt_length], nats.
 
     input_ids, attention_mask: int [B, T]; positions follow the mask. Logits are divided by `temperature`.
     """
@@ -128,7 +128,7 @@ def get_per_token_logps(
 def get_per_token_logps_and_entropies(
     model: Model, input_ids: Any, attention_mask: Any, prompt_length: int, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """As `get_per_token_logps`, and the entropies of the distributions the tokens were drawn from, nats."""
+    """Compute what `get_per_token_logps` does, and the entropies of the model's distributions at these tokens, nats."""
     ids, mask = jnp.asarray(input_ids, jnp.int32), jnp.asarray(attention_mask, jnp.int32)
     return _read(model.definition, model.params, ids, mask, prompt_length, temperature)
 
@@ -188,7 +188,7 @@ def _denominator(loss: PolicyLoss, mask: jax.Array, terms: Terms, num_items: Any
 
 
 def loss_by_name(name: str, **options: Any) -> PolicyLoss:
-    """Make the named loss with those of the options that it has.
+    """Make the named loss from those of the options that it has.
 
     Raises InputError for a value that it does not take, and for an importance_sampling_level other than "token" where
     the loss has no such option.
@@ -230,7 +230,7 @@ def grpo_step(
     gradient_accumulation_steps: int = 1,
     is_training: bool = True,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update on a padded batch of completions; nothing is donated.
+    """Run one update on a padded batch of completions; nothing is donated.
 
     batch: prompt_ids, prompt_mask int [N or N / num_generations, P], left-padded; completion_ids, completion_mask int
     [N, C]; advantages float [N]; optionally old_per_token_logps and ref_per_token_logps float [N, C] (nats; the latter
@@ -334,5 +334,5 @@ def _grpo_step(
 
 
 def _whole(batch: Mapping[str, jax.Array], splits: int) -> dict[str, jax.Array]:
-    """Undo the share of the items that each split takes, for a batch computed in one piece."""
+    """Undo the division of the item count among splits, for a batch computed in one piece."""
     return {k: batch[k] * splits for k in ("num_items_in_batch",) if k in batch}

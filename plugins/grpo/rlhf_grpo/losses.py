@@ -1,7 +1,7 @@
 """Policy losses: per-token values from log-probabilities and advantages.
 
-With the importance ratio r = exp(logp − old) of a token (or of its sequence) and its advantage A. Each loss says by
-`aggregation` how the trainer averages it; KL, entropy terms and masks are the trainer's.
+r = exp(logp − old) is the importance ratio of a token or of its sequence, A its advantage. The attribute `aggregation`
+of a loss chooses how the trainer averages it; KL, entropy terms and masks are the trainer's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Level = Literal["token", "sequence", "sequence_token"]
 
 
 def ratio(inputs: PolicyInputs, level: Level = "token") -> jax.Array:
-    """The importance ratio, float32 [N, T].
+    """Compute the importance ratio, float32 [N, T].
 
     token: exp(logp − old). sequence: exp of the sequence's mean of logp − old (GSPO, Zheng et al. 2025, eq. 7).
     sequence_token: the sequence's value with each token's own gradient (GSPO-token, eq. 14).
@@ -63,7 +63,7 @@ class Clipped:
 
 
 def clip_metrics(low: jax.Array, high: jax.Array) -> dict[str, jax.Array]:
-    """The contract's clip metrics, one value a token."""
+    """Return the clip metrics, one value per token."""
     return {
         "clip_ratio/low_mean": low.astype(jnp.float32),
         "clip_ratio/high_mean": high.astype(jnp.float32),
@@ -97,7 +97,7 @@ class DrGRPO(Clipped):
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """Sequence-level ratios (GSPO, Zheng et al. 2025, eq. 5); their ε is of the order of 3e-4."""
+    """Sequence-level ratios (GSPO, Zheng et al. 2025, eq. 5); their ε is about 3e-4."""
 
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "sequence"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def importance(inputs: PolicyInputs, sampling_logps: jax.Array, correction: SamplerCorrection) -> jax.Array:
-    """What the policy loss of a token is multiplied by, float32 [N, T], no gradient.
+    """Compute the factor of each token's policy loss, float32 [N, T], without gradient.
 
     The ratio is exp(old − sampling) of the token, or exp of the sum of that over the sequence's trained tokens;
     outside [min, max] it is clipped ("truncate", Espeholt et al. 2018) or taken as 0 ("mask").
@@ -38,7 +38,7 @@ def importance(inputs: PolicyInputs, sampling_logps: jax.Array, correction: Samp
 
 
 def mismatch(inputs: PolicyInputs, sampling_logps: jax.Array, ratio: jax.Array | None) -> dict[str, Metric]:
-    """How far sampler and trainer are apart, over trained tokens; `ratio` is what `importance` returned."""
+    """Measure how far sampler and trainer differ over trained tokens; `ratio` is what `importance` returned."""
     difference = jnp.abs(inputs.old_logps - sampling_logps)
     out: dict[str, Metric] = {
         "sampling/logp_difference_max": Max.of(difference, inputs.mask > 0),
@@ -55,7 +55,7 @@ def mismatch(inputs: PolicyInputs, sampling_logps: jax.Array, ratio: jax.Array |
 
 @dataclass(frozen=True)
 class Terms:
-    """What the trainer adds to a policy loss, and how it averages.
+    """The terms that the trainer adds to a policy loss, and how it averages.
 
     name: the loss's, in front of the metrics it reports. beta, kl, bias_correction: of the KL term in the loss.
     entropy_coef: weight of the mean entropy. max_completion_length: what `fixed_length` divides by.
@@ -81,7 +81,7 @@ class Terms:
 
 
 def kl_estimate(logps: jax.Array, ref_logps: jax.Array, name: str) -> jax.Array:
-    """Per-token estimate of KL(policy ‖ reference) from a sampled token, nats (Schulman 2020).
+    """Estimate KL(policy ‖ reference) per token from the sampled token, nats (Schulman 2020).
 
     With d = ref − logp: k1 = −d, k2 = d²/2, k3 = exp(d) − d − 1.
     """
@@ -106,7 +106,7 @@ def combine(
     num_items: Any = None,
     entropy_scale: Any = 1.0,
 ) -> tuple[Mean, dict[str, Metric]]:
-    """The loss as sum and count, and its metrics.
+    """Combine a policy loss with KL and entropy terms: return it as sum and count, with its metrics.
 
     sequences: how many there are, those without a trained token included (they count in the average over sequences).
     kept: float32 [N, T], 0 where the entropy quantile leaves a token out of the policy loss (KL stays).
@@ -114,7 +114,7 @@ def combine(
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
 
-    Raises InputError for a loss that raises, or is not one number a token.
+    Raises InputError for a loss that raises, or does not return one number per token.
     """
     mask = inputs.mask
     out = loss_output(
