@@ -86,7 +86,7 @@ def test_policy_loss_does_not_drop_what_a_loss_of_a_plugin_objects_to(
 ) -> None:
     host = plugins.load()
     host.registry.add(POLICY_LOSS, "strict", Strict)
-    monkeypatch.setattr(plugins, "load", lambda *_, **__: host)
+    monkeypatch.setattr("rlhf_grpo.functional.installed_registry", lambda: host.registry)
     given = inputs()
 
     def loss(**options: Any) -> float:

@@ -33,7 +33,7 @@ def test_compiling_its_move_does_not_move_it(tiny: ModuleType) -> None:
 
     move = _reference_sync(GRPOConfig(sync_ref_model=True, ref_model_mixup_alpha=0.9), reference)
     assert arrays(reference.params) == before
-    reference._ahead.wait("mix")
+    reference._compiler.wait("mix")
     jax.monitoring.register_event_duration_secs_listener(note)
 
     class State:

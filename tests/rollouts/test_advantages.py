@@ -65,7 +65,7 @@ def misspelt(inputs):
         (lambda inputs: "high", r"raised ValueError: could not convert string to float"),
         (
             misspelt,
-            r"raised AttributeError: 'AdvantageInputs' object has no attribute 'reward'.* \(.*test_group_adv",
+            r"raised AttributeError: 'AdvantageInputs' object has no attribute 'reward'.* \(.*test_advantages",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def test_every_field_is_read(
     cls = CONFIGS[trainer]
     config = recording(cls, read)(**everything(trainer, tiny, tmp_path))
     read.clear()  # what validation looked at
-    monkeypatch.setattr("rlhf_core.training.open.make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr("rlhf_core.stage.alone.make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run_alone(trainer, config)

@@ -162,6 +162,6 @@ def test_a_reward_model_of_the_hub_writes_nothing(
         "seed": 0,
         "chat_template": None,
     }
-    with pytest.raises(InputError, match="is a reward model, which writes nothing"):
+    with pytest.raises(InputError, match="is a reward model, which does not generate"):
         commands.generate("owner/model", None, ["a"], None, **options)
     assert jax.process_count() == 1

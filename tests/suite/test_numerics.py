@@ -120,8 +120,7 @@ class GRPOCase:
     """Groups of three with old and reference log-probabilities near the policy's own."""
 
     names: ClassVar[dict] = {
-        "token_names": ("old_logps", "ref_logps", "sampling_logps"),
-        "sequence_names": ("advantages",),
+        "token_names": ("old_logps", "ref_logps", "sampling_logps", "advantages"),
     }
     group = 1
 
@@ -164,8 +163,10 @@ class GRPOCase:
                             "old_logps": pick(g["old"]),
                             "ref_logps": pick(g["ref"]),
                             "sampling_logps": pick(g["old"]),
+                            "advantages": tuple(
+                                np.full(len(g["completions"][i]), g["advantages"][i]) for i in chosen
+                            ),
                         },
-                        sequence_values={"advantages": g["advantages"][chosen]},
                     )
                 )
         return out

@@ -14,6 +14,7 @@ from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.files import unseal
+from rlhf_core.stage import record
 
 BASE: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -147,8 +148,8 @@ def test_two_trainers_do_not_share_a_directory(tiny: ModuleType, tmp_path: Path)
 def stopped_at(run: Run, step: int, directory: Path) -> None:
     """A directory as it is after a run that was killed once update `step` was saved."""
     shutil.copytree(run.directory / "checkpoints" / str(step), directory / "checkpoints" / str(step))
-    record = unseal((run.directory / "stage.json").read_bytes())
-    record.write(directory, {**record, "state": "running"})
+    kept_record = unseal((run.directory / "stage.json").read_bytes())
+    record.write(directory, {**kept_record, "state": "running"})
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_two_distributions_with_one_entry_point_name_both(installed: Path, tmp_p
 def test_naming_and_configuring_need_no_jax(installed: Path) -> None:
     python(
         "import sys, rlhf_core\n"
-        "from rlhf_core import contracts, options, hookspecs, registry, plugins, stage, errors\n"
+        "from rlhf_core import config, contracts, plugins, stage, errors\n"
         "from rlhf_core import hookimpl, TrainerConfig, Registry, POLICY_LOSS, PolicyInputs\n"
         "assert not {'jax', 'flax', 'optax', 'transformers', 'datasets', 'wandb'} & set(sys.modules)",
         installed,

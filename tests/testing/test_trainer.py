@@ -134,9 +134,9 @@ def test_the_trainer_that_they_are_made_of_has_none() -> None:
 
 def test_what_is_said(failures: Any) -> None:
     said = failures(check_trainer, MUTANTS["a run that begins again"][1], rows=texts(4))["resume"]
-    assert "interrupted after update 3 and begins again at update 1" in said
+    assert "interrupted after update 3 and starts over at update 1" in said
     said = failures(check_trainer, MUTANTS["a checkpoint without the momentum"][1], rows=texts(4))["resume"]
-    assert "'model' of a run that was interrupted differs in model.safetensors" in said
+    assert "'model' of an interrupted run differs in model.safetensors" in said
     said = failures(check_trainer, MUTANTS["a reward model without a contract"][1], rows=texts(4))["outputs"]
     assert "contract=Contract.of(tokenizer" in said
 
