@@ -43,7 +43,7 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Useful tokens of a step, a shared prompt once."""
+        """Count the useful tokens per step, shared prompts once."""
         if self.work == "W1":
             return self.pairs * 2 * self.length
         return self.prompts * (self.prompt + self.group * self.completion)

@@ -71,7 +71,7 @@ def visits(attention: Any, batches: list[Any]) -> float:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Count the work of a device in one step, and the memory of its programs."""
+    """Count a device's work per step, and the memory of its programs."""
     jax.config.update("jax_num_cpu_devices", case.devices)
     with tempfile.TemporaryDirectory(prefix="growth-") as directory:
         objective, updates, state, packed = build(case, Path(directory))

@@ -212,7 +212,12 @@ def run(config: PPOConfig, stage: Stage) -> None:
     fitted = fit(
         stage,
         config,
-        create_state(models, {"policy": tx, "critic": critic_tx}, seed=stage.seed),
+        create_state(
+            models,
+            {"policy": tx, "critic": critic_tx},
+            seed=stage.seed,
+            frozen=config.frozen_parameters and {"policy": config.frozen_parameters},
+        ),
         objective({name: model.definition for name, model in models.items()}, loss, config),
         updates,
         schedule=schedule,

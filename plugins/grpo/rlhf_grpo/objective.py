@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -194,7 +194,7 @@ def objective(
     return compute
 
 
-def reader(model: Definition, *, temperature: float) -> Callable[[Any, Packed], tuple[jax.Array, jax.Array]]:
+def reader(model: Definition, *, temperature: float) -> jax.stages.Wrapped:
     """Return a jitted (params, batch) → log-probabilities, entropies, nats, float32 [rows, trained]."""
 
     @jax.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ class PolicyReader:
     def __init__(
         self,
         config: GRPOConfig,
-        compute: Callable[[Any, Packed], tuple[jax.Array, jax.Array]],
+        compute: jax.stages.Wrapped,
         reference: Reference | None,
         params: Any,
         mesh: Mesh,
@@ -109,7 +109,7 @@ class PolicyReader:
     def compile(self, shapes: Sequence[Packed]) -> None:
         """Start to compile, in the background, for empty micro-batches of these shapes."""
         for batch in shapes if self.names else ():
-            lowered = self.compute.lower(self._params, abstract_rows(self.mesh, batch))  # type: ignore[attr-defined]
+            lowered = self.compute.lower(self._params, abstract_rows(self.mesh, batch))
             self._compiler.compile(batch.rows.tokens.shape, lowered)
         self._params = None  # training donates them
 
