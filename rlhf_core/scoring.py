@@ -21,7 +21,7 @@ from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding, row_multiple
+from rlhf_core.mesh import abstract_rows, make_mesh, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -390,15 +390,31 @@ class Scorer:
     def _layout_for(self, sizes: Sequence[int], longest: int, group: int) -> Layout:
         """Return the shapes chosen first while every sequence fits; a tree that does not fit is split."""
         if self.layout is None or longest > self.layout.time[-1]:
-            self.layout = choose_layout(
-                sizes,
-                group,
-                hidden_size=self.model.definition.hidden_size,
-                max_tokens=MICRO_BATCH_TOKENS,
-                row_multiple=row_multiple(self.model.mesh),
-                longest=max(longest, self.contract.max_length or 0),
+            longest = max(longest, self.contract.max_length or 0)
+            self.layout = scoring_layout(
+                self.model.definition, self.model.mesh, sizes, group, longest=longest
             )
         return self.layout
+
+
+def scoring_layout(
+    definition: Definition, mesh: Mesh, sizes: Sequence[int], group: int, *, longest: int
+) -> Layout:
+    """Choose the rows for groups of `group` sequences; sizes: tokens per group. longest: tokens of a sequence."""
+    return choose_layout(
+        sizes,
+        group,
+        hidden_size=definition.hidden_size,
+        max_tokens=MICRO_BATCH_TOKENS,
+        row_multiple=row_multiple(mesh),
+        longest=longest,
+    )
+
+
+def scoring_program(definition: Definition, mesh: Mesh, params: Any, batch: Packed) -> jax.stages.Lowered:
+    """Lower the scoring of a micro-batch, read for shapes and dtypes only; params: shapes with shardings will do."""
+    lowered: jax.stages.Lowered = _scores(definition, mesh).lower(params, abstract_rows(mesh, batch))
+    return lowered
 
 
 @functools.cache

@@ -119,20 +119,32 @@ class Programs:
         calls: micro-batches, read for shapes and dtypes only, and whether each follows another in its update; see
         `rlhf_core.fit.batches.expected_calls`. Programs that are compiled or being compiled are skipped.
         """
-        mesh = state.step.sharding.mesh
-        key = _dropout_key(state, 0) if self._noise else None
         for batch, follows in calls:
-            rows, follows = abstract_rows(mesh, batch), follows or self._from_zero
-            if (name := _program_name(rows, follows)) in self._ahead:
+            follows = follows or self._from_zero
+            if (name := _program_name(batch, follows)) in self._ahead:
                 continue
-            if self._done is None or not follows:
-                traced = self._accumulate.trace(state.params, rows, None, key)
-                self._done = traced.out_info
-            if follows:
-                traced = self._accumulate.trace(state.params, rows, self._done, key)
-            self._ahead.compile(name, traced.lower())
+            self._ahead.compile(name, self.lower(state, batch, follows))
             if "apply" not in self._ahead:
-                self._ahead.compile("apply", self._apply.lower(state.trained(), self._done))
+                self._ahead.compile("apply", self.lower_apply(state))
+
+    def lower(self, state: TrainState, batch: Any, follows: bool) -> jax.stages.Lowered:
+        """Lower `accumulate` for a micro-batch, read for shapes and dtypes only.
+
+        state: shapes with shardings will do. follows: whether it follows another micro-batch in its update.
+        """
+        rows, key = abstract_rows(state.step.sharding.mesh, batch), None
+        if self._noise:
+            key = state.key if isinstance(state.key, jax.ShapeDtypeStruct) else _dropout_key(state, 0)
+        if self._done is None or not follows:
+            traced = self._accumulate.trace(state.params, rows, None, key)
+            self._done = traced.out_info
+        if follows:
+            traced = self._accumulate.trace(state.params, rows, self._done, key)
+        return traced.lower()
+
+    def lower_apply(self, state: TrainState) -> jax.stages.Lowered:
+        """Lower `apply` for the sums of the last `lower`."""
+        return self._apply.lower(state.trained(), self._done)
 
     def wait(self) -> None:
         """Wait until every program that was started is compiled."""

@@ -8,6 +8,7 @@ Each sequence has its own key: its tokens depend neither on its neighbours nor o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
-from rlhf_core.contracts import ModelDefinition, SamplerInputs, SamplingSettings
+from rlhf_core.contracts import ModelDefinition, Program, SamplerInputs, SamplingSettings
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import (
@@ -27,7 +28,8 @@ from rlhf_core.mesh import (
     rows_per_device,
 )
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
+from rlhf_core.runtime.devices import platform
+from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
 if TYPE_CHECKING:
@@ -167,14 +169,34 @@ class Sampler:
         """
         lengths = np.asarray(lengths, np.int32)
         self._check(lengths)
-        rows = self.prompts_per_call
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
-            tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
-            ids = np.zeros(rows * self.num_generations, np.uint32)
-            batch = abstract_rows(self.mesh, (tokens, none, none, ids))
-            key_data, program = self._program(jax.random.key(0))
-            lowered = generate.lower(params, *batch, key_data, self._stop_table, program=program)
-            self._ahead.compile(time, lowered)
+            self._ahead.compile(time, self._lower(params, time))
+
+    def longest_program(self, params: Any) -> Program:
+        """Return the program for the longest prompts, of one call a rollout; params: shapes with shardings will do."""
+        time = bucket(self.max_prompt_length, self.max_prompt_length)
+        slots = self._program(jax.random.key(0))[1].slots
+        longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
+        return Program(
+            f"generate {self.prompts_per_call} × {self.num_generations}, {time + 1} + {longest} tokens",
+            lambda: self._lower(params, time),
+            "sample",
+            tokens=sequences * longest,
+            steps=most_steps(sequences // row_multiple(self.mesh), slots, longest),
+            reads=("parameters",),
+        )
+
+    def _lower(self, params: Any, time: int) -> Any:
+        """Lower the program for prompts padded to `time` tokens."""
+        rows = self.prompts_per_call
+        tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
+        ids = np.zeros(rows * self.num_generations, np.uint32)
+        batch = abstract_rows(self.mesh, (tokens, none, none, ids))
+        key_data, program = self._program(jax.random.key(0))
+        table = self._stop_table
+        if table is not None:
+            table = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(self.mesh))
+        return generate.lower(params, *batch, key_data, table, program=program)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
         """Sample one batch of `_batch`: the first four fields of `Rollouts` for all its rows, on the host."""
@@ -182,7 +204,7 @@ class Sampler:
         key_data, program = self._program(key)
         rows = put_rows(self.mesh, batch)
         written, step, slot = jax.device_get(
-            generate(params, *rows, key_data, self._stop_table, program=program)
+            generate(params, *rows, key_data, self._stop_table_on_devices, program=program)
         )
         return read_completions(written, step, slot, self.options.max_completion_length)
 
@@ -200,8 +222,17 @@ class Sampler:
         )
         return np.asarray(jax.random.key_data(key)), program
 
-    def _table(self, tokenizer: Any) -> jax.Array | None:
-        """Put the table of the stop strings on every device of the mesh; None where there are none."""
+    @cached_property
+    def _stop_table_on_devices(self) -> jax.Array | None:
+        table = self._stop_table
+        if table is None:
+            return None
+        return jax.make_array_from_callback(
+            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
+        )
+
+    def _table(self, tokenizer: Any) -> np.ndarray | None:
+        """Make the table of the stop strings; None where there are none."""
         if unknown := [i for i in self.options.stop_token_ids if i >= self.definition.vocab_size]:
             raise InputError(
                 f"sampling.stop_token_ids: the model has no token {', '.join(map(str, unknown))}; its ids end at "
@@ -214,10 +245,7 @@ class Sampler:
                 "sampling.stop_strings: there is no tokenizer to turn tokens into text; give one, or use "
                 "sampling.stop_token_ids"
             )
-        table = stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
-        return jax.make_array_from_callback(
-            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
-        )
+        return stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
 
     def _check(self, lengths: np.ndarray) -> None:
         problems = [f"prompt {i + 1} has no tokens" for i in np.flatnonzero(lengths == 0)]
@@ -257,7 +285,7 @@ class Sampler:
 
 def slots_per_device(mesh: AnyMesh | None, sequences: int) -> int:
     """Count how many of `sequences` each device of a mesh decodes at once; mesh None: one device."""
-    most = SLOTS.get(jax.default_backend(), SLOTS_ACCELERATOR)
+    most = SLOTS.get(platform(), SLOTS_ACCELERATOR)
     return min(rows_per_device(mesh, sequences), most)
 
 

@@ -16,6 +16,8 @@ from rlhf_core.training.padded import batch_arrays as batch_arrays
 from rlhf_core.training.padded import evaluate_once as evaluate_once
 from rlhf_core.training.padded import named_loss as named_loss
 from rlhf_core.training.padded import update_once as update_once
+from rlhf_core.training.programs import dataset_programs as dataset_programs
+from rlhf_core.training.programs import planned_model as planned_model
 from rlhf_core.training.python import python_trainer as python_trainer
 from rlhf_core.training.updates import dataset_updates as dataset_updates
 
@@ -23,6 +25,7 @@ __all__ = [
     "BackgroundCompiler",
     "batch_arrays",
     "choose_attention",
+    "dataset_programs",
     "dataset_updates",
     "evaluate_once",
     "forecast_lines",
@@ -32,6 +35,7 @@ __all__ = [
     "open_records",
     "open_rewards",
     "open_texts",
+    "planned_model",
     "python_trainer",
     "read_at_of",
     "run_alone",

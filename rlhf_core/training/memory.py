@@ -18,6 +18,7 @@ from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.models.params import join, split
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
+from rlhf_core.runtime.devices import planned
 from rlhf_core.runtime.peak_memory import format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 
@@ -74,7 +75,8 @@ def definition_of(
     else:
         return None
     family = find_family(hf_config.get("model_type"), registry)
-    if dtype is None and "dtype" in inspect.signature(family.parse).parameters:
+    # Planned devices have the family's default for their platform.
+    if dtype is None and planned() is None and "dtype" in inspect.signature(family.parse).parameters:
         dtype = COMPUTE
     return describe(family, hf_config, head, file, dtype=dtype, remat=remat), hf_config
 

@@ -67,6 +67,11 @@ class PairSet:
         return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens, same)
 
 
+def reader(model: Definition, mesh: Mesh) -> Any:
+    """Return a jitted (params, batch) → `sequence_logps`, on every device."""
+    return jax.jit(partial(sequence_logps, model), out_shardings=replicated_sharding(mesh))
+
+
 class Reader:
     """Compute the log-probabilities of some pairs' completions under any parameters of a model."""
 
@@ -82,7 +87,7 @@ class Reader:
         """which: int [n], the pairs. at_once: how many are packed together."""
         self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
         self._mesh = mesh
-        self._logps = jax.jit(partial(sequence_logps, model), out_shardings=replicated_sharding(mesh))
+        self._logps = reader(model, mesh)
 
     def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
         """Return float32 [n, 2], nats: of the chosen and of the rejected completion. which: instead of the reader's."""

@@ -82,10 +82,19 @@ def _name(path: Any) -> str:
     return "reference" + jax.tree_util.keystr(path)
 
 
+def values_read(config: GRPOConfig) -> tuple[str, ...]:
+    """Name the values per token that policies are read for: `old_logps` where the policy moves during a rollout."""
+    return (
+        *(("old_logps",) if config.updates_per_rollout > 1 else ()),
+        *(("ref_logps",) if config.keeps_reference else ()),
+        *(("entropies",) if config.top_entropy_quantile < 1 else ()),
+    )
+
+
 class PolicyReader:
     """Reads rollouts with the policy of their start and with the reference, as far as the config needs that.
 
-    names: what `read` returns. `old_logps` is kept only where the policy moves while a rollout is in use.
+    names: what `read` returns, see `values_read`.
     """
 
     def __init__(
@@ -99,11 +108,7 @@ class PolicyReader:
         """compute: jitted, see `rlhf_grpo.objective.reader`. params: the policy's, to compile for their placement."""
         self.compute, self.reference, self.mesh = compute, reference, mesh
         self.moves = config.sync_ref_model
-        self.names = (
-            *(("old_logps",) if config.updates_per_rollout > 1 else ()),
-            *(("ref_logps",) if reference is not None else ()),
-            *(("entropies",) if config.top_entropy_quantile < 1 else ()),
-        )
+        self.names = values_read(config)
         self._params, self._compiler = params, BackgroundCompiler()
 
     def compile(self, shapes: Sequence[Packed]) -> None:

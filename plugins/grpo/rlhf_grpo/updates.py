@@ -12,6 +12,7 @@ from rlhf_core.fit import empty_batches
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates, compute_advantages
 from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
+from rlhf_grpo.policies import values_read
 
 if TYPE_CHECKING:
     from rlhf_core import Advantage, Stage, TrainState
@@ -22,6 +23,20 @@ SAMPLED = ("sampling_logps",)
 """Per-token values that every micro-batch carries, also when the policies read it."""
 INDEX = ("index",)
 """Per-sequence values: a completion's number in its rollout."""
+
+
+def batch_values(config: GRPOConfig) -> dict[str, tuple[str, ...]]:
+    """Name the values that micro-batches carry, as `empty_batches` takes them."""
+    names = [name for name in values_read(config) if name != "entropies"]
+    return {
+        "token_names": (
+            *SAMPLED,
+            "advantages",
+            *names,
+            *(("kept",) if config.top_entropy_quantile < 1 else ()),
+        ),
+        "sequence_names": (*INDEX, *(("entropy_scale",) if config.entropy_coef else ())),
+    }
 
 
 class GRPOUpdates(RolloutUpdates):
@@ -50,12 +65,7 @@ class GRPOUpdates(RolloutUpdates):
         policies.compile(empty_batches(layout, token_names=SAMPLED, sequence_names=INDEX))
 
     def shapes(self) -> list[Packed]:
-        names = [name for name in self.policies.names if name != "entropies"]
-        return empty_batches(
-            self.layout,
-            token_names=(*SAMPLED, "advantages", *names, *(("kept",) if self.keeps_share else ())),
-            sequence_names=(*INDEX, *(("entropy_scale",) if self.config.entropy_coef else ())),
-        )
+        return empty_batches(self.layout, **batch_values(self.config))
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config

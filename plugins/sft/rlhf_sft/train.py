@@ -9,12 +9,19 @@ from rlhf_core.artifacts import save_model
 from rlhf_core.data import require_vocabulary
 from rlhf_core.fit import evaluation_batches, evaluator, fit
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.training import dataset_updates, forecast_lines, open_model, open_texts, python_trainer
+from rlhf_core.training import (
+    dataset_programs,
+    dataset_updates,
+    forecast_lines,
+    open_model,
+    open_texts,
+    python_trainer,
+)
 from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
 if TYPE_CHECKING:
-    from rlhf_core import Forecast, Stage
+    from rlhf_core import Forecast, Stage, StagePrograms
 
 
 def run(config: SFTConfig, stage: Stage) -> None:
@@ -40,6 +47,13 @@ def run(config: SFTConfig, stage: Stage) -> None:
 def forecast(config: SFTConfig, stage: Stage) -> Forecast:
     """Forecast `run` from the data alone."""
     return forecast_lines(config, stage, unit="demonstrations", head="lm", open_data=open_texts)
+
+
+def programs(config: SFTConfig, stage: Stage) -> StagePrograms:
+    """Describe the programs of `run` from shapes alone."""
+    return dataset_programs(
+        config, stage, head="lm", open_data=open_texts, objective=objective, reads_tokens=True
+    )
 
 
 SFTTrainer = python_trainer("sft", SFTConfig, __name__)
