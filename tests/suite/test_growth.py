@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.plugins.component import load_file
+from rlhf_core.topologies import hlo
 from rlhf_core.training.memory import definition_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GROWTH = REPOSITORY / "benchmarks" / "growth"
 PAGE = REPOSITORY / "docs/results/benchmarks.md"
-hlo: Any = load_file(GROWTH / "hlo.py")
 
 TEXT = """
 HloModule made, is_scheduled=true, num_partitions=8
