@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -40,7 +39,7 @@ def main(file: str) -> None:
     """Do the job that a JSON file describes, and write its results or the problems as JSON."""
     job = json.loads(Path(file).read_text(encoding="utf-8"))
     try:
-        results = compile_pipeline(job, say=lambda line: print(line, file=sys.stderr, flush=True))
+        results = compile_pipeline(job, say=lambda line: print(line, flush=True))
     except InputError as error:
         results = {"problems": list(error.problems)}
     write_atomic(Path(job["results"]), json.dumps(results))
@@ -51,8 +50,8 @@ def compile_pipeline(
 ) -> dict[str, Any]:
     """Compile every program of a pipeline.
 
-    job: `on`, the devices' name; `pipeline`, `sets`, `dir` and `plugins` as `rlhf check` takes them. devices: instead of
-    those that `on` names, for tests.
+    job: `on`, the devices' name; `pipeline`, `sets`, `dir` and `plugins` as `rlhf check` takes them. devices: others
+    than `on` names, for tests.
 
     Raises InputError with every problem of the pipeline.
     """
