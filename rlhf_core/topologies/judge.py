@@ -97,7 +97,10 @@ class StageVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as `--json` prints it."""
-        numbers = "usable training_tokens sampled_tokens training_seconds sampling_seconds update_seconds training_mfu sampling_mfu"
+        numbers = (
+            "usable training_tokens sampled_tokens training_seconds sampling_seconds update_seconds training_mfu "
+            "sampling_mfu"
+        )
         return {
             "fits": self.fits,
             "note": self.note,
