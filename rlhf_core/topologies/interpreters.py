@@ -35,6 +35,7 @@ import importlib.util, json, sys
 jax = importlib.util.find_spec("jax") and __import__("jax").__version__
 print(json.dumps([list(sys.version_info[:2]), jax, importlib.util.find_spec(sys.argv[1]) is not None]))
 """
+STDERR = 2
 START = """
 import json, site, sys
 for path in json.loads(sys.argv[2]):  # after this environment's own, whose jax and compiler come first
@@ -135,13 +136,17 @@ def run(python: Path, job: Mapping[str, Any]) -> dict[str, Any]:
         file = Path(directory) / "job.json"
         results = Path(directory) / "results.json"
         file.write_text(json.dumps({**job, "results": str(results)}), encoding="utf-8")
-        ended = subprocess.run(
-            [python, "-c", START, str(file), json.dumps(_import_paths())], env=_environment_variables()
-        )
-        if not results.exists():
-            raise RunError(
-                f"the compiler's process ended with code {ended.returncode}; its messages are above"
+        messages = Path(directory) / "stderr"
+        with messages.open("wb") as stderr:
+            ended = subprocess.run(
+                [python, "-c", START, str(file), json.dumps(_import_paths())],
+                env=_environment_variables(),
+                stdout=STDERR,  # its progress
+                stderr=stderr,  # where compilers talk of what is not there
             )
+        if not results.exists():
+            last = messages.read_text(encoding="utf-8", errors="replace").strip()[-3000:]
+            raise RunError(f"the compiler's process ended with code {ended.returncode}:\n{last}")
         written: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     if "problems" in written:
         raise InputError(*written["problems"])
