@@ -137,7 +137,7 @@ def dataset_programs(
     open_data: Callable[..., Any],
     objective: Callable[[Definition], Objective],
     reads_tokens: bool,
-    trees: Callable[[Any], Trees] = lambda data: data.trees(),
+    trees: Callable[[Any], Trees] | None = None,
     sequence_names: Sequence[str] = (),
     group: int = 1,
     reader: Callable[[Definition], Any] | None = None,
@@ -145,8 +145,8 @@ def dataset_programs(
     """Describe the programs of a trainer on a fixed dataset; a `Trainer`'s `programs` calls it.
 
     open_data: as in `forecast_lines`. objective: makes the objective for a model. trees: makes the trees of what
-    open_data returned. reader: makes a jitted (params, batch) for a model, with which every training row is read
-    once before the first update. The rest: see `dataset_updates`.
+    open_data returned; default: its `trees()`. reader: makes a jitted (params, batch) for a model, with which every
+    training row is read once before the first update. The rest: see `dataset_updates`.
     """
     model = planned_model(config, stage, head)
     if model is None:
@@ -157,7 +157,7 @@ def dataset_programs(
         config,
         stage,
         rows,
-        trees(rows),
+        rows.trees() if trees is None else trees(rows),
         reads_tokens=reads_tokens,
         sequence_names=sequence_names,
         group=group,
