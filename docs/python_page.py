@@ -80,6 +80,11 @@ TASKS = (
         "evaluate_once named_loss training_step evaluation_step grpo_step",
     ),
     Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),
+    Task(
+        "Describe programs for devices that are not there",
+        "[Check before renting](../how-to/check_before_renting.md) compiles them.",
+        "Program StagePrograms dataset_programs rollout_programs planned_model",
+    ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer Contract base_identity"),
     Task(
         "Run trainers and pipelines from Python",

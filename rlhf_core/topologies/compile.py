@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -27,9 +27,6 @@ from rlhf_core.runtime.files import write_atomic
 from rlhf_core.topologies import hlo
 from rlhf_core.topologies.chips import target_config
 from rlhf_core.topologies.names import Topology, parse
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 """Distributions whose versions decide what a program becomes."""
@@ -65,9 +62,12 @@ def compile_pipeline(
         described = stage_programs(planned, host, mesh)
         cache = Cache(topology)
         stages = {
-            name: None if programs is None else _stage(name, programs, topology, mesh, cache, say)
+            name: None if programs is None else _stage(name, programs, topology, cache, say)
             for name, programs in described.items()
         }
+        for stage in planned.stages:
+            if (facts := stages[stage.name]) is not None:
+                facts["remat"] = stage.preview.remat
     finally:
         plan_for(None)
     return {"on": topology.name, "mesh": dict(mesh.shape), "stages": stages, "compiler": cache.versions}
@@ -96,7 +96,6 @@ def _stage(
     name: str,
     described: StagePrograms,
     topology: Topology,
-    mesh: Mesh,
     cache: Cache,
     say: Callable[[str], None],
 ) -> dict[str, Any]:

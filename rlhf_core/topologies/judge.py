@@ -144,7 +144,7 @@ def judge(
         seconds["update"],
         _share(stage["weights"] * TRAINING * tokens["train"], seconds["training"] * peak),
         _share(stage["weights"] * FORWARD * tokens["sample"], seconds["sampling"] * peak),
-        tuple(advice(programs, stage["resident"], topology, mesh)),
+        tuple(advice(programs, stage["resident"], topology, mesh, remat=stage["remat"])),
     )
 
 
@@ -186,9 +186,14 @@ def _program(facts: Mapping[str, Any], topology: Topology) -> Verdict:
 
 
 def advice(
-    programs: Sequence[Verdict], resident: Mapping[str, int], topology: Topology, mesh: Mapping[str, int]
+    programs: Sequence[Verdict],
+    resident: Mapping[str, int],
+    topology: Topology,
+    mesh: Mapping[str, int],
+    *,
+    remat: str,
 ) -> list[str]:
-    """Say what to change, most effective first, where programs do not fit."""
+    """Say what to change, most effective first, where programs do not fit. remat: the stage's setting."""
     large = [program for program in programs if not program.fits]
     lines = [
         f"{p.name}: the compiler says: {p.error}" for p in large if p.error and OUT_OF_MEMORY not in p.error
@@ -206,8 +211,10 @@ def advice(
     works = {program.work for program in large}
     if "train" in works:
         lines.append(
-            'for micro-batches: set remat = "full", then gradient_accumulation_steps higher, then shorter rows '
-            "(max_sequence_length, or max_completion_length and num_generations)"
+            "for micro-batches: "
+            + ("" if remat == "full" else 'set remat = "full", then ')
+            + "raise gradient_accumulation_steps, then shorten rows (max_sequence_length, or max_completion_length and "
+            "num_generations)"
         )
     if "sample" in works:
         lines.append(

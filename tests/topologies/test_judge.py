@@ -43,7 +43,7 @@ def program(name: str = "accumulate 8 × 512", work: str = "train", **changes: A
 
 def stage(*programs: Any, resident: dict[str, int] | None = None) -> dict[str, Any]:
     held = resident or {"parameters": 4 * GB, "optimizer": 8 * GB}
-    return {"note": None, "resident": held, "weights": 7 * GB, "programs": list(programs)}
+    return {"note": None, "remat": "auto", "resident": held, "weights": 7 * GB, "programs": list(programs)}
 
 
 @pytest.mark.parametrize("by", ["compute", "memory", "link", "network"])
@@ -137,6 +137,8 @@ def test_what_to_change_where_something_does_not_fit(work: str, words: list[str]
     for word in words:
         assert word in " ".join(made.advice)
     assert "does not fit: 78.0 GB of 76.5 GB in big" in lines(made)
+    already = judge("base", {**stage(large), "remat": "full"}, parse("h100:8"), MESH)
+    assert "remat" not in " ".join(already.advice)
 
 
 def test_a_state_that_is_too_large_is_to_be_spread() -> None:
