@@ -53,7 +53,7 @@ FAST_MEMORY = "S(1)"
 @dataclass(frozen=True)
 class Instruction:
     """One line. shape: as it is written, a tuple's in parentheses. operands: names within its computation; of a
-    parameter, its number.
+    parameter its number, of a constant its value.
     """
 
     name: str
@@ -172,11 +172,33 @@ class _Reader:
     def _loops_of(self, name: str) -> list[str]:
         bodies = list(self._loops[name])
         for each in self.computations[name].values():
-            if each.opcode == "while" and not TRIPS.search(each.attributes):
+            if each.opcode == "while" and self._rounds(each, self.computations[name]) is None:
                 continue
             for called in _called(each) if each.opcode in ("while", "call", "conditional") else ():
                 bodies += self._loops_of(called)
         return bodies
+
+    def _rounds(self, loop: Instruction, inside: Mapping[str, Instruction]) -> float | None:
+        """Return how often a loop runs: what XLA says of it, else the bound of a counter from one constant to another;
+        None where it depends on data.
+        """
+        if known := TRIPS.search(loop.attributes):
+            return float(known[1])
+        condition = self.computations[re.findall(r"condition=%?([\w.-]+)", loop.attributes)[0]]
+        (test,) = (one for one in condition.values() if one.is_root)
+        if test.opcode != "compare" or "direction=LT" not in test.attributes:
+            return None
+        values = []
+        for name in test.operands:
+            element = _unwrapped(name, condition)
+            if element.opcode == "get-tuple-element":
+                index = int(re.findall(r"index=(\d+)", element.attributes)[0])
+                state = inside[loop.operands[0]]
+                element = _unwrapped(state.operands[index], inside) if state.opcode == "tuple" else state
+            values.append(int(element.operands[0]) if element.opcode == "constant" else None)
+        if len(values) != 2 or values[0] is None or values[1] is None:
+            return None
+        return float(values[1] - values[0])
 
     def _one(self, computation: str, each: Instruction, inside: Mapping[str, Instruction]) -> Counts:
         """Count one instruction with what it calls."""
@@ -184,10 +206,10 @@ class _Reader:
         called = _called(each)
         if each.opcode == "while":
             body = CALLED.findall(each.attributes)[0]
-            known = TRIPS.search(each.attributes)
+            known = self._rounds(each, inside)
             if known is None:
                 self._loops[computation].append(body)
-            rounds = float(known[1]) if known else self.trips
+            rounds = self.trips if known is None else known
             if rounds:
                 total.add(self.of(body), rounds)
         elif each.opcode in ("call", "async-start"):
@@ -198,6 +220,10 @@ class _Reader:
         elif each.opcode == "fusion":
             body = self.computations[called[0]]
             total.add(self.of(called[0]))
+            if called[0].startswith(
+                "all-reduce-scatter"
+            ):  # on TPUs one operation, which each device gets a part of
+                total = _as_reduce_scatter(total)
             total.bytes = _fusion_bytes(each, inside, body)
         elif each.opcode == "dot":
             total.products[_factor_dtype(each, inside)] += _dot_flops(each, inside)
@@ -232,6 +258,20 @@ class _Reader:
             total.network = (
                 passes * size * (machines - 1) / machines / (1 if "all-to-all" in kind else beside)
             )
+
+
+def _unwrapped(name: str, inside: Mapping[str, Instruction]) -> Instruction:
+    """Find where a value is from, through copies."""
+    while inside[name].opcode in ("copy", "bitcast", "copy-start", "copy-done", "convert"):
+        name = inside[name].operands[0]
+    return inside[name]
+
+
+def _as_reduce_scatter(counts: Counts) -> Counts:
+    """Count an all-reduce whose result is scattered at once: half of it is sent."""
+    scattered = Counts(counts.products, counts.bytes, sent=counts.sent / 2, network=counts.network / 2)
+    scattered.collectives["reduce-scatter"] = counts.collectives.get("all-reduce", [0.0, 0.0])
+    return scattered
 
 
 def _groups(attributes: str, devices: int) -> list[list[int]]:
@@ -287,7 +327,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     shape, rest = _bracketed(rest) if rest.startswith("(") else rest.split(" ", 1)
     opcode, rest = rest.strip().split("(", 1)
     operands, attributes = _bracketed("(" + rest)
-    if opcode == "parameter":
+    if opcode in ("parameter", "constant"):
         return Instruction(name, shape, opcode, (operands[1:-1],), attributes, is_root)
     return Instruction(name, shape, opcode, tuple(re.findall(r"%([\w.-]+)", operands)), attributes, is_root)
 

@@ -66,15 +66,16 @@ def lines(stage: StageVerdict) -> list[str]:
     if stage.note is not None:
         return [stage.note]
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage.resident.items())
+    refused = any(program.error for program in stage.programs)
     out = [f"in memory all the time: {held}"]
     out += [f"{name} sends {text}" for name, text in _collectives(stage.programs)]
     for what, tokens, seconds, mfu in (
         ("training", stage.training_tokens, stage.training_seconds, stage.training_mfu),
         ("sampling", stage.sampled_tokens, stage.sampling_seconds, stage.sampling_mfu),
     ):
-        if seconds:
+        if seconds and not refused:
             out.append(f"{what}: at most {tokens / seconds:,.0f} tokens/s, MFU at most {_percent(mfu)}")
-    if stage.update_seconds:
+    if stage.update_seconds and not refused:
         out.append(f"an update takes at least {_seconds(stage.update_seconds)}{_shares(stage)}")
     largest = max(stage.programs, key=lambda program: program.peak, default=None)
     if largest is not None:
