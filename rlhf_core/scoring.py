@@ -21,7 +21,7 @@ from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import abstract_rows, make_mesh, put_rows, replicated_sharding, row_multiple
+from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -379,7 +379,7 @@ class Scorer:
         layout = self._layout_for([each.size for each in trees], max(map(len, sequences)), group)
         for batch in pack(trees, layout, sequence_names=("place",)):
             scores = np.asarray(
-                _scores(self.model.definition, self.model.mesh)(
+                scoring_function(self.model.definition, self.model.mesh)(
                     self.model.params, put_rows(self.model.mesh, batch)
                 )
             )
@@ -411,15 +411,9 @@ def scoring_layout(
     )
 
 
-def scoring_program(definition: Definition, mesh: Mesh, params: Any, batch: Packed) -> jax.stages.Lowered:
-    """Lower the scoring of a micro-batch, read for shapes and dtypes only; params: shapes with shardings will do."""
-    lowered: jax.stages.Lowered = _scores(definition, mesh).lower(params, abstract_rows(mesh, batch))
-    return lowered
-
-
 @functools.cache
-def _scores(definition: Definition, mesh: Mesh) -> Any:
-    """Compile (params, Packed) -> float32 [rows, sequences], replicated on every process."""
+def scoring_function(definition: Definition, mesh: Mesh) -> Any:
+    """Return a jitted (params, Packed) → float32 [rows, sequences], replicated on every process."""
 
     def scores(params: Any, batch: Packed) -> jax.Array:
         return sequence_scores(definition, params, batch)

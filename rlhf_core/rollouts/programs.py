@@ -13,7 +13,7 @@ from rlhf_core.contracts import Program, StagePrograms
 from rlhf_core.fit.batches import empty_batches
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.layout import full_groups, group_layout, longest_groups
-from rlhf_core.scoring import scoring_layout, scoring_program
+from rlhf_core.scoring import scoring_function, scoring_layout
 from rlhf_core.state import create_state
 from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.memory import definition_of
@@ -141,16 +141,12 @@ def _scoring(
     branches = len(groups[0].branches)
     longest = max(len(tree.prefix) + max(map(len, tree.branches)) for tree in groups)
     layout = scoring_layout(definition, mesh, [tree.size for tree in groups], branches, longest=longest)
-    shapes = empty_batches(layout, sequence_names=("place",))
-    return [
-        Program(
-            f"score by {name.removeprefix('reward ')} {load.shape}",
-            lambda batch=load.batch: scoring_program(definition, mesh, params, batch),
-            "read",
-            load.calls * rollouts,
-            load.tokens,
-            reads=(name,),
-        )
-        for load in loads([pack(groups, layout)], shapes)
-        if load.calls
-    ]
+    batches = loads([pack(groups, layout)], empty_batches(layout, sequence_names=("place",)))
+    return reading_programs(
+        scoring_function(definition, mesh),
+        params,
+        [load for load in batches if load.calls],
+        times=rollouts,
+        name=f"score by {name.removeprefix('reward ')}",
+        reads=name,
+    )

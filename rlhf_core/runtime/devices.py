@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 
 
-class Planned(NamedTuple):
+@dataclass(frozen=True)
+class Planned:
     """Devices that a process only compiles for. platform: "gpu" or "tpu"."""
 
     platform: str

@@ -194,9 +194,10 @@ class Sampler:
         batch = abstract_rows(self.mesh, (tokens, none, none, ids))
         key_data, program = self._program(jax.random.key(0))
         table = self._stop_table
+        shape = None
         if table is not None:
-            table = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(self.mesh))
-        return generate.lower(params, *batch, key_data, table, program=program)
+            shape = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(self.mesh))
+        return generate.lower(params, *batch, key_data, shape, program=program)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
         """Sample one batch of `_batch`: the first four fields of `Rollouts` for all its rows, on the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 USABLE = 0.9
 """Share of a device's memory that arrays may take; the rest is for the runtime, communication and fragments."""
@@ -101,7 +101,7 @@ def _tpu(name: str, *, memory: int, bf16: float, bandwidth: float, link_gbits: f
     )
 
 
-_HOPPER = {
+_HOPPER: dict[str, Any] = {
     "bf16": 989.4e12,
     "tf32": 494.7e12,
     "link": 450e9,  # NVLink 4: 900 GB/s, both ways together

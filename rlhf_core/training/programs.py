@@ -181,12 +181,19 @@ def reading_programs(
     name: str = "read",
     reads: str = "parameters",
 ) -> list[Program]:
-    """Describe a jitted (params, batch) for each shape of micro-batches, called `times` as often as `accumulate`."""
+    """Describe a jitted (params, batch) for each shape of micro-batches, called `times` as often as they say.
+
+    reads: names what `params` are of the stage's residents.
+    """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
+
+    def lower(batch: Packed) -> Any:
+        return read.lower(params, abstract_rows(mesh, batch))
+
     return [
         Program(
             f"{name} {load.shape}",
-            lambda batch=load.batch: read.lower(params, abstract_rows(mesh, batch)),
+            partial(lower, load.batch),
             "read",
             times * load.calls,
             load.tokens,

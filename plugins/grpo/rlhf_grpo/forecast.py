@@ -40,7 +40,7 @@ def forecast(config: GRPOConfig, stage: Stage) -> Forecast:
 def programs(config: GRPOConfig, stage: Stage) -> StagePrograms:
     """Describe the programs of `run` from the prompts and the shapes of its models."""
     loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
-    temperature, values = config.sampling.temperature, values_read(config)
+    temperature, values = config.sampling.temperature, values_read(config, reference=config.keeps_reference)
     return rollout_programs(
         config,
         stage,
@@ -50,7 +50,7 @@ def programs(config: GRPOConfig, stage: Stage) -> StagePrograms:
         reader=partial(reader, temperature=temperature),
         policies_read=("ref_logps" in values) + ("old_logps" in values or "entropies" in values),
         sampler=config.sampler,
-        **batch_values(config),
+        **batch_values(config, values),  # type: ignore[arg-type]  # mypy takes its names for any argument's
         **_rollouts(config),
     )
 

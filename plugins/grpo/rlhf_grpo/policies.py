@@ -82,11 +82,14 @@ def _name(path: Any) -> str:
     return "reference" + jax.tree_util.keystr(path)
 
 
-def values_read(config: GRPOConfig) -> tuple[str, ...]:
-    """Name the values per token that policies are read for: `old_logps` where the policy moves during a rollout."""
+def values_read(config: GRPOConfig, *, reference: bool) -> tuple[str, ...]:
+    """Name the values per token that policies are read for: `old_logps` where the policy moves during a rollout.
+
+    reference: whether there is one.
+    """
     return (
         *(("old_logps",) if config.updates_per_rollout > 1 else ()),
-        *(("ref_logps",) if config.keeps_reference else ()),
+        *(("ref_logps",) if reference else ()),
         *(("entropies",) if config.top_entropy_quantile < 1 else ()),
     )
 
@@ -108,7 +111,7 @@ class PolicyReader:
         """compute: jitted, see `rlhf_grpo.objective.reader`. params: the policy's, to compile for their placement."""
         self.compute, self.reference, self.mesh = compute, reference, mesh
         self.moves = config.sync_ref_model
-        self.names = values_read(config)
+        self.names = values_read(config, reference=reference is not None)
         self._params, self._compiler = params, BackgroundCompiler()
 
     def compile(self, shapes: Sequence[Packed]) -> None:

@@ -12,7 +12,6 @@ from rlhf_core.fit import empty_batches
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates, compute_advantages
 from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
-from rlhf_grpo.policies import values_read
 
 if TYPE_CHECKING:
     from rlhf_core import Advantage, Stage, TrainState
@@ -25,9 +24,9 @@ INDEX = ("index",)
 """Per-sequence values: a completion's number in its rollout."""
 
 
-def batch_values(config: GRPOConfig) -> dict[str, tuple[str, ...]]:
-    """Name the values that micro-batches carry, as `empty_batches` takes them."""
-    names = [name for name in values_read(config) if name != "entropies"]
+def batch_values(config: GRPOConfig, read: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Name the values that micro-batches carry, as `empty_batches` takes them; read: from `values_read`."""
+    names = [name for name in read if name != "entropies"]
     return {
         "token_names": (
             *SAMPLED,
@@ -65,7 +64,7 @@ class GRPOUpdates(RolloutUpdates):
         policies.compile(empty_batches(layout, token_names=SAMPLED, sequence_names=INDEX))
 
     def shapes(self) -> list[Packed]:
-        return empty_batches(self.layout, **batch_values(self.config))
+        return empty_batches(self.layout, **batch_values(self.config, self.policies.names))
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
