@@ -179,26 +179,32 @@ class _Reader:
         return bodies
 
     def _rounds(self, loop: Instruction, inside: Mapping[str, Instruction]) -> float | None:
-        """Return how often a loop runs: what XLA says of it, else the bound of a counter from one constant to another;
-        None where it depends on data.
+        """Return how often a loop runs: what XLA says of it, else by a counter from one constant to another in constant
+        steps; None where it depends on data.
         """
         if known := TRIPS.search(loop.attributes):
             return float(known[1])
         condition = self.computations[re.findall(r"condition=%?([\w.-]+)", loop.attributes)[0]]
-        (test,) = (one for one in condition.values() if one.is_root)
-        if test.opcode != "compare" or "direction=LT" not in test.attributes:
+        body = self.computations[CALLED.findall(loop.attributes)[0]]
+        test, following = (next(one for one in c.values() if one.is_root) for c in (condition, body))
+        state = inside[loop.operands[0]]
+        if "direction=LT" not in test.attributes or {state.opcode, following.opcode} != {"tuple"}:
             return None
-        values = []
-        for name in test.operands:
-            element = _unwrapped(name, condition)
-            if element.opcode == "get-tuple-element":
-                index = int(re.findall(r"index=(\d+)", element.attributes)[0])
-                state = inside[loop.operands[0]]
-                element = _unwrapped(state.operands[index], inside) if state.opcode == "tuple" else state
-            values.append(int(element.operands[0]) if element.opcode == "constant" else None)
-        if len(values) != 2 or values[0] is None or values[1] is None:
+
+        def value(name: str, computation: Mapping[str, Instruction]) -> int | None:
+            """Return a constant, or what the loop begins with in an element of its state."""
+            found = _unwrapped(name, computation)
+            if found.opcode == "get-tuple-element" and computation is not inside:
+                return value(state.operands[_element(found)], inside)
+            return int(found.operands[0]) if found.opcode == "constant" else None
+
+        counter = _unwrapped(test.operands[0], condition)
+        if counter.opcode != "get-tuple-element":
             return None
-        return float(values[1] - values[0])
+        step = _unwrapped(following.operands[_element(counter)], body)
+        begin, end = (value(name, condition) for name in test.operands)
+        by = value(step.operands[-1], body) if step.opcode == "add" else None
+        return None if begin is None or end is None or not by else float(math.ceil((end - begin) / by))
 
     def _one(self, computation: str, each: Instruction, inside: Mapping[str, Instruction]) -> Counts:
         """Count one instruction with what it calls."""
@@ -265,6 +271,11 @@ def _unwrapped(name: str, inside: Mapping[str, Instruction]) -> Instruction:
     while inside[name].opcode in ("copy", "bitcast", "copy-start", "copy-done", "convert"):
         name = inside[name].operands[0]
     return inside[name]
+
+
+def _element(each: Instruction) -> int:
+    """Return which element of a tuple `get-tuple-element` takes."""
+    return int(re.findall(r"index=(\d+)", each.attributes)[0])
 
 
 def _as_reduce_scatter(counts: Counts) -> Counts:

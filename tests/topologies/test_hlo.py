@@ -251,3 +251,64 @@ def test_what_is_sent_within_machines_and_between_them(collective: str, sent: fl
 def test_counts_survive_json() -> None:
     counts = hlo.count_apart(TEXT)[0]
     assert hlo.Counts.from_dict(counts.to_dict()) == counts
+
+
+COUNTER = """
+HloModule made
+
+%test (state: (s32[], f32[8,8], s32[])) -> pred[] {
+  %state = (s32[], f32[8,8], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %end = s32[] get-tuple-element(%state), index=2
+  ROOT %go = pred[] compare(%i, %end), direction=LT
+}
+
+%round (state.1: (s32[], f32[8,8], s32[])) -> (s32[], f32[8,8], s32[]) {
+  %state.1 = (s32[], f32[8,8], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%state.1), index=0
+  %x = f32[8,8] get-tuple-element(%state.1), index=1
+  %last = s32[] get-tuple-element(%state.1), index=2
+  %two = s32[] constant(2)
+  %following = s32[] add(%j, %two)
+  %copied = s32[] copy(%following)
+  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (s32[], f32[8,8], s32[]) tuple(%copied, %y, %last)
+}
+
+ENTRY %main (a: f32[8,8], n: s32[]) -> (s32[], f32[8,8], s32[]) {
+  %a = f32[8,8] parameter(0)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(1)
+  %start = s32[] copy(%zero)
+  %seven = s32[] constant(8)
+  %all = (s32[], f32[8,8], s32[]) tuple(%start, %a, %END)
+  ROOT %loop = (s32[], f32[8,8], s32[]) while(%all), condition=%test, body=%round
+}
+"""
+
+
+def test_rounds_between_constants_are_known_without_xla_s_word() -> None:
+    """TPUs' programs lack it: from 1 to 8 in steps of 2 are four rounds. An end that is an argument depends on data."""
+    once, loops = hlo.count_apart(COUNTER.replace("%END", "%seven"))
+    assert (once.flops, loops) == (4 * 2 * 8**3, [])
+    once, loops = hlo.count_apart(COUNTER.replace("%END", "%n"))
+    assert (once.flops, [loop.flops for loop in loops]) == (0, [2 * 8**3])
+
+
+def test_a_sum_that_is_scattered_at_once_sends_half() -> None:
+    """As TPUs write it: each of eight devices sends 7/8 of 4 kB once, not twice."""
+    text = lines(
+        "%x = f32[1024] parameter(0)",
+        "ROOT %o = f32[128] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1",
+        partitions=8,
+    )
+    text += """
+%all-reduce-scatter.1 (y: f32[1024]) -> f32[128] {
+  %y = f32[1024] parameter(0)
+  %all = f32[1024] all-reduce(%y), replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %part = f32[128] slice(%all), slice={[0:128]}
+}
+"""
+    counts, _ = hlo.count_apart(text)
+    assert counts.sent == 4096 * 7 / 8
+    assert dict(counts.collectives) == {"reduce-scatter": [1, 4096]}
