@@ -322,7 +322,7 @@ class StagePrograms:
 
     resident: {name: tree of jax.ShapeDtypeStructs with shardings}, such as "parameters", "optimizer", "reference".
     weights: parameters of the model that each token is multiplied with, for its FLOPs: 2 forward, 4 backward.
-    note: why there is nothing to compile.
+    note: what is not among them, and why.
     """
 
     programs: tuple[Program, ...] = ()

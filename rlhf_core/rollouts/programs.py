@@ -101,31 +101,38 @@ def rollout_programs(
         prompts_per_call=per_rollout,
         sampler=sampler,
     )
+    notes = []
     if hasattr(draws, "longest_program"):
         programs.append(replace(draws.longest_program(state.params), calls=rollouts))
+    else:
+        notes.append("sampling is not compiled: its sampler does not describe its program")
     for name, definition in _reward_models(rewards, stage, model.tokenizer).items():
+        if definition is None:
+            notes.append(f"{name} is not compiled: its model is not on this machine yet")
+            continue
         params = planned_params(definition, mesh)
         held[name] = params
         programs += _scoring(
             name, definition, params, full_groups(sizes[:per_rollout], **group), rollouts, mesh
         )
-    return StagePrograms(tuple(programs), held, token_weights(model.definition))
+    note = "; ".join(notes) or None
+    return StagePrograms(tuple(programs), held, token_weights(model.definition), note)
 
 
 def _reward_models(
     rewards: Sequence[WeightedReward], stage: Stage, tokenizer: Any
-) -> Mapping[str, Definition]:
-    """Return {label: definition} of the models that rewards read, where something local describes them.
+) -> Mapping[str, Definition | None]:
+    """Return {label: definition} of the models that rewards read; None where nothing local describes one.
 
     One that an earlier stage has yet to train is described by what that stage starts from.
     """
     sources = stage.inputs.get("sources", {})
-    described = {}
+    described: dict[str, Definition | None] = {}
     for reward in rewards:
         model = reward.options.get("model")
-        model = sources.get(model, model)
-        if (found := definition_of(model, "score", tokenizer, stage.registry)) is not None:
-            described[f"reward {reward.label or reward.name}"] = found[0]
+        if isinstance(model, str):
+            found = definition_of(sources.get(model, model), "score", tokenizer, stage.registry)
+            described[f"reward {reward.label or reward.name}"] = None if found is None else found[0]
     return described
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,10 @@ class Cache:
             say(f"compiling {name}")
         began = time.perf_counter()
         facts = _facts(lowered, topology)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, json.dumps(facts))
-        except OSError:  # not writable: compile every time
-            pass
+        if "error" not in facts:
+            with suppress(OSError):  # not writable: compile every time
+                self.directory.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, json.dumps(facts))
         return {**facts, "seconds": time.perf_counter() - began}
 
 

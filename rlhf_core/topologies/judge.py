@@ -71,7 +71,8 @@ class Verdict:
 class StageVerdict:
     """A stage on its devices.
 
-    resident: {what: bytes per device} during the whole stage. note: why nothing was compiled. usable: bytes per device.
+    resident: {what: bytes per device} during the whole stage. note: what was not compiled, and why. usable: bytes per
+    device.
     update_seconds: at least; training_tokens, sampled_tokens: per update. training_mfu, sampling_mfu: FLOPs that the
     model needs over those that the devices could do in the time, at most.
     advice: what to change where something does not fit.

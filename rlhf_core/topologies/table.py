@@ -63,11 +63,12 @@ def _work(counts: Counts, bound: Bound) -> tuple[str, ...]:
 
 def lines(stage: StageVerdict) -> list[str]:
     """Summarize a stage: what lies in memory, what devices send, the speed at most, and whether it fits."""
-    if stage.note is not None:
-        return [stage.note]
+    notes = [] if stage.note is None else [stage.note]
+    if not stage.programs:
+        return notes
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage.resident.items())
     refused = any(program.error for program in stage.programs)
-    out = [f"in memory all the time: {held}"]
+    out = [*notes, f"in memory all the time: {held}"]
     out += [f"{name} sends {text}" for name, text in _collectives(stage.programs)]
     for what, tokens, seconds, mfu in (
         ("training", stage.training_tokens, stage.training_seconds, stage.training_mfu),

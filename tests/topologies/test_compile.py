@@ -158,6 +158,14 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     assert second == results
 
 
+def test_a_reward_model_that_is_not_here_is_named(place: Any) -> None:
+    place.settings("policy.toml", 'rewards = [{ name = "model", model = "someone/reward-model" }]')
+    described = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
+    assert described is not None
+    assert described.note == "reward model is not compiled: its model is not on this machine yet"
+    assert [program.work for program in described.programs] == ["train", "update", "read", "sample"]
+
+
 def test_products_of_a_step_by_hand(place: Any) -> None:
     """Six per weight and trained token at the head, and for every token in the layers; the backward pass takes the
     larger part. Attention is small beside it, here.
