@@ -88,7 +88,10 @@ def _nvidia(
 
 
 def _tpu(name: str, *, memory: int, bf16: float, bandwidth: float, link_gbits: float) -> Chip:
-    """Describe a TPU. By default jax computes float32 products in bfloat16 there."""
+    """Describe a TPU. By default jax computes float32 products in bfloat16 there.
+
+    link_gbits: one way, all ports together: half of the bidirectional figure that newer pages have.
+    """
     return Chip(
         name,
         "tpu",
@@ -145,7 +148,7 @@ CHIPS: Mapping[str, Chip] = {
             "NVIDIA B200",
             memory=180 * 10**9,
             bf16=2.25e15,
-            tf32=1.125e15,
+            tf32=1.1e15,
             bandwidth=8e12,
             link=900e9,  # NVLink 5: 1.8 TB/s, both ways together
             network=50e9,
@@ -159,7 +162,7 @@ CHIPS: Mapping[str, Chip] = {
         ),
         _tpu("v5e", memory=16, bf16=197e12, bandwidth=819e9, link_gbits=1600),
         _tpu("v5p", memory=95, bf16=459e12, bandwidth=2765e9, link_gbits=4800),
-        _tpu("v6e", memory=32, bf16=918e12, bandwidth=1640e9, link_gbits=3584),
+        _tpu("v6e", memory=32, bf16=918e12, bandwidth=1600e9, link_gbits=3200),
     )
 }
 
