@@ -38,11 +38,11 @@ def check(
     devices: number of devices to forecast memory for, per device; None: memory in total. on: devices to compile every
     program for, such as "h100:8". as_json: print what was found about these devices, and nothing else, as JSON.
     """
-    from rlhf_core.topologies.names import parse
-
     if as_json and on is None:
         raise InputError("rlhf check: --json goes with --on, such as --on h100:8")
     if on is not None:
+        from rlhf_core.topologies.names import parse
+
         named = parse(on)
         if devices not in (None, named.count):
             raise InputError(

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from rlhf_core.topologies.chips import Chip
 from rlhf_core.topologies.hlo import Counts
 
-DTYPE_SPEEDS = {"f64": 1 / 16, "f32": 1.0}
-"""Speed of products whose dtype the chip's table lacks, relative to its float32."""
-
 
 @dataclass(frozen=True)
 class Bound:
@@ -42,13 +39,8 @@ def bound(counts: Counts, chip: Chip) -> Bound:
 
 
 def speed(chip: Chip, dtype: str) -> float:
-    """Return the products per second of a chip for factors of a dtype as HLO writes it."""
-    return chip.flops.get(dtype) or chip.flops["f32"] * DTYPE_SPEEDS.get(dtype, 1.0)
-
-
-def call_seconds(once: Counts, loops: Sequence[Counts], steps: int, chip: Chip) -> float:
-    """Bound the time of a call whose largest loop without a known number of rounds runs `steps` times."""
-    return bound(once, chip).seconds + steps * bound(main_loop(loops), chip).seconds
+    """Return the operations per second for factors of a dtype as HLO writes it; of float32 where the table lacks it."""
+    return chip.flops.get(dtype, chip.flops["f32"])
 
 
 def main_loop(loops: Sequence[Counts]) -> Counts:
