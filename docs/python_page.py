@@ -43,7 +43,7 @@ TASKS = (
         "Open a model",
         "",
         "load_model open_model Model ModelFamily Definition Rows padded_rows padded_scores stored_head "
-        "choose_attention join_params split_params",
+        "choose_attention",
     ),
     Task(
         "Make rows",
@@ -55,13 +55,13 @@ TASKS = (
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_rewards open_collector RolloutCollector Rollout RolloutUpdates FixedPrompts choose_rollout_rows "
-        "compute_advantages Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
-        "WeightedReward Reward RewardInputs total_reward",
+        "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
+        "WeightedReward Reward RewardInputs",
     ),
     Task(
         "Compute log-probabilities and scores",
         "",
-        "trained_logps trained_scores sequence_scores per_token compute_batches pack_chunks token_logps "
+        "trained_logps trained_scores sequence_scores TokenReader compute_batches pack_chunks token_logps "
         "logps_from_logits completion_logps compute_per_token_logps get_per_token_logps "
         "get_per_token_logps_and_entropies",
     ),
@@ -75,8 +75,8 @@ TASKS = (
         "Run the loop",
         "",
         "Trainer TrainerConfig Stage fit Fitted UpdateSource DatasetUpdates dataset_updates Update empty_batches "
-        "evaluator evaluation_batches make_optimizer TrainState create_state fixed_parameters split_step abstract_rows "
-        "put_rows fetch_array replicated_sharding row_multiple BackgroundCompiler batch_arrays update_once "
+        "evaluator evaluation_batches make_optimizer TrainState create_state Reference split_step "
+        "put_rows replicated_sharding row_multiple batch_arrays update_once "
         "evaluate_once named_loss training_step evaluation_step grpo_step",
     ),
     Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.models import Definition, Model
 
-__all__ = ["fixed_parameters"]
+__all__: list[str] = []
 
 
 @functools.partial(

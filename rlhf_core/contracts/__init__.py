@@ -205,6 +205,15 @@ class PolicyInputs:
         return self.sequence_sum(x) / jnp.maximum(self.sequence_sum(jnp.ones_like(self.mask)), 1.0)
 
 
+def total_reward(by_function: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum the functions that apply, weighted, float64 [..., functions] → [...]; NaN where none applies."""
+    import numpy as np
+
+    scored = ~np.isnan(by_function)
+    total = np.where(scored, by_function * weights, 0.0).sum(-1)
+    return np.where(scored.any(-1), total, np.nan)
+
+
 class AdvantageInputs(NamedTuple):
     """Rewards of one rollout, grouped by prompt.
 
@@ -221,6 +230,20 @@ class AdvantageInputs(NamedTuple):
     lengths: jax.Array | np.ndarray
     labels: tuple[str, ...] = ()
     columns: Mapping[str, Sequence[Any]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        rewards_by_function: np.ndarray,
+        weights: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        labels: tuple[str, ...] = (),
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> AdvantageInputs:
+        """Make the inputs from the rewards by function, whose weighted sum becomes `rewards`."""
+        total = total_reward(rewards_by_function, weights)
+        return cls(total, rewards_by_function, weights, lengths, labels, columns or {})
 
 
 class RewardInputs(NamedTuple):

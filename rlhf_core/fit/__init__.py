@@ -29,11 +29,12 @@ from rlhf_core.fit.batches import (
     pack_chunks,
     uses_several_batches,
 )
-from rlhf_core.fit.compute import compute_batches, per_token, say_if_slow
+from rlhf_core.fit.compute import compute_batches, say_if_slow
 from rlhf_core.fit.evaluation import evaluate_or_warn, evaluator
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
+from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.runtime.agreement import any_process, stop_together
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DatasetUpdates",
     "Fitted",
+    "TokenReader",
     "Update",
     "UpdateSource",
     "choose_row_layout",
@@ -59,7 +61,6 @@ __all__ = [
     "evaluator",
     "fit",
     "pack_chunks",
-    "per_token",
 ]
 
 

@@ -1,6 +1,5 @@
 """What trainers share: open models and data, forecast a stage, choose attention, run from Python."""
 
-from rlhf_core.runtime.background import BackgroundCompiler as BackgroundCompiler
 from rlhf_core.stage.alone import run_alone as run_alone
 from rlhf_core.stage.text_settings import read_at_of as read_at_of
 from rlhf_core.stage.text_settings import text_options as text_options
@@ -17,10 +16,11 @@ from rlhf_core.training.padded import evaluate_once as evaluate_once
 from rlhf_core.training.padded import named_loss as named_loss
 from rlhf_core.training.padded import update_once as update_once
 from rlhf_core.training.python import python_trainer as python_trainer
+from rlhf_core.training.reference import Reference as Reference
 from rlhf_core.training.updates import dataset_updates as dataset_updates
 
 __all__ = [
-    "BackgroundCompiler",
+    "Reference",
     "batch_arrays",
     "choose_attention",
     "dataset_updates",

@@ -192,13 +192,3 @@ def objective(
         return value, metrics | mismatch(inputs, sampling, corrected)
 
     return compute
-
-
-def reader(model: Definition, *, temperature: float) -> jax.stages.Wrapped:
-    """Return a jitted (params, batch) → log-probabilities, entropies, nats, float32 [rows, trained]."""
-
-    @jax.jit
-    def read(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:
-        return trained_logps(model, params, batch, temperature=temperature, entropy=True)
-
-    return read
