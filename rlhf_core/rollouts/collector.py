@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core.data import Prompts
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.training.open import open_prompts, open_sampler, require_vocabulary, warm_up
 
@@ -150,6 +151,8 @@ def open_collector(
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, and a
     model without a stop token.
     """
+    if prompts_per_call < 1:
+        require_whole_groups(config, stage, num_generations)
     prompts = open_prompts(
         config,
         stage,

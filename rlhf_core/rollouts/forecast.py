@@ -10,6 +10,7 @@ from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
+from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.sampling import slots_per_device
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
@@ -45,6 +46,7 @@ def forecast_rollouts(
     updates_per_rollout. copies: names of copies of the trained parameters, such as "reference". warn: (updates, the
     model's positions or None, tokens of the longest prompt) → warnings of the trainer's own.
     """
+    require_whole_groups(config, stage, num_generations)
     require_model(config, stage, head="lm")
     functions = open_rewards(rewards, stage, weights=reward_weights)
     tokenizer = stage.inputs.get("tokenizer")
