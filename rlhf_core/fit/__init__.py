@@ -212,9 +212,9 @@ class _Run:
         update = self.next_update(step, state)
         if step == 0 and self.preview is not None:
             self.preview(0, state)
-        done = None
+        done, counts = None, steps.count(state, update.batches)
         for number, batch in enumerate(update.batches):
-            done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)
+            done = steps.accumulate(state, put_rows(self.mesh, batch), done, number, counts)
         if done is None:
             raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
         state, metrics = steps.apply(state, done)

@@ -71,8 +71,12 @@ class TokenReader:
         )  # the number of each tree's first branch
         lists: list[list[NDArray[Any]]] = []
         structure: Any = None
-        names = {"token_names": self.token_names, "sequence_names": self.sequence_names}
-        batches = pack_chunks(_numbered(trees), self.layout, **names)
+        batches = pack_chunks(
+            _numbered(trees),
+            self.layout,
+            token_names=self.token_names,
+            sequence_names=self.sequence_names,
+        )
         for batch, result in compute_batches(lambda each: self._run(params, each), self.mesh, batches):
             arrays, structure = jax.tree.flatten(result)
             lists = lists or [[np.zeros(0, np.float32)] * int(first[-1]) for _ in arrays]

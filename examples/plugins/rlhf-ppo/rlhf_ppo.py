@@ -69,10 +69,10 @@ class PPOConfig(TrainerConfig):
 
 
 def objective(models: Mapping[str, Any], loss: Any, config: PPOConfig) -> Objective:
-    """Make the objective: the policy loss plus the clipped value loss, both averaged over trained tokens."""
+    """Make the objective: the policy loss and the clipped value loss, each averaged over trained tokens."""
     name, temperature = config.loss.name, config.sampling.temperature
 
-    def compute(params: Any, batch: Packed) -> tuple[Mean, dict[str, Any]]:
+    def compute(params: Any, batch: Packed) -> tuple[dict[str, Mean], dict[str, Any]]:
         kept, mask = batch.token_values, trained_weight(batch)
         logps, entropies = trained_logps(
             models["policy"], params["policy"], batch, temperature=temperature, entropy=True
@@ -93,8 +93,12 @@ def objective(models: Mapping[str, Any], loss: Any, config: PPOConfig) -> Object
         near = old + jnp.clip(values - old, -config.value_clip, config.value_clip)
         errors = jnp.maximum((values - kept["returns"]) ** 2, (near - kept["returns"]) ** 2)
         metrics = {f"{name}/{key}": Mean.of(x, mask) for key, x in policy.metrics.items()}
-        metrics |= {"value_loss": Mean.of(errors, mask), "entropy": Mean.of(entropies, mask)}
-        return Mean.of(policy.loss + config.value_coefficient * errors, mask), metrics
+        metrics["entropy"] = Mean.of(entropies, mask)
+        losses = {
+            "policy": Mean.of(policy.loss, mask),
+            "value": Mean.of(config.value_coefficient * errors, mask),
+        }
+        return losses, metrics
 
     return compute
 

@@ -44,8 +44,9 @@ class PolicyReader:
         def values(params: Mapping[str, Any], batch: Packed) -> dict[str, jax.Array]:
             # What is not returned is not computed: the compiler leaves it out.
             old, entropies = logps(params["policy"], batch)
-            ref = logps(params["reference"], batch)[0] if "reference" in params else None
-            every = {"old_logps": old, "ref_logps": ref, "entropies": entropies}
+            every = {"old_logps": old, "entropies": entropies}
+            if "reference" in params:
+                every["ref_logps"] = logps(params["reference"], batch)[0]
             return {name: every[name] for name in self.names}
 
         self._reader = TokenReader(values, layout, mesh)
