@@ -174,6 +174,7 @@ class PolicyInputs:
     ref_logps, entropies: nats: under the reference policy; of the policy's distribution; None: not computed.
     sequence: int32 [N, T] in [0, sequences): the token's sequence within its row; None: a row is one sequence.
     sequences: the most sequences that a row holds (static).
+    rewards: at every token the total reward of its completion, 0 where no function scored it; None: not known.
     """
 
     logps: jax.Array
@@ -184,6 +185,7 @@ class PolicyInputs:
     entropies: jax.Array | None = None
     sequence: jax.Array | None = None
     sequences: int = 1
+    rewards: jax.Array | None = None
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
         """Sum `x` over each sequence's masked tokens; every token gets its sequence's sum, float32 [N, T]."""

@@ -127,7 +127,7 @@ class Rollout:
 
         mask: bool [N, C], the tokens to train on; None: those that the policy wrote. Branches carry, per token, the
         sampler's log-probabilities as `sampling_logps`, the advantages, if there are any, and all token values; and
-        `index`, the completion's number in the rollout.
+        `index`, the completion's number in the rollout, and `reward`, its total, 0 where it has none.
         """
         mask = self.samples.mask if mask is None else mask
         values = {"sampling_logps": self.samples.logps, **self.token_values}
@@ -147,7 +147,10 @@ class Rollout:
                         name: tuple(x[i, span].astype(np.float32) for i, span in spans)
                         for name, x in values.items()
                     },
-                    sequence_values={"index": np.array(members, np.float32)},
+                    sequence_values={
+                        "index": np.array(members, np.float32),
+                        "reward": np.nan_to_num(self.total[members.start : members.stop]).astype(np.float32),
+                    },
                 )
             )
         return trees

@@ -54,6 +54,7 @@ def _try_loss(config: GRPOConfig, stage: Stage) -> None:
             entropies=logps,
             sequence=jnp.zeros(logps.shape, jnp.int32),
             sequences=4,
+            rewards=logps,
         )
         return combine(loss, inputs, Terms.of(config), sequences=4)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 SAMPLED = ("sampling_logps",)
 """Per-token values that every micro-batch carries, also when the policies read it."""
-INDEX = ("index",)
-"""Per-sequence values: a completion's number in its rollout."""
+PER_SEQUENCE = ("index", "reward")
+"""Per-sequence values: a completion's number in its rollout, and its total reward."""
 
 
 class GRPOUpdates(RolloutUpdates):
@@ -54,7 +54,7 @@ class GRPOUpdates(RolloutUpdates):
         return empty_batches(
             self.layout,
             token_names=(*SAMPLED, "advantages", *names, *(("kept",) if self.keeps_share else ())),
-            sequence_names=(*INDEX, *(("entropy_scale",) if self.config.entropy_coef else ())),
+            sequence_names=(*PER_SEQUENCE, *(("entropy_scale",) if self.config.entropy_coef else ())),
         )
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
@@ -77,7 +77,7 @@ class GRPOUpdates(RolloutUpdates):
                 rollout.trees(self.prompts, m * groups, (m + 1) * groups, mask=mask),
                 self.layout,
                 token_names=(*SAMPLED, "advantages", *self.policies.names),
-                sequence_names=INDEX,
+                sequence_names=PER_SEQUENCE,
             )
             for m in range(self.config.steps_per_generation)
         ]
