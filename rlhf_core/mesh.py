@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from rlhf_core.errors import InputError
 
-__all__ = ["abstract_rows", "fetch_array", "put_rows", "replicated_sharding", "row_multiple"]
+__all__ = ["abstract_rows", "fetch_array", "put_rows", "replicated_sharding"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh

@@ -22,15 +22,12 @@ from rlhf_core.fit.batches import (
     DatasetUpdates,
     Update,
     UpdateSource,
-    choose_row_layout,
     empty_batches,
-    evaluation_batches,
     expected_calls,
-    pack_chunks,
     uses_several_batches,
 )
-from rlhf_core.fit.compute import compute_batches, per_token, say_if_slow
-from rlhf_core.fit.evaluation import evaluate_or_warn, evaluator
+from rlhf_core.fit.compute import per_sequence, per_token, say_if_slow
+from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
@@ -49,16 +46,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DatasetUpdates",
-    "Fitted",
     "Update",
     "UpdateSource",
-    "choose_row_layout",
-    "compute_batches",
     "empty_batches",
-    "evaluation_batches",
-    "evaluator",
     "fit",
-    "pack_chunks",
+    "per_sequence",
     "per_token",
 ]
 
