@@ -122,8 +122,10 @@ def per_sequence(
     compiles anew. Every process must call this alike.
     """
     chunks = (trees[start : start + CHUNK] for start in range(0, len(trees), CHUNK))
-    names = {"token_names": token_names, "sequence_names": sequence_names, "group": group}
-    return compute_sequences(function, params, mesh, pack_numbered(chunks, layout, **names), say)
+    batches = pack_numbered(
+        chunks, layout, token_names=token_names, sequence_names=sequence_names, group=group
+    )
+    return compute_sequences(function, params, mesh, batches, say)
 
 
 def pack_numbered(
