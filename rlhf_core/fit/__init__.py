@@ -26,11 +26,12 @@ from rlhf_core.fit.batches import (
     expected_calls,
     uses_several_batches,
 )
-from rlhf_core.fit.compute import per_sequence, per_token, say_if_slow
+from rlhf_core.fit.compute import per_token, say_if_slow
 from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
+from rlhf_core.fit.sequence_values import per_sequence
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.runtime.agreement import any_process, stop_together

@@ -26,9 +26,8 @@ IN_FLIGHT = 2
 QUIET_SECONDS = 5.0
 """Work that takes no longer is not announced; progress is announced after this long, then a tenth as often."""
 CHUNK = 1024
-"""Trees that `per_token` and `per_sequence` pack together."""
-BRANCH = "number of the branch"
-"""Sequence value beside those of the trees, whose names are columns of the data."""
+"""Trees that `per_token` packs together."""
+BRANCH = "branch"
 
 
 def compute_batches(
@@ -100,65 +99,6 @@ def per_token(
             place = row[at], sequence[at]
             values[first[batch.example[place]] + int(batch.sequence_values[BRANCH][place])] = piece
     return values
-
-
-def per_sequence(
-    function: Callable[[Any, Packed], jax.Array],
-    params: Any,
-    trees: Sequence[Tree],
-    layout: Layout,
-    mesh: Mesh,
-    *,
-    group: int = 1,
-    token_names: Sequence[str] = (),
-    sequence_names: Sequence[str] = (),
-    say: Callable[[str], None] | None = None,
-) -> NDArray[Any]:
-    """Compute `function(params, batch)`, an array [rows, sequences], over all trees; return a value per branch.
-
-    Values are in the order of the trees and of their branches, [branches]; reshape those of pairs to [pairs, 2].
-    group, token_names, sequence_names: see `pack`. say: prints the progress of a computation of more than a few
-    seconds, such as `stage.say`. A program is compiled for every shape of the layout; another `function` object
-    compiles anew. Every process must call this alike.
-    """
-    chunks = (trees[start : start + CHUNK] for start in range(0, len(trees), CHUNK))
-    batches = pack_numbered(
-        chunks, layout, token_names=token_names, sequence_names=sequence_names, group=group
-    )
-    return compute_sequences(function, params, mesh, batches, say)
-
-
-def pack_numbered(
-    chunks: Iterable[Sequence[Tree]], layout: Layout, *, sequence_names: Sequence[str] = (), **options: Any
-) -> Iterator[Packed]:
-    """Pack chunks of trees with the number of each branch in its tree, for `compute_sequences`."""
-    numbered = ([_with_branch_numbers(tree) for tree in trees] for trees in chunks)
-    return pack_chunks(numbered, layout, sequence_names=(*sequence_names, BRANCH), **options)
-
-
-def _with_branch_numbers(tree: Tree) -> Tree:
-    """Number the branches, since a tree may be split over rows."""
-    numbers = np.arange(len(tree.branches), dtype=np.float32)
-    return tree._replace(sequence_values={**tree.sequence_values, BRANCH: numbers})
-
-
-def compute_sequences(
-    function: Callable[[Any, Packed], jax.Array],
-    params: Any,
-    mesh: Mesh,
-    batches: Iterable[Packed],
-    say: Callable[[str], None] | None = None,
-) -> NDArray[Any]:
-    """Compute what `per_sequence` returns, from the batches of `pack_numbered`."""
-    compute = partial(jax.jit(function, out_shardings=replicated_sharding(mesh)), params)
-    examples, branches, values = [], [], []
-    for batch, result in compute_batches(compute, mesh, batches, say):
-        used = batch.example >= 0
-        examples.append(batch.example[used])
-        branches.append(batch.sequence_values[BRANCH][used])
-        values.append(result[used])
-    order = np.lexsort((np.concatenate(branches), np.concatenate(examples)))
-    return np.concatenate(values)[order]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core.fit import compute, per_sequence
+from rlhf_core.fit import per_sequence, sequence_values
 from rlhf_core.mesh import make_mesh
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import Layout
@@ -32,7 +32,7 @@ def trees(draw: np.random.Generator) -> list[Tree]:
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "CHUNK", 2)
+    monkeypatch.setattr(sequence_values, "CHUNK", 2)
     model = tiny.make_model("score")
     mesh = make_mesh(devices=jax.devices()[:devices])
     definition = model.definition
@@ -64,6 +64,8 @@ def test_a_program_is_compiled_once_per_shape_and_reads_the_values_of_trees() ->
         found = per_sequence(doubled, np.float32(2), given, LAYOUT, mesh, sequence_names=("value",))
     assert sorted(traced) == sorted(set(traced))
     np.testing.assert_array_equal(found, 2 * np.concatenate(values))
+    assert found.dtype == np.float32
+    assert per_sequence(doubled, np.float32(2), [], LAYOUT, mesh, sequence_names=("value",)).shape == (0,)
 
 
 def test_pairs_stay_together() -> None:
