@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PaddedObjective:
-    """Update and evaluate by a loss over padded batches.
+    """Update a state by a loss over padded batches, and evaluate it.
 
-    A subclass is a frozen dataclass whose fields are the loss's options, hashable: programs are compiled once for equal
-    ones. It declares the arrays of its batches by name, and has `compute`.
+    A subclass is a frozen dataclass whose fields are the loss's options, hashable: equal ones share their compiled
+    programs. It names the arrays of its batches, and defines `compute`.
     """
 
     ids: ClassVar[tuple[str, ...]] = ()
