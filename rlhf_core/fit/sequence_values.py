@@ -74,7 +74,9 @@ def compute_sequences(
 ) -> NDArray[Any]:
     """Compute what `per_sequence` returns, from the batches of `pack_numbered`."""
     compute = partial(jax.jit(function, out_shardings=replicated_sharding(mesh)), params)
-    examples, branches, values = [np.zeros(0, np.int32)], [np.zeros(0)], [np.zeros(0, np.float32)]
+    examples: list[NDArray[Any]] = [np.zeros(0, np.int32)]
+    branches: list[NDArray[Any]] = [np.zeros(0, np.float32)]
+    values: list[NDArray[Any]] = [np.zeros(0, np.float32)]
     for batch, result in compute_batches(compute, mesh, batches, say):
         used = batch.example >= 0
         examples.append(batch.example[used])
