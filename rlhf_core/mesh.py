@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from rlhf_core.errors import InputError
 
-__all__ = ["put_rows", "replicated_sharding", "row_multiple"]
+__all__ = ["put_rows"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh

@@ -22,7 +22,7 @@ from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
-__all__ = ["Objective", "split_step"]
+__all__ = ["Objective"]
 
 
 Loss: TypeAlias = Mean | Mapping[str, Mean]

@@ -22,18 +22,16 @@ from rlhf_core.fit.batches import (
     DatasetUpdates,
     Update,
     UpdateSource,
-    choose_row_layout,
     empty_batches,
-    evaluation_batches,
     expected_calls,
-    pack_chunks,
     uses_several_batches,
 )
-from rlhf_core.fit.compute import compute_batches, say_if_slow
-from rlhf_core.fit.evaluation import evaluate_or_warn, evaluator
+from rlhf_core.fit.compute import say_if_slow
+from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
+from rlhf_core.fit.sequence_values import per_sequence
 from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
@@ -50,17 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DatasetUpdates",
-    "Fitted",
     "TokenReader",
     "Update",
     "UpdateSource",
-    "choose_row_layout",
-    "compute_batches",
     "empty_batches",
-    "evaluation_batches",
-    "evaluator",
     "fit",
-    "pack_chunks",
+    "per_sequence",
 ]
 
 

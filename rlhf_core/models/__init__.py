@@ -14,13 +14,8 @@ from rlhf_core.models.loading import load_model as load_model
 from rlhf_core.models.loading import local_directory as local_directory
 from rlhf_core.models.loading import stored_head as stored_head
 from rlhf_core.models.model import Model as Model
-from rlhf_core.models.model import padded_rows as padded_rows
-from rlhf_core.models.model import padded_scores as padded_scores
 
 __all__ = [
     "Definition",
     "Model",
-    "padded_rows",
-    "padded_scores",
-    "stored_head",
 ]
