@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 CHUNK = 1024
-"""Trees that `per_sequence` packs together."""
+"""Trees that are packed together."""
 BRANCH = "number of the branch"
 """A sequence value beside those of the trees, whose names are columns of the data."""
 
@@ -44,17 +44,20 @@ def per_sequence(
     seconds, such as `stage.say`. A program is compiled for every shape of the layout; another `function` object
     compiles anew. Every process must call this alike.
     """
-    chunks = (trees[start : start + CHUNK] for start in range(0, len(trees), CHUNK))
     batches = pack_numbered(
-        chunks, layout, token_names=token_names, sequence_names=sequence_names, group=group
+        chunks_of(trees), layout, token_names=token_names, sequence_names=sequence_names, group=group
     )
     return compute_sequences(function, params, mesh, batches, say)
+
+
+def chunks_of(trees: Sequence[Tree]) -> Iterator[Sequence[Tree]]:
+    return (trees[start : start + CHUNK] for start in range(0, len(trees), CHUNK))
 
 
 def pack_numbered(
     chunks: Iterable[Sequence[Tree]], layout: Layout, *, sequence_names: Sequence[str] = (), **options: Any
 ) -> Iterator[Packed]:
-    """Pack chunks of trees with the number of each branch in its tree, for `compute_sequences`."""
+    """Pack chunks of trees with the number of each branch in its tree, the sequence value BRANCH."""
     numbered = ([_with_branch_numbers(tree) for tree in trees] for trees in chunks)
     return pack_chunks(numbered, layout, sequence_names=(*sequence_names, BRANCH), **options)
 

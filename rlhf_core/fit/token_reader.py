@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit.batches import empty_batches, pack_chunks
+from rlhf_core.fit.batches import empty_batches
 from rlhf_core.fit.compute import compute_batches
+from rlhf_core.fit.sequence_values import BRANCH, chunks_of, pack_numbered
 from rlhf_core.mesh import abstract_rows, replicated_sharding
 from rlhf_core.packing.rows import Layout, Packed, Tree
 from rlhf_core.runtime.background import BackgroundCompiler
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-CHUNK = 1024
-"""Trees that are packed together."""
-BRANCH = "branch"
 
 
 class TokenReader:
@@ -51,7 +48,7 @@ class TokenReader:
         sequence_names: Sequence[str] = (),
     ) -> None:
         self.layout, self.mesh = layout, mesh
-        self.token_names, self.sequence_names = token_names, (*sequence_names, BRANCH)
+        self.token_names, self.sequence_names = token_names, sequence_names
         self._compute = jax.jit(function, out_shardings=replicated_sharding(mesh))
         self._compiler = BackgroundCompiler()
 
@@ -66,17 +63,12 @@ class TokenReader:
 
         Where `function` returns a mapping, {name: such a list}. Every process must call this alike.
         """
-        first = np.cumsum(
-            [0, *(len(tree.branches) for tree in trees)]
-        )  # the number of each tree's first branch
+        # The number of each tree's first branch.
+        first = np.cumsum([0, *(len(tree.branches) for tree in trees)])
         lists: list[list[NDArray[Any]]] = []
         structure: Any = None
-        batches = pack_chunks(
-            _numbered(trees),
-            self.layout,
-            token_names=self.token_names,
-            sequence_names=self.sequence_names,
-        )
+        names = {"token_names": self.token_names, "sequence_names": self.sequence_names}
+        batches = pack_numbered(chunks_of(trees), self.layout, **names)
         for batch, result in compute_batches(lambda each: self._run(params, each), self.mesh, batches):
             arrays, structure = jax.tree.flatten(result)
             lists = lists or [[np.zeros(0, np.float32)] * int(first[-1]) for _ in arrays]
@@ -101,18 +93,5 @@ class TokenReader:
         return self._compute(params, batch)
 
     def _shapes(self) -> list[Packed]:
-        return empty_batches(self.layout, token_names=self.token_names, sequence_names=self.sequence_names)
-
-
-def _numbered(trees: Sequence[Tree]) -> Iterator[list[Tree]]:
-    """Yield chunks of the trees, whose branches carry their numbers: packing may split a tree."""
-    for start in range(0, len(trees), CHUNK):
-        yield [
-            tree._replace(
-                sequence_values={
-                    **tree.sequence_values,
-                    BRANCH: np.arange(len(tree.branches), dtype=np.float32),
-                }
-            )
-            for tree in trees[start : start + CHUNK]
-        ]
+        names = (*self.sequence_names, BRANCH)
+        return empty_batches(self.layout, token_names=self.token_names, sequence_names=names)
