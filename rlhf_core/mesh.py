@@ -119,6 +119,11 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
 
+def sum_over_tensor(x: jax.Array) -> jax.Array:
+    """Sum partial products over the devices that share a layer within `jax.shard_map` over `tensor`; else return `x`."""
+    return jax.lax.psum(x, "tensor") if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else x
+
+
 def row_multiple(mesh: AnyMesh) -> int:
     """Return the number of devices that rows are sharded over, which divides the rows of every batch."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 from rlhf_core.contracts.models import Lora as Lora
 from rlhf_core.contracts.models import ModelDefinition as ModelDefinition
 from rlhf_core.contracts.models import ModelFamily as ModelFamily
+from rlhf_core.contracts.models import TensorParallel as TensorParallel
 from rlhf_core.errors import InputError, suggest
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ class SamplingSettings(Protocol):
     def stop_strings(self) -> tuple[str, ...]: ...
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def mesh(self) -> Any: ...
 
 
 @dataclass(frozen=True)

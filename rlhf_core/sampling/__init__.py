@@ -27,6 +27,7 @@ from rlhf_core.mesh import (
     rows_per_device,
 )
 from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.sampling.layout import abstract_weights, bring, rounded_slots, sampling_mesh
 from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
@@ -44,6 +45,16 @@ LAST_SLOTS = 4
 """The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
+
+
+class SamplingMesh(Options):
+    """The sampler's own arrangement of the devices; the rest of them sample other prompts with the same weights."""
+
+    tensor: int | None = Field(
+        default=None,
+        ge=1,
+        description="devices that share each layer, of one machine; none: as few as have the memory",
+    )
 
 
 class SamplingOptions(Options):
@@ -74,12 +85,14 @@ class SamplingOptions(Options):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="tokens that end a completion, besides the model's own"
     )
+    mesh: SamplingMesh = Field(default=SamplingMesh(), description="how devices share the model while they sample")
 
 
 class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
-    definition: a language model; every call takes its parameters, which may be spread over `mesh`.
+    definition: a language model; every call takes its parameters, which may be spread over `mesh`. On several devices
+        a call first brings them into the layout of `sampling.layout`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
         take turns in `slots_per_device` slots per device.
@@ -113,7 +126,9 @@ class Sampler:
             )
         self.definition = definition
         self.options = options
-        self.mesh = mesh
+        shared = sampling_mesh(definition, mesh, options.mesh.tensor)
+        self.shares_layers = shared is not None
+        self.mesh = mesh = mesh if shared is None else shared
         self.stop_ids = tuple(int(i) for i in (*stop_ids, *options.stop_token_ids))
         self.num_generations = num_generations
         multiple = row_multiple(mesh)
@@ -148,6 +163,7 @@ class Sampler:
             np.zeros((count, groups, longest), np.float32),
             np.zeros((count, groups), np.bool_),
         )
+        params = self._brought(params)
         # Prompts of similar lengths share a batch, which keeps padding short.
         order = np.argsort(lengths, kind="stable")
         for start in range(0, count, self.prompts_per_call):
@@ -167,14 +183,25 @@ class Sampler:
         """
         lengths = np.asarray(lengths, np.int32)
         self._check(lengths)
-        rows = self.prompts_per_call
+        rows, weights = self.prompts_per_call, params
+        if self.shares_layers:
+            lowered = bring(self.definition, self.mesh).lower(params)
+            self._ahead.compile("weights", lowered)
+            weights = abstract_weights(self.definition, self.mesh)
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
             tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
             ids = np.zeros(rows * self.num_generations, np.uint32)
             batch = abstract_rows(self.mesh, (tokens, none, none, ids))
             key_data, program = self._program(jax.random.key(0))
-            lowered = generate.lower(params, *batch, key_data, self._stop_table, program=program)
+            lowered = generate.lower(weights, *batch, key_data, self._stop_table, program=program)
             self._ahead.compile(time, lowered)
+
+    def _brought(self, params: Any) -> Any:
+        """Return the parameters as the program reads them."""
+        if not self.shares_layers:
+            return params
+        self._ahead.wait("weights")
+        return bring(self.definition, self.mesh)(params)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
         """Sample one batch of `_batch`: the first four fields of `Rollouts` for all its rows, on the host."""
@@ -188,6 +215,8 @@ class Sampler:
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
         slots = slots_per_device(self.mesh, self.prompts_per_call * self.num_generations)
+        slots = rounded_slots(slots, tensor := self.mesh.shape["tensor"] if self.shares_layers else 1)
+        fewer = slots // 4 // tensor * tensor
         program = SamplingProgram(
             self.definition,
             self.options,
@@ -195,8 +224,9 @@ class Sampler:
             self.stop_ids,
             self.num_generations,
             slots,
-            slots // 4 if slots >= 4 * LAST_SLOTS else 0,
+            fewer if fewer >= LAST_SLOTS else 0,
             str(jax.random.key_impl(key)),
+            self.shares_layers,
         )
         return np.asarray(jax.random.key_data(key)), program
 
