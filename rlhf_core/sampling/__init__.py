@@ -53,7 +53,7 @@ class SamplingMesh(Options):
     tensor: int | None = Field(
         default=None,
         ge=1,
-        description="devices that share each layer, of one machine; none: as few as have the memory",
+        description="devices that share each layer, of one machine or TPU slice; none: as few as have the memory",
     )
 
 

@@ -41,25 +41,28 @@ def sampling_mesh(definition: ModelDefinition, mesh: Mesh, tensor: int | None) -
     tensor = 1 if tensor is None else tensor
     if tensor not in sizes:
         raise InputError(
-            f"sampling.mesh.tensor: {tensor} does not fit; with {mesh.size} devices, {devices_per_host(mesh)} to a "
-            f"machine, the layers of this model can be shared by {', '.join(map(str, sizes))}"
+            f"sampling.mesh.tensor: {tensor} does not fit; with {mesh.size} devices, {linked_devices(mesh)} of "
+            f"them linked, the layers of this model can be shared by {', '.join(map(str, sizes))}"
         )
     return make_mesh(fsdp=1, tensor=tensor, devices=mesh.devices.reshape(-1).tolist())
 
 
 def tensor_sizes(definition: ModelDefinition, mesh: Mesh) -> list[int]:
-    """List the sizes that `tensor` can have, ascending; devices that share layers are of one machine."""
+    """List the sizes that `tensor` can have, ascending; devices that share layers are linked."""
     parallel = definition.family.tensor_parallel
     most = 1 if parallel is None else parallel.divides(definition.config)
-    here = devices_per_host(mesh)
-    return [n for n in range(1, here + 1) if here % n == 0 and most % n == 0]
+    linked = linked_devices(mesh)
+    return [n for n in range(1, linked + 1) if linked % n == 0 and most % n == 0]
 
 
-def devices_per_host(mesh: Mesh) -> int:
-    """Count the devices that follow each other in `mesh` and belong to one process, equally many for all of them."""
-    hosts = [device.process_index for device in mesh.devices.reshape(-1)]
-    count = hosts.count(hosts[0])
-    runs = [hosts[i : i + count] for i in range(0, len(hosts), count)]
+def linked_devices(mesh: Mesh) -> int:
+    """Count the devices that follow each other in `mesh` within one machine, or one slice of TPUs; 1 where the groups
+    differ in size.
+    """
+    devices = mesh.devices.reshape(-1)
+    groups = [getattr(d, "slice_index", 0) if d.platform == "tpu" else d.process_index for d in devices]
+    count = groups.count(groups[0])
+    runs = [groups[i : i + count] for i in range(0, len(groups), count)]
     return count if all(len(run) == count and len(set(run)) == 1 for run in runs) else 1
 
 

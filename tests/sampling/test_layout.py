@@ -88,7 +88,7 @@ def test_so_does_every_mesh_with_every_filter(
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "said"), [("qwen3", 8, "shared by 1, 2, 4"), ("qwen3", 3, "8 to a machine")]
+    ("name", "tensor", "said"), [("qwen3", 8, "shared by 1, 2, 4"), ("qwen3", 3, "8 of them linked")]
 )
 def test_a_size_that_does_not_fit_is_refused(name: str, tensor: int, said: str) -> None:
     with pytest.raises(InputError, match="sampling.mesh.tensor") as caught:
