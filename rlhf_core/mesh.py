@@ -120,7 +120,7 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:
-    """Sum partial products over the devices that share a layer within `jax.shard_map` over `tensor`; else return `x`."""
+    """Sum `x` over the devices that share a layer, within `jax.shard_map` over `tensor`; elsewhere return it as is."""
     return jax.lax.psum(x, "tensor") if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else x
 
 

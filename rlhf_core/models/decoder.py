@@ -203,7 +203,7 @@ def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> ja
 def prefill(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Compute (hidden states as `hidden`, the cache of these tokens). params: as they are trained, or from `prepare`."""
+    """Compute (hidden states as `hidden`, the cache of these tokens). params: from `prepare`, or plain ones."""
     if isinstance(params["layers"], tuple):
         return _prefill_prepared(config, params, tokens, positions, visible_until)
     states, (keys, values) = _forward(config, params, tokens, positions, visible_until, keep=True)
@@ -228,7 +228,9 @@ def _prefill_prepared(
     return norm(x), Cache(tuple(keys), tuple(values), positions)
 
 
-def _modules(config: DecoderConfig, weights: Params) -> tuple[Any, Any, Iterator[tuple[Any, int | None, int]]]:
+def _modules(
+    config: DecoderConfig, weights: Params
+) -> tuple[Any, Any, Iterator[tuple[Any, int | None, int]]]:
     """Return the embedding, the last norm, and each layer with its window and the index of its rotary embedding.
 
     weights: from `prepare`.
@@ -356,8 +358,8 @@ def _prepare_shards(config: DecoderConfig, params: Params) -> Params:
 def _separated(config: DecoderConfig, layer: Params) -> Params:
     """Split the parameters of fused projections into those of separate ones."""
     layer, keys = {**layer}, config.num_kv_heads * config.head_dim
-    widths = {"self_attn": (config.num_heads * config.head_dim, keys, keys)}
-    widths["mlp"] = (config.intermediate_size, config.intermediate_size)
+    queries, inner = config.num_heads * config.head_dim, config.intermediate_size
+    widths: dict[str, tuple[int, ...]] = {"self_attn": (queries, keys, keys), "mlp": (inner, inner)}
     for module, together, parts in JOINED:
         inside = layer[module]
         if together not in inside:  # experts have separate ones

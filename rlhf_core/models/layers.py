@@ -176,7 +176,9 @@ class Attention(nnx.Module):
             self.q_proj = make((c.hidden_size, queries), axes=inside, bias=c.qkv_bias)
             self.k_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
             self.v_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
-        self.o_proj = make((queries, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True)
+        self.o_proj = make(
+            (queries, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True
+        )
         if c.qk_norm:
             sizes = (c.head_dim, c.head_dim) if c.qk_norm == "head" else self.widths
             self.q_norm, self.k_norm = (RMSNorm(c, lead, size) for size in sizes)
@@ -215,7 +217,9 @@ class MLP(nnx.Module):
         else:
             self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
             self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
-        self.down_proj = make((c.intermediate_size, c.hidden_size), axes=("layers", "mlp", "embed"), sums=True)
+        self.down_proj = make(
+            (c.intermediate_size, c.hidden_size), axes=("layers", "mlp", "embed"), sums=True
+        )
         self.fused = c.fused
         self.activation = c.activation
 

@@ -11,10 +11,10 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
 from rlhf_core.rollouts.layout import require_whole_groups
-from rlhf_core.sampling import slots_per_device
+from rlhf_core.sampling.layout import cache_bytes, most_slots
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
-from rlhf_core.training.memory import cache_bytes, memory_forecast, scoring_bytes
+from rlhf_core.training.memory import memory_forecast, scoring_bytes
 from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def forecast_rollouts(
         for name in copies:
             parts[name] = parts["gradients"]  # as large as what is trained
         prompts = rows_per_device(stage.planned_mesh, per_rollout)
-        slots = slots_per_device(None, prompts * num_generations)
+        slots = min(prompts * num_generations, most_slots(None))
         cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, prompts, longest)
         parts["rollout cache"] = cache
         if stage.planned_mesh is None:

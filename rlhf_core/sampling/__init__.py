@@ -18,16 +18,9 @@ from rlhf_core.config import Options
 from rlhf_core.contracts import ModelDefinition, SamplerInputs, SamplingSettings
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import (
-    AnyMesh,
-    abstract_rows,
-    put_rows,
-    replicated_sharding,
-    row_multiple,
-    rows_per_device,
-)
+from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.layout import abstract_weights, bring, rounded_slots, sampling_mesh
+from rlhf_core.sampling.layout import abstract_weights, allowed_sizes, bring, plan_room, sampling_mesh
 from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
@@ -37,10 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["SamplingOptions"]
 
 
-SLOTS = {"cpu": 32}
-"""Sequences that a device decodes at once. On a CPU, time grows in proportion to them."""
-SLOTS_ACCELERATOR = 256
-"""The same on other platforms: up to this many, a step mostly reads weights, and more sequences cost little."""
 LAST_SLOTS = 4
 """The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
@@ -85,7 +74,9 @@ class SamplingOptions(Options):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="tokens that end a completion, besides the model's own"
     )
-    mesh: SamplingMesh = Field(default=SamplingMesh(), description="how devices share the model while they sample")
+    mesh: SamplingMesh = Field(
+        default=SamplingMesh(), description="how devices share the model while they sample"
+    )
 
 
 class Sampler:
@@ -95,7 +86,7 @@ class Sampler:
         a call first brings them into the layout of `sampling.layout`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        take turns in `slots_per_device` slots per device.
+        take turns in slots. memory: bytes per device for all that; None: unknown. `room` is what was made of it.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
@@ -118,6 +109,7 @@ class Sampler:
         prompts_per_call: int,
         max_prompt_length: int,
         tokenizer: Any = None,
+        memory: int | None = None,
     ) -> None:
         if min(num_generations, prompts_per_call, max_prompt_length) < 1:
             raise ValueError(
@@ -126,13 +118,23 @@ class Sampler:
             )
         self.definition = definition
         self.options = options
-        shared = sampling_mesh(definition, mesh, options.mesh.tensor)
+        prompt_length = bucket(max_prompt_length, max_prompt_length)
+        self.room = plan_room(
+            definition,
+            mesh,
+            allowed_sizes(definition, mesh, options.mesh.tensor),
+            memory=memory,
+            prompts=prompts_per_call,
+            num_generations=num_generations,
+            prompt_length=prompt_length,
+            length=prompt_length + options.max_completion_length,
+        )
+        shared = sampling_mesh(definition, mesh, self.room.tensor)
         self.shares_layers = shared is not None
         self.mesh = mesh = mesh if shared is None else shared
         self.stop_ids = tuple(int(i) for i in (*stop_ids, *options.stop_token_ids))
         self.num_generations = num_generations
-        multiple = row_multiple(mesh)
-        self.prompts_per_call = -(-prompts_per_call // multiple) * multiple
+        self.prompts_per_call = self.room.prompts
         self.max_prompt_length = max_prompt_length
         self._stop_table = self._table(tokenizer)
         self._ahead = BackgroundCompiler()
@@ -214,9 +216,8 @@ class Sampler:
         return read_completions(written, step, slot, self.options.max_completion_length)
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
-        slots = slots_per_device(self.mesh, self.prompts_per_call * self.num_generations)
-        slots = rounded_slots(slots, tensor := self.mesh.shape["tensor"] if self.shares_layers else 1)
-        fewer = slots // 4 // tensor * tensor
+        slots = self.room.slots
+        fewer = slots // 4 // self.room.tensor * self.room.tensor
         program = SamplingProgram(
             self.definition,
             self.options,
@@ -283,12 +284,6 @@ class Sampler:
         shards = row_multiple(self.mesh)
         i = np.arange(count)
         return i % shards * (self.prompts_per_call // shards) + i // shards
-
-
-def slots_per_device(mesh: AnyMesh | None, sequences: int) -> int:
-    """Count how many of `sequences` each device of a mesh decodes at once; mesh None: one device."""
-    most = SLOTS.get(jax.default_backend(), SLOTS_ACCELERATOR)
-    return min(rows_per_device(mesh, sequences), most)
 
 
 def bucket(length: int, longest: int) -> int:

@@ -148,8 +148,8 @@ class SamplingProgram:
     """The same once no more sequences are left; 0: as before."""
     key_type: str
     shared_layers: bool = False
-    """Whether the parameters have the layout of `sampling.layout`, every layer shared along `tensor`: each shard of rows
-    then runs the loop by itself, and its devices send each other activations and logits alone."""
+    """Whether the parameters have the layout of `sampling.layout`. Each shard of rows then runs a loop of its own,
+    whose devices send each other activations and logits alone."""
 
 
 class _Slots(NamedTuple):
@@ -329,7 +329,9 @@ def _sample(
 
     wanted = (lengths > 0).reshape(shards, -1).sum(1, dtype=jnp.int32) * groups
     first = jnp.broadcast_to(jnp.arange(program.slots, dtype=jnp.int32), (shards, program.slots))
-    slot = jnp.minimum(jnp.arange(sequences, dtype=jnp.int32), program.slots - 1)  # there may be fewer sequences
+    slot = jnp.minimum(
+        jnp.arange(sequences, dtype=jnp.int32), program.slots - 1
+    )  # there may be fewer sequences
     queue = Queue(
         wanted,
         jnp.minimum(wanted, program.slots),

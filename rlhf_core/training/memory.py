@@ -127,16 +127,6 @@ def training_bytes(
     }
 
 
-def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
-    """Count the bytes of the KV cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
-    tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
-
-    def cache(params: Any, tokens: Any) -> Any:
-        return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
-
-    return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
-
-
 def scoring_bytes(model: str, tokenizer: Any | None, registry: Registry | None) -> int | None:
     """Count the bytes of a reward model in float32 and of its forward pass over a full micro-batch.
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import make_mesh
+from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions
+from rlhf_core.sampling.layout import Room, plan_room
 
 VOCAB = 48
 SIZES = {
@@ -29,7 +30,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # biases of projections, tied
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},  # norms of heads
     "phi3": {"model_type": "phi3"},  # fused projections
-    "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},  # windows and soft caps
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+    },  # windows and soft caps
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
 }
@@ -91,6 +96,62 @@ def test_so_does_every_mesh_with_every_filter(
     ("name", "tensor", "said"), [("qwen3", 8, "shared by 1, 2, 4"), ("qwen3", 3, "8 of them linked")]
 )
 def test_a_size_that_does_not_fit_is_refused(name: str, tensor: int, said: str) -> None:
-    with pytest.raises(InputError, match="sampling.mesh.tensor") as caught:
+    with pytest.raises(InputError, match=r"sampling\.mesh\.tensor") as caught:
         sample(name, make_mesh(fsdp=8), tensor)
     assert said in str(caught.value)
+
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
+PER_TOKEN = 32 * 2 * 8 * 128 * 2
+"""Bytes of a token's keys and values: layers, both, heads, head size, bfloat16."""
+
+
+def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> Room:
+    definition = Definition(DECODER, DECODER.parse(LLAMA_8B, "lm", dtype="bfloat16"), "lm")
+    return plan_room(
+        definition,
+        planned_mesh(8, fsdp=8),
+        sizes,
+        memory=memory,
+        prompts=prompts,
+        num_generations=8,
+        prompt_length=1023,
+        length=2047,
+    )
+
+
+def test_a_thousand_sequences_of_an_8b_model_fit_beside_its_training_state() -> None:
+    room = plan(48 * 10**9)
+    assert room.slots * (8 // room.tensor) >= 1024
+    assert room.prompts == 128
+
+
+@pytest.mark.parametrize("gigabytes", [6, 12, 24, 48, 96])
+def test_what_is_planned_fits_and_more_would_not(gigabytes: int) -> None:
+    memory = gigabytes * 10**9
+    room = plan(memory, prompts=4096)
+    parameters = (
+        8.03e9 - 128_256 * 4096
+    ) * 2 / room.tensor + 128_256 * 4096 * 2  # the embedding table is whole
+    caches = room.slots / room.tensor * 2047 * PER_TOKEN
+    assert parameters + caches <= memory
+    assert room.bytes is not None
+    assert parameters + caches <= room.bytes <= memory
+    assert memory - room.bytes < 0.05 * memory + 2047 * PER_TOKEN
+    if room.tensor > 1:  # half as many devices would not have room for enough
+        fewer = plan(memory, (room.tensor // 2,), prompts=4096)
+        assert fewer.slots < 128 * fewer.tensor or (fewer.bytes or 0) > memory
+
+
+def test_few_prompts_take_few_slots_in_equal_shares() -> None:
+    assert plan(48 * 10**9, (8,), prompts=1).slots == 8
+    assert plan(48 * 10**9, (4,), prompts=3)[:3] == (4, 16, 4)
+    assert plan(None, (2,), prompts=4096)[:3] == (2, 64, 4096)

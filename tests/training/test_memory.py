@@ -11,8 +11,9 @@ from rlhf_core import optimizers
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import planned_mesh
 from rlhf_core.runtime import peak_memory
+from rlhf_core.sampling.layout import cache_bytes
 from rlhf_core.training import memory
-from rlhf_core.training.memory import cache_bytes, definition_of, memory_line, scoring_bytes, training_bytes
+from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes
 
 
 def size(tree):
