@@ -295,6 +295,7 @@ class SamplerInputs:
     options: a sampler honours all of them, or raises an InputError that names the field.
     stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
     prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
+    memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
     """
 
     definition: ModelDefinition
@@ -305,6 +306,7 @@ class SamplerInputs:
     num_generations: int
     prompts_per_call: int
     max_prompt_length: int
+    memory: int | None = None
 
 
 @dataclass(frozen=True)

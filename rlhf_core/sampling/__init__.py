@@ -308,4 +308,5 @@ def make_sampler(inputs: SamplerInputs) -> Sampler:
         prompts_per_call=inputs.prompts_per_call,
         max_prompt_length=inputs.max_prompt_length,
         tokenizer=inputs.tokenizer,
+        memory=inputs.memory,
     )

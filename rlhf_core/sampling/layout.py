@@ -59,6 +59,15 @@ class Room(NamedTuple):
     bytes: int | None
     """Bytes per device for weights, caches and logits, from their shapes; None where memory is not known."""
 
+    def line(self, devices: int, what: str) -> str:
+        """Say it in one line. what: the field of the prompts."""
+        shared = f", {self.tensor} sharing each layer" if self.tensor > 1 else ""
+        size = "" if self.bytes is None else f", {self.bytes / 1e9:.1f} GB per device"
+        return (
+            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled at once on {devices} "
+            f"devices{shared}, from {self.prompts:,} prompts per call{size}"
+        )
+
 
 def plan_room(
     definition: ModelDefinition,
@@ -89,7 +98,7 @@ def plan_room(
     for tensor in sizes:
         groups = mesh.size // tensor if shared else row_multiple(mesh)
         in_group = -(-prompts // groups)
-        weights = weight_bytes(definition, mesh, tensor) if shared else 0
+        weights = weight_bytes(definition, mesh, tensor) if shared else prepared_bytes(definition)
         free = max(memory - weights, 0) * tensor
         prefilled = max(min(in_group, int(free * PREFILL_SHARE) // per_prompt), 1)
         slots = min(in_group * num_generations, most_slots(memory) * tensor)
@@ -117,6 +126,13 @@ def weight_bytes(definition: ModelDefinition, mesh: AnyMesh, tensor: int) -> int
     )
 
 
+def prepared_bytes(definition: ModelDefinition) -> int:
+    """Count the bytes of the parameters as the program on one device lays them out."""
+    family = definition.family
+    prepare = functools.partial(family.prepare, definition.config)
+    return _bytes(jax.eval_shape(prepare, family.abstract(definition.config)))
+
+
 def cache_bytes(definition: ModelDefinition, sequences: int, length: int) -> int:
     """Count the bytes of the KV cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
     tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
@@ -125,7 +141,11 @@ def cache_bytes(definition: ModelDefinition, sequences: int, length: int) -> int
         return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
 
     made = jax.eval_shape(cache, definition.family.abstract(definition.config), tokens)
-    return sequences * sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+    return sequences * _bytes(made)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def sampling_mesh(definition: ModelDefinition, mesh: Mesh, tensor: int) -> Mesh | None:

@@ -353,6 +353,7 @@ def open_sampler(
     num_generations: int,
     prompts_per_call: int,
     sampler: Component | None = None,
+    memory: int | None = None,
 ) -> Any:
     """Make a function (parameters, prompts, key) → `rlhf_core.sampling.Rollouts`; see `rlhf_core.sampling.Sampler`.
 
@@ -375,6 +376,7 @@ def open_sampler(
             num_generations=num_generations,
             prompts_per_call=prompts_per_call,
             max_prompt_length=int(prompts.ids.lengths.max()),
+            memory=memory,
         )
     )
 

@@ -155,3 +155,17 @@ def test_few_prompts_take_few_slots_in_equal_shares() -> None:
     assert plan(48 * 10**9, (8,), prompts=1).slots == 8
     assert plan(48 * 10**9, (4,), prompts=3)[:3] == (4, 16, 4)
     assert plan(None, (2,), prompts=4096)[:3] == (2, 64, 4096)
+
+
+def test_a_run_on_devices_with_little_memory_is_the_same(
+    short: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six updates of GRPO where a device has the memory for a few sequences, which the run says, and as usual."""
+    run = functools.partial(short.train, "grpo", inputs={"mesh": make_mesh(fsdp=8)})
+    expected, _ = run(at="plenty")
+    monkeypatch.setattr("rlhf_core.training.memory.device_memory", lambda: 200_000)
+    found, _ = run(at="little")
+    printed = capsys.readouterr()
+    assert "completions are sampled at once on 8 devices" in printed.out + printed.err
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=str(name))
