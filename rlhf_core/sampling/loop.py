@@ -197,11 +197,11 @@ def generate(
     shards = row_multiple(program.mesh)
     arguments = (params, prompts, lengths, last, ids, key_data, stop_table)
     if program.shared_layers:
-        rows = PartitionSpec(ROW_AXES)
+        rows, whole = PartitionSpec(ROW_AXES), PartitionSpec()
         written, step, slot = jax.shard_map(
             functools.partial(_sample, program=program, shards=1),
             mesh=program.mesh,
-            in_specs=(param_specs(program.definition, program.mesh), rows, rows, rows, rows, None, None),
+            in_specs=(param_specs(program.definition, program.mesh), rows, rows, rows, rows, whole, whole),
             out_specs=(PartitionSpec(None, ROW_AXES), rows, rows),
             check_vma=False,
         )(*arguments)
