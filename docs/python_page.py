@@ -42,54 +42,51 @@ TASKS = (
     Task(
         "Open a model",
         "",
-        "load_model open_model Model ModelFamily Definition Rows padded_rows padded_scores stored_head "
-        "choose_attention join_params split_params",
+        "load_model open_model Model ModelFamily Definition Rows",
     ),
     Task(
         "Make rows",
         "[Rows](../explanation/update.md) says how they are laid out, [Data](data.md) which columns are read.",
-        "open_texts open_pairs open_records Records Texts Pairs Prompts text_options read_at_of encode_texts "
-        "encode_pairs require_vocabulary visited_rows Tree Trees pack Packed Layout choose_row_layout",
+        "open_texts open_pairs Pairs Tree Trees pack Packed Layout",
     ),
     Task(
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_rewards open_collector RolloutCollector Rollout RolloutUpdates FixedPrompts choose_rollout_rows "
-        "compute_advantages Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
-        "WeightedReward Reward RewardInputs total_reward",
+        "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
+        "WeightedReward Reward RewardInputs",
     ),
     Task(
         "Compute log-probabilities and scores",
         "",
-        "trained_logps trained_scores sequence_scores per_token compute_batches pack_chunks token_logps "
-        "logps_from_logits completion_logps compute_per_token_logps get_per_token_logps "
+        "trained_logps trained_scores sequence_scores TokenReader per_sequence token_logps logps_from_logits "
+        "completion_logps compute_per_token_logps get_per_token_logps "
         "get_per_token_logps_and_entropies",
     ),
     Task(
         "Write an objective",
         "It returns the loss as a sum and a count, and metrics: [the step](../explanation/update.md#the-step).",
         "Objective trained_weight trained_sequence loss_output try_loss LossOutput PolicyInputs PairInputs DPOInputs "
-        "PolicyLoss PairwiseLoss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric results fetch_metrics",
+        "PolicyLoss PairwiseLoss named_loss policy_loss pairwise_loss dpo_loss Mean Sum Max Min Metric fetch_metrics",
     ),
     Task(
         "Run the loop",
         "",
-        "Trainer TrainerConfig Stage fit Fitted UpdateSource DatasetUpdates dataset_updates Update empty_batches "
-        "evaluator evaluation_batches make_optimizer TrainState create_state fixed_parameters split_step abstract_rows "
-        "put_rows fetch_array replicated_sharding row_multiple BackgroundCompiler batch_arrays update_once "
-        "evaluate_once named_loss training_step evaluation_step grpo_step",
+        "Trainer TrainerConfig Stage fit UpdateSource DatasetUpdates dataset_updates Update empty_batches HeldOut "
+        "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
+        "evaluation_step grpo_step",
     ),
     Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),
     Task(
         "Describe programs for devices that are not there",
-        "[Check before renting](../how-to/check_before_renting.md) compiles them.",
-        "Program StagePrograms dataset_programs rollout_programs planned_model",
+        "[Check before renting](../how-to/many_devices.md#check-before-renting) compiles them.",
+        "Program StagePrograms dataset_programs rollout_programs",
     ),
-    Task("Save and score", "", "Artifact save_model write_atomic Scorer Contract base_identity"),
+    Task("Save and score", "", "Artifact save_model write_atomic Scorer scoring_contract"),
     Task(
         "Run trainers and pipelines from Python",
         "",
-        "run_pipeline run_alone python_trainer SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
+        "run_pipeline python_trainer SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
         "GRPOTrainer DPOConfig DPOTrainer",
     ),
     Task(

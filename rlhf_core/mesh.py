@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from rlhf_core.errors import InputError
 
-__all__ = ["abstract_rows", "fetch_array", "put_rows", "replicated_sharding", "row_multiple"]
+__all__ = ["put_rows"]
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -117,6 +117,11 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
     """
     mesh = mesh_of_rows(like)
     return x if mesh is None else jax.lax.with_sharding_constraint(x, row_sharding(mesh))
+
+
+def sum_over_tensor(x: jax.Array) -> jax.Array:
+    """Sum `x` over the devices that share a layer, within `jax.shard_map` over `tensor`; elsewhere return it as is."""
+    return jax.lax.psum(x, "tensor") if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else x
 
 
 def row_multiple(mesh: AnyMesh) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "fetch_metrics", "results"]
+__all__ = ["Max", "Mean", "Metric", "Min", "Sum", "fetch_metrics"]
 
 
 class Sum(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlhf_core.data import Records
     from rlhf_core.plugins.registry import Registry
 
-__all__ = ["Contract", "Scorer", "base_identity"]
+__all__ = ["Scorer"]
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Contract:
         if not given:
             raise InputError(
                 f"{where}: the reward model was saved without a contract, so nobody knows how to read its scores; its "
-                "trainer gives artifacts.save_model one, contract=Contract.of(tokenizer, max_length=…).to_dict(), from "
-                "rlhf_core.scoring"
+                "trainer gives artifacts.save_model one, contract=scoring_contract(config, stage, model), from "
+                "rlhf_core.training"
             )
         missing = dataclasses.MISSING
         needed = {f.name for f in fields if f.default is missing and f.default_factory is missing}
@@ -257,6 +257,28 @@ class Scorer:
             with suppress(InputError):  # some families fix their own dtype
                 model = model.computing(dtype=trained_in)
         return cls(model, contract, normalize=normalize)
+
+    @staticmethod
+    def check(path: str | Path) -> None:
+        """Raise InputError where the files of a local model show that it cannot score; nothing is loaded."""
+        directory = Path(path)
+        if directory.is_dir() and stored_head(directory) == "lm":
+            raise InputError(
+                f"{directory} is a language model, without a reward head: rlhf train reward makes one of it"
+            )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the row shapes chosen for the first texts as JSON values; empty before."""
+        return {} if self.layout is None else self.layout._asdict()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a `snapshot`, for the same last bits; a mesh that these shapes do not fit gets others."""
+        if not saved:
+            return
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
+        layout = Layout(**values)
+        if not any(rows % row_multiple(self.model.mesh) for rows in layout.rows):
+            self.layout = layout
 
     def _require(self, tokenizer: Any) -> None:
         problems = []

@@ -15,26 +15,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlhf_core.mesh import abstract_rows, replicated_sharding
+from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding
 from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
-__all__ = ["Objective", "split_step"]
+__all__ = ["Objective"]
 
 
-Objective: TypeAlias = Callable[[Any, Any], tuple[Mean, Mapping[str, Metric]]]
-"""(params, batch) → (the loss as sum and count, metrics). The sum's gradient is divided by the update's count."""
+Loss: TypeAlias = Mean | Mapping[str, Mean]
+"""A loss as sum and count, or several by name: each is divided by its own count, then they are added up."""
+Objective: TypeAlias = Callable[[Any, Any], tuple[Loss, Mapping[str, Metric]]]
+"""(params, batch) → (loss, metrics). A sum's gradient is divided by the count of the whole update.
+
+An objective of several losses returns {"policy": Mean.of(…), "value": Mean.of(0.5 * errors, mask)}: a weight is a
+factor of the values. `loss`, `loss/policy` and `loss/value` are logged. Counts depend on the batch alone, not on
+parameters.
+"""
+Counts: TypeAlias = Mapping[str, Any]
+"""Of every loss of several, float32 []: what its sum is divided by."""
 
 
 class Accumulated(NamedTuple):
     """Sums over the micro-batches of an update so far."""
 
     grads: Any
-    """float32, like the trained parameters: gradient of `loss.total`."""
-    loss: Mean
+    """float32, like the trained parameters: gradient of `loss.total`; of several losses, of Σ total / count."""
+    loss: Loss
     metrics: dict[str, Metric]
 
 
@@ -44,25 +53,56 @@ def accumulate(
     batch: Any,
     before: Accumulated | None,
     key: jax.Array | None = None,
+    counts: Counts | None = None,
     fixed: frozenset[Path] = frozenset(),
 ) -> Accumulated:
     """Add one micro-batch; before=None for the first of an update saves a pass over zeros.
 
-    key: for the adapters' dropout; None: no dropout. fixed: paths of parameters without a gradient.
+    key: for the adapters' dropout; None: no dropout. counts: of several losses, over the whole update; None: the
+    micro-batch is the whole update. fixed: paths of parameters without a gradient.
     """
     params = params if key is None else with_noise(params, key)
     trained, rest = split(params, fixed) if fixed else (params, {})
 
-    def total(p: Any) -> tuple[jax.Array, tuple[Mean, dict[str, Metric]]]:
+    def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric]]]:
         loss, metrics = objective(join(p, rest) if fixed else p, batch)
-        return loss.total, (loss, dict(metrics))
+        if isinstance(loss, Mean):
+            return loss.total, (loss, dict(metrics))
+        return _sum_of_means(loss, counts), (dict(loss), dict(metrics))
 
     grads, (loss, metrics) = jax.grad(total, has_aux=True)(trained)
     if before is None:
         return Accumulated(grads, loss, metrics)
     return Accumulated(
-        jax.tree.map(jnp.add, before.grads, grads), before.loss.merge(loss), merge(before.metrics, metrics)
+        jax.tree.map(jnp.add, before.grads, grads),
+        _merge_losses(before.loss, loss),
+        merge(before.metrics, metrics),
     )
+
+
+def _merge_losses(a: Any, b: Any) -> Loss:
+    return a.merge(b) if isinstance(a, Mean) else {name: a[name].merge(b[name]) for name in a}
+
+
+def _counts(loss: Loss) -> Counts | None:
+    return None if isinstance(loss, Mean) else {name: part.count for name, part in loss.items()}
+
+
+def _inverse(count: Any) -> jax.Array:
+    """Compute 1 / count; 0 where nothing was counted."""
+    return jnp.where(count > 0, 1.0 / jnp.maximum(count, jnp.finfo(jnp.float32).tiny), 0.0)
+
+
+def _sum_of_means(losses: Mapping[str, Mean], counts: Counts | None = None) -> jax.Array:
+    """Divide each loss by its count, or by that of `counts`, and add them up; differentiable in the sums alone."""
+    chosen = {name: part.count for name, part in losses.items()} if counts is None else counts
+    means = [part.total * _inverse(jax.lax.stop_gradient(chosen[name])) for name, part in losses.items()]
+    return jnp.stack(means).sum()
+
+
+def loss_metrics(loss: Loss) -> dict[str, Mean]:
+    """Name a loss as it is logged: `loss`, or `loss/NAME` for each of several."""
+    return {"loss": loss} if isinstance(loss, Mean) else {f"loss/{name}": part for name, part in loss.items()}
 
 
 def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
@@ -71,10 +111,13 @@ def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, M
     state: from `TrainState.trained`, so that all of its parameters are trained. Returns the next state, and the
     objective's metrics with `loss` and `grad_norm` (before the optimizer).
     """
-    scale = 1.0 / jnp.maximum(done.loss.count, jnp.finfo(jnp.float32).tiny)
-    grads = jax.tree.map(lambda g: g * jnp.where(done.loss.count > 0, scale, 0.0), done.grads)
+    if isinstance(done.loss, Mean):
+        total, scale = done.loss.total, _inverse(done.loss.count)
+        grads = jax.tree.map(lambda g: g * scale, done.grads)
+    else:
+        total, grads = _sum_of_means(done.loss), done.grads
     norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(done.loss.total)
+    finite = jnp.isfinite(norm) & jnp.isfinite(total)
     good = finite & (state.guard < 0)
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -87,8 +130,12 @@ def apply(state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, M
         guard=jnp.where((state.guard < 0) & ~finite, state.step, state.guard),
     )
     # An update without a trained token has loss 0, not 0/0.
-    loss = Mean(done.loss.total, jnp.where(done.loss.count > 0, done.loss.count, 1.0))
-    return following, {**done.metrics, "loss": loss, "grad_norm": Mean.of(norm)}
+    if isinstance(done.loss, Mean):
+        losses = {"loss": Mean(total, jnp.where(done.loss.count > 0, done.loss.count, 1.0))}
+    else:  # one value per update, so that over several updates, too, the parts add up to the loss
+        parts = {name: Mean.of(part.total * _inverse(part.count)) for name, part in done.loss.items()}
+        losses = {"loss": Mean.of(total), **loss_metrics(parts)}
+    return following, {**done.metrics, **losses, "grad_norm": Mean.of(norm)}
 
 
 class Programs:
@@ -108,6 +155,14 @@ class Programs:
         )
         self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
+
+        def count(params: Any, batch: Any) -> Counts | None:
+            return _counts(
+                objective(params, batch)[0]
+            )  # the compiler leaves out the model, which this does not need
+
+        self._count = jax.jit(count, out_shardings=everywhere)
+        self._counts: Counts | None = None  # abstract; None also where the objective has a single loss
         self._noise = has_noise(state.params)
         self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
@@ -124,6 +179,8 @@ class Programs:
             if (name := _program_name(batch, follows)) in self._ahead:
                 continue
             self._ahead.compile(name, self.lower(state, batch, follows))
+            if self._counts is not None and (name := _program_name(batch, "count")) not in self._ahead:
+                self._ahead.compile(name, self.lower_count(state, batch))
             if "apply" not in self._ahead:
                 self._ahead.compile("apply", self.lower_apply(state))
 
@@ -136,11 +193,14 @@ class Programs:
         if self._noise:
             key = state.key if isinstance(state.key, jax.ShapeDtypeStruct) else _dropout_key(state, 0)
         if self._done is None or not follows:
-            traced = self._accumulate.trace(state.params, rows, None, key)
-            self._done = traced.out_info
+            traced = self._trace(state, rows, key)
         if follows:
-            traced = self._accumulate.trace(state.params, rows, self._done, key)
+            traced = self._accumulate.trace(state.params, rows, self._done, key, self._counts)
         return traced.lower()
+
+    def lower_count(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower `count` for a micro-batch of several losses, read for shapes and dtypes only."""
+        return self._count.lower(state.params, abstract_rows(state.step.sharding.mesh, batch))
 
     def lower_apply(self, state: TrainState) -> jax.stages.Lowered:
         """Lower `apply` for the sums of the last `lower`."""
@@ -150,17 +210,50 @@ class Programs:
         """Wait until every program that was started is compiled."""
         self._ahead.wait_for_all()
 
+    def _trace(self, state: TrainState, batch: Any, key: Any) -> Any:
+        """Trace the first micro-batch of an update, and keep what it returns, without values."""
+        traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
+        counts = _counts(traced.out_info.loss)
+        if self._counts is None and counts is not None:
+            everywhere = replicated_sharding(state.step.sharding.mesh)
+            self._counts = {
+                name: jax.ShapeDtypeStruct(count.shape, count.dtype, sharding=everywhere)
+                for name, count in counts.items()
+            }
+            traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
+        self._done = traced.out_info
+        return traced
+
+    def count(self, state: TrainState, batches: Sequence[Any]) -> Counts | None:
+        """Count what each of several losses is divided by in an update of these batches, on the host; None for one.
+
+        Gradients of micro-batches are then added up in one place, instead of one for each loss.
+        """
+        mesh, total = state.step.sharding.mesh, None
+        if self._done is None and batches:
+            self._trace(state, put_rows(mesh, batches[0]), _dropout_key(state, 0) if self._noise else None)
+        for batch in batches if self._counts is not None else ():
+            self._ahead.wait(_program_name(batch, "count"))
+            counts = self._count(state.params, put_rows(mesh, batch))
+            total = counts if total is None else jax.tree.map(jnp.add, total, counts)
+        return total
+
     def accumulate(
-        self, state: TrainState, batch: Any, before: Accumulated | None, number: int = 0
+        self,
+        state: TrainState,
+        batch: Any,
+        before: Accumulated | None,
+        number: int = 0,
+        counts: Counts | None = None,
     ) -> Accumulated:
-        """Add micro-batch `number` of the update."""
+        """Add micro-batch `number` of the update. counts: what `count` returned for all of its batches."""
         key = _dropout_key(state, number) if self._noise else None
         if before is None and self._from_zero:
             if self._done is None:
-                self._done = self._accumulate.trace(state.params, batch, None, key).out_info
+                self._trace(state, batch, key)
             before = self._zeros()
         self._ahead.wait(_program_name(batch, before is not None))
-        done: Accumulated = self._accumulate(state.params, batch, before, key)
+        done: Accumulated = self._accumulate(state.params, batch, before, key, counts)
         return done
 
     def apply(self, state: TrainState, done: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
@@ -171,7 +264,7 @@ class Programs:
 
     def compiled(self) -> int:
         """Count the programs compiled so far."""
-        jitted: tuple[Any, ...] = (self._accumulate, self._apply)
+        jitted: tuple[Any, ...] = (self._accumulate, self._apply, self._count)
         return sum(f._cache_size() for f in jitted)
 
 
@@ -179,13 +272,14 @@ def _zeros(like: Any) -> Accumulated:
     """Make the sums over no micro-batch, in the shapes of `like`."""
     return Accumulated(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
-        Mean.of(jnp.zeros(0)),
+        jax.tree.map(lambda _: Mean.of(jnp.zeros(0)), like.loss, is_leaf=lambda x: isinstance(x, Mean)),
         {name: empty_metric(metric) for name, metric in like.metrics.items()},
     )
 
 
-def _program_name(batch: Any, follows: bool) -> tuple[Any, ...]:
-    return follows, *(x.shape for x in jax.tree.leaves(batch))
+def _program_name(batch: Any, kind: bool | str) -> tuple[Any, ...]:
+    """kind: whether the micro-batch follows another one, or "count"."""
+    return kind, *(x.shape for x in jax.tree.leaves(batch))
 
 
 def _fold(key: jax.Array, step: Any, number: Any) -> jax.Array:
@@ -229,12 +323,18 @@ def split_step(
 
     noise = has_noise(state.params)
 
+    counts: Counts | None = None
+
     def one(before: Accumulated | None, number: Any, parts: list[jax.Array]) -> Accumulated:
         key = _fold(state.key, state.step, number) if noise else None
-        return accumulate(objective, state.params, micro(parts), before, key, state.fixed)
+        return accumulate(objective, state.params, micro(parts), before, key, counts, state.fixed)
 
     done = one(None, 0, [x[0] for x in stacked])
     if splits > 1:
+        if not isinstance(done.loss, Mean):  # the counts of all parts come first
+            each = jax.lax.map(lambda parts: _counts(objective(state.params, micro(parts))[0]), stacked)
+            counts = jax.tree.map(lambda x: x.sum(0), each)
+            done = one(None, 0, [x[0] for x in stacked])
         done, _ = jax.lax.scan(
             lambda before, part: (one(before, *part), None),
             done,

@@ -101,13 +101,7 @@ class Unfinished:
         with suppress(OSError, ValueError, KeyError, TypeError):
             state = json.loads(self.state.read_bytes())
             if state["identity"] == self.identity and self.rows.stat().st_size >= state["bytes"]:
-                from rlhf_core.packing.layout import Layout
-
-                layout: dict[str, Any] = {
-                    name: tuple(value) if isinstance(value, list) else value
-                    for name, value in state["layout"].items()
-                }
-                self.scorer.layout = Layout(**layout)
+                self.scorer.restore(state["layout"])
                 self.counts.rows, self.counts.unread = state["rows"], state["unread"]
                 self.counts.pairs = None if state["pairs"] is None else tuple(state["pairs"])
                 self.parts, size = state["parts"], state["bytes"]
@@ -134,7 +128,7 @@ class Unfinished:
             "rows": self.counts.rows,
             "pairs": self.counts.pairs,
             "unread": self.counts.unread,
-            "layout": self.scorer.layout._asdict(),
+            "layout": self.scorer.snapshot(),
         }
         write_atomic(self.state, json.dumps(state))
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options
 from rlhf_core.config.other_names import SEED_FIELDS
 from rlhf_core.config.problems import Problem, format_value
-
-if TYPE_CHECKING:
-    from rlhf_core.config.trainer import TrainerConfig
 
 PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "dataset_split", "extra_optimizer_kwargs")
 """Names that are not fields and stand for part of one."""
@@ -23,7 +20,7 @@ SAVED_BY = "trainer_config_class"
 
 
 def expand(
-    data: Mapping[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None
+    data: Mapping[str, Any], cls: type[Options], base: Options | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Expand `data` into canonical fields, with problems and warnings. base: the config it will be merged into."""
     table = dict(data)
@@ -43,7 +40,7 @@ def inherit(cls: type, attribute: str) -> dict[str, Any]:
     return {name: entry for table in tables for name, entry in table.items()}
 
 
-def _remove_unused(table: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+def _remove_unused(table: dict[str, Any], cls: type[Options]) -> list[Problem]:
     """Remove EasyDeL's fields that have no effect here, and shared ones that this trainer does not use.
 
     Warns only about values that ask for another behaviour.
@@ -57,7 +54,7 @@ def _remove_unused(table: dict[str, Any], cls: type[TrainerConfig]) -> list[Prob
     return notes
 
 
-def _remove_saved_class(fields: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+def _remove_saved_class(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
     """Remove the config class that EasyDeL writes into its files; warn if it is another trainer's."""
     name = fields.pop(SAVED_BY, cls.__name__)
     if name == cls.__name__:
@@ -65,10 +62,10 @@ def _remove_saved_class(fields: dict[str, Any], cls: type[TrainerConfig]) -> lis
     return [Problem(SAVED_BY, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
 
 
-def _replace_aliases(fields: dict[str, Any], cls: type[TrainerConfig]) -> list[Problem]:
+def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
     """Replace other spellings by names. Both may be given if they agree, or if one of them is none."""
     problems = []
-    aliases = cls._aliases()
+    aliases = inherit(cls, "ALIASES")
     for alias in [alias for alias in aliases if alias in fields]:
         value, name = fields.pop(alias), aliases[alias]
         if not _may_be_none(cls, name):  # EasyDeL's none: the default
@@ -82,11 +79,11 @@ def _replace_aliases(fields: dict[str, Any], cls: type[TrainerConfig]) -> list[P
     return problems
 
 
-def _may_be_none(cls: type[TrainerConfig], name: str) -> bool:
+def _may_be_none(cls: type[Options], name: str) -> bool:
     return name not in cls.model_fields or type(None) in get_args(cls.model_fields[name].annotation)
 
 
-def _wrap_single_components(fields: dict[str, Any], cls: type[TrainerConfig]) -> None:
+def _wrap_single_components(fields: dict[str, Any], cls: type[Options]) -> None:
     """Make a list of one where a name or table is given for a list of components: `logger = "wandb"`."""
     for name, value in fields.items():
         annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
@@ -97,9 +94,9 @@ def _wrap_single_components(fields: dict[str, Any], cls: type[TrainerConfig]) ->
                 fields[name] = [value]
 
 
-def _nest_flat(fields: dict[str, Any], cls: type[TrainerConfig], base: TrainerConfig | None) -> list[Problem]:
+def _nest_flat(fields: dict[str, Any], cls: type[Options], base: Options | None) -> list[Problem]:
     """Move flat names into the tables they stand for; a table that is not given starts from its default."""
-    flat = [(name, target[0], target[1]) for name, target in cls._flat().items() if name in fields]
+    flat = [(name, target[0], target[1]) for name, target in inherit(cls, "FLAT").items() if name in fields]
     # Names first: the options of the default do not apply to another component.
     flat.sort(key=lambda item: item[2] != "name")
     given_tables = {field: _table(fields[field]) for _, field, _ in flat if field in fields}
@@ -185,7 +182,7 @@ def _nest_optimizer(fields: dict[str, Any], default: Any) -> list[Problem]:
     ]
 
 
-def _default(cls: type[TrainerConfig], base: TrainerConfig | None, field: str) -> Any:
+def _default(cls: type[Options], base: Options | None, field: str) -> Any:
     if base is not None:
         return getattr(base, field)
     default = cls.model_fields[field].get_default(call_default_factory=True)

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhf_core.config.options import Component, Options
-from rlhf_core.config.problems import Problem, explain, join, raise_or_warn
+from rlhf_core.config.options import Component, Options, explain
+from rlhf_core.config.problems import Problem, join, raise_or_warn
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
 

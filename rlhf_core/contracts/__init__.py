@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, S
 from rlhf_core.contracts.models import Lora as Lora
 from rlhf_core.contracts.models import ModelDefinition as ModelDefinition
 from rlhf_core.contracts.models import ModelFamily as ModelFamily
+from rlhf_core.contracts.models import TensorParallel as TensorParallel
 from rlhf_core.errors import InputError, suggest
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class PolicyInputs:
     ref_logps, entropies: nats: under the reference policy; of the policy's distribution; None: not computed.
     sequence: int32 [N, T] in [0, sequences): the token's sequence within its row; None: a row is one sequence.
     sequences: the most sequences that a row holds (static).
+    rewards: at every token the total reward of its completion, 0 where no function scored it; None: not known.
     """
 
     logps: jax.Array
@@ -184,6 +186,7 @@ class PolicyInputs:
     entropies: jax.Array | None = None
     sequence: jax.Array | None = None
     sequences: int = 1
+    rewards: jax.Array | None = None
 
     def sequence_sum(self, x: jax.Array) -> jax.Array:
         """Sum `x` over each sequence's masked tokens; every token gets its sequence's sum, float32 [N, T]."""
@@ -205,6 +208,15 @@ class PolicyInputs:
         return self.sequence_sum(x) / jnp.maximum(self.sequence_sum(jnp.ones_like(self.mask)), 1.0)
 
 
+def total_reward(by_function: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum the functions that apply, weighted, float64 [..., functions] → [...]; NaN where none applies."""
+    import numpy as np
+
+    scored = ~np.isnan(by_function)
+    total = np.where(scored, by_function * weights, 0.0).sum(-1)
+    return np.where(scored.any(-1), total, np.nan)
+
+
 class AdvantageInputs(NamedTuple):
     """Rewards of one rollout, grouped by prompt.
 
@@ -221,6 +233,20 @@ class AdvantageInputs(NamedTuple):
     lengths: jax.Array | np.ndarray
     labels: tuple[str, ...] = ()
     columns: Mapping[str, Sequence[Any]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        rewards_by_function: np.ndarray,
+        weights: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        labels: tuple[str, ...] = (),
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> AdvantageInputs:
+        """Make the inputs from the rewards by function, whose weighted sum becomes `rewards`."""
+        total = total_reward(rewards_by_function, weights)
+        return cls(total, rewards_by_function, weights, lengths, labels, columns or {})
 
 
 class RewardInputs(NamedTuple):
@@ -257,6 +283,8 @@ class SamplingSettings(Protocol):
     def stop_strings(self) -> tuple[str, ...]: ...
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def mesh(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -267,6 +295,7 @@ class SamplerInputs:
     options: a sampler honours all of them, or raises an InputError that names the field.
     stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
     prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
+    memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
     """
 
     definition: ModelDefinition
@@ -277,6 +306,7 @@ class SamplerInputs:
     num_generations: int
     prompts_per_call: int
     max_prompt_length: int
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -295,6 +325,10 @@ class Forecast:
         return [*self.lines, *(f"warning: {line}" for line in self.warnings)]
 
 
+PARAMETERS = ("parameters", "frozen parameters")
+"""Residents of a stage that are all parameters of the model that is trained."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that a stage runs, to be compiled from shapes alone.
@@ -304,7 +338,7 @@ class Program:
     work: what it does with tokens: "train" (forward and backward), "read" (forward), "sample" or "update" (no tokens).
     calls: per update, on average. tokens: that a call reads, or samples, without padding.
     steps: at most so often per call runs the loop whose number of rounds depends on data, such as decoding; 0: no loop.
-    reads: those of `StagePrograms.resident` that are among its arguments.
+    reads: those of `StagePrograms.resident` that are among its arguments, each as often as it is.
     """
 
     name: str
@@ -320,7 +354,8 @@ class Program:
 class StagePrograms:
     """The programs of a stage, and what lies in the devices' memory while any of them runs.
 
-    resident: {name: tree of jax.ShapeDtypeStructs with shardings}, such as "parameters", "optimizer", "reference".
+    resident: {name: tree of jax.ShapeDtypeStructs with shardings}, such as "parameters" (those that are trained),
+        "frozen parameters", "optimizer", "reference".
     weights: parameters of the model that each token is multiplied with, for its FLOPs: 2 forward, 4 backward.
     note: what is not among them, and why.
     """

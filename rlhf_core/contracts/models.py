@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -167,6 +167,22 @@ class AdaptConfig(Protocol):
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """How a family samples with every layer shared by the devices along the mesh axis `tensor`.
+
+    Within `jax.shard_map` the family's `prefill`, `decode` and `unembedding` then get each device's part of the
+    parameters, and sum over the axis where a layer needs it (`rlhf_core.mesh.sum_over_tensor`). The tokens, positions
+    and hidden states are the same on all devices of the axis.
+    divides: (config) → the number that the axis' size must divide; 1: no layer can be shared.
+    prepare: as `PrepareParams`, in a layout whose parts are those of the devices. axes: the logical axes of its result.
+    """
+
+    divides: Callable[[Any], int]
+    prepare: PrepareParams
+    axes: ParamAxes
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """A family of language models, as pure functions over a nested dict of parameters.
 
@@ -175,7 +191,8 @@ class ModelFamily:
     hidden, unembedding, score: the forward pass, and the heads "lm" and "score".
     prefill, ring, prepare, decode: the parts of a sampler.
     load, save: the files of a Hugging Face directory.
-    adapt: None where the family takes no adapters. hidden_at: None where `hidden` is as fast.
+    adapt: None where the family takes no adapters. hidden_at: None where `hidden` is as fast. tensor_parallel: None
+    where sampling uses the shardings of training, whose compiler may then send weights for every token.
     """
 
     name: tuple[str, ...]
@@ -194,6 +211,7 @@ class ModelFamily:
     save: SaveParams
     adapt: AdaptConfig | None = None
     hidden_at: HiddenStatesAt | None = None
+    tensor_parallel: TensorParallel | None = None
 
 
 class ModelDefinition(Protocol):
@@ -203,6 +221,7 @@ class ModelDefinition(Protocol):
     def family(self) -> ModelFamily: ...
     @property
     def config(self) -> Any: ...
+    def __hash__(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property

@@ -13,13 +13,4 @@ from rlhf_core.data.source import Records as Records
 from rlhf_core.data.texts import encode_texts as encode_texts
 from rlhf_core.data.token_ids import require_vocabulary as require_vocabulary
 
-__all__ = [
-    "Pairs",
-    "Prompts",
-    "Records",
-    "Texts",
-    "encode_pairs",
-    "encode_texts",
-    "require_vocabulary",
-    "visited_rows",
-]
+__all__ = ["Pairs"]

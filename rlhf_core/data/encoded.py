@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Report
-from rlhf_core.data.source import Places
+from rlhf_core.data.source import Cells, Places
 from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of
 from rlhf_core.packing.rows import Tree, tree
 from rlhf_core.packing.trees import Trees
@@ -63,6 +63,11 @@ class Pairs:
     def rows(self) -> NDArray[np.int64]:
         """int64 [pairs]: index of each pair's row in the records."""
         return self.places.rows
+
+    def column(self, name: str) -> Sequence[Any]:
+        """View a column of the pairs' rows, read on access; None where a row lacks it."""
+        records = self.places.records
+        return Cells(records, self.rows, name) if name in records.columns else [None] * len(self)
 
     def trees(self) -> Trees:
         """View each pair as a tree [prompt | chosen | rejected] with the sequence value `margin` on both branches.

@@ -22,18 +22,17 @@ from rlhf_core.fit.batches import (
     DatasetUpdates,
     Update,
     UpdateSource,
-    choose_row_layout,
     empty_batches,
-    evaluation_batches,
     expected_calls,
-    pack_chunks,
     uses_several_batches,
 )
-from rlhf_core.fit.compute import compute_batches, per_token, say_if_slow
-from rlhf_core.fit.evaluation import evaluate_or_warn, evaluator
+from rlhf_core.fit.compute import say_if_slow
+from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.fit.logged import MetricWindow
 from rlhf_core.fit.nonfinite import find_nonfinite_rows, nonfinite_error
 from rlhf_core.fit.progress import Progress
+from rlhf_core.fit.sequence_values import per_sequence
+from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.runtime.agreement import any_process, stop_together
@@ -49,17 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DatasetUpdates",
-    "Fitted",
+    "TokenReader",
     "Update",
     "UpdateSource",
-    "choose_row_layout",
-    "compute_batches",
     "empty_batches",
-    "evaluation_batches",
-    "evaluator",
     "fit",
-    "pack_chunks",
-    "per_token",
+    "per_sequence",
 ]
 
 
@@ -211,9 +205,9 @@ class _Run:
         update = self.next_update(step, state)
         if step == 0 and self.preview is not None:
             self.preview(0, state)
-        done = None
+        done, counts = None, steps.count(state, update.batches)
         for number, batch in enumerate(update.batches):
-            done = steps.accumulate(state, put_rows(self.mesh, batch), done, number)
+            done = steps.accumulate(state, put_rows(self.mesh, batch), done, number, counts)
         if done is None:
             raise RunError(f"stage '{self.stage.name}': update {step + 1} has nothing to train on")
         state, metrics = steps.apply(state, done)

@@ -190,25 +190,6 @@ def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
     return mesh.size == 1 and (name == "blocks" or (name == "auto" and platform() == "cpu"))
 
 
-def evaluation_batches(
-    trees: Sequence[Tree],
-    config: TrainerConfig,
-    mesh: Mesh,
-    hidden_size: int,
-    *,
-    reads_tokens: bool,
-    sequence_names: Sequence[str] = (),
-    group: int = 1,
-) -> list[Packed]:
-    """Pack every tree once, or the first `max_evaluation_steps` batches of `eval_batch_size` trees."""
-    at_once = config.eval_batch_size or config.total_batch_size
-    if config.max_evaluation_steps is not None:
-        trees = trees[: at_once * config.max_evaluation_steps]
-    layout = choose_row_layout(trees, config, mesh, hidden_size, reads_tokens=reads_tokens)
-    chunks = (trees[start : start + at_once] for start in range(0, len(trees), at_once))
-    return list(pack_chunks(chunks, layout, sequence_names=sequence_names, group=group))
-
-
 def pack_chunks(
     chunks: Iterable[Sequence[Tree]],
     layout: Layout,
@@ -281,6 +262,10 @@ class DatasetUpdates:
         return visited_rows(
             len(self.trees), self._examples(step), seed=self.seed, shuffle=self.config.shuffle_train_dataset
         )
+
+    def rows_reached(self) -> NDArray[np.int64]:
+        """Return the rows that the run's updates use, ascending: not all where it ends within the first epoch."""
+        return self.drawn(self.total, {})
 
     def _examples(self, step: int) -> int:
         """Count the examples of the first `step` updates: the last update of the epochs takes what is left."""

@@ -14,6 +14,7 @@ from rlhf_core.fit.compute import compute_batches
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.packing.rows import Packed
 from rlhf_core.runtime.agreement import any_process
+from rlhf_core.step import loss_metrics
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -43,8 +44,10 @@ def evaluator(
         total: dict[str, Metric] = {}
         params = stored(state.params)
         for _, (loss, metrics) in compute_batches(lambda batch: forward(params, batch), mesh, batches, say):
-            total = merge(total, {**metrics, "loss": loss})
-        return fetch_metrics(total)
+            total = merge(total, {**metrics, **loss_metrics(loss)})
+        fetched = fetch_metrics(total)
+        several = sum(value for name, value in fetched.items() if name.startswith("loss/"))
+        return {"loss": several, **fetched}
 
     return evaluate
 

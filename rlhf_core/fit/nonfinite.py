@@ -30,7 +30,7 @@ def find_nonfinite_rows(
     shapes: an empty micro-batch of every shape; each row is computed alone in one, with the compiled programs.
     """
     empty = {batch.rows.tokens.shape: batch for batch in shapes}
-    culprits = []
+    culprits, counts = [], steps.count(state, update.batches)
     for number, batch in enumerate(update.batches):
         blank = empty[batch.rows.tokens.shape]
         for row in range(len(batch.example)):
@@ -38,8 +38,8 @@ def find_nonfinite_rows(
             if not examples:
                 continue
             alone = jax.tree.map(lambda x, b, r=row: _keep_row(x, b, r), batch, blank)
-            done = steps.accumulate(state, put_rows(mesh, alone), None, number)
-            leaves = [done.loss.total, *jax.tree.leaves(done.grads)]
+            done = steps.accumulate(state, put_rows(mesh, alone), None, number, counts)
+            leaves = jax.tree.leaves((done.loss, done.grads))
             if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
                 names = ", ".join(update.where(i) for i in examples)
                 culprits.append(f"row {row} of micro-batch {number} ({names})")

@@ -14,17 +14,8 @@ from rlhf_core.models.loading import load_model as load_model
 from rlhf_core.models.loading import local_directory as local_directory
 from rlhf_core.models.loading import stored_head as stored_head
 from rlhf_core.models.model import Model as Model
-from rlhf_core.models.model import padded_rows as padded_rows
-from rlhf_core.models.model import padded_scores as padded_scores
-from rlhf_core.models.params import join as join_params
-from rlhf_core.models.params import split as split_params
 
 __all__ = [
     "Definition",
     "Model",
-    "join_params",
-    "padded_rows",
-    "padded_scores",
-    "split_params",
-    "stored_head",
 ]

@@ -7,6 +7,9 @@ float32 [layers, …]. The dict is merged with the cached module definition insi
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from rlhf_core.contracts import TensorParallel
 from rlhf_core.errors import InputError
 from rlhf_core.models.attention import attend, attend_at, attend_cached
 from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
@@ -82,9 +86,9 @@ def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
 
 
 @functools.cache
-def _parts(config: DecoderConfig) -> tuple[Any, Any, Any]:
-    """Return embedding, one layer and last norm without their arrays, as `prepare` lays them out."""
-    prepared = replace(config, lora=None, fused=config.fused or _joins())
+def _parts(config: DecoderConfig, fused: bool) -> tuple[Any, Any, Any]:
+    """Return embedding, one layer and last norm without their arrays. fused: whether projections are joined."""
+    prepared = replace(config, lora=None, fused=fused)
     whole = nnx.eval_shape(lambda: Decoder(prepared, nnx.Rngs(0)))
     embed, block, norm = (nnx.split(part)[0] for part in (whole.embed_tokens, whole.layers, whole.norm))
     return embed, block, norm
@@ -200,9 +204,46 @@ def score(config: DecoderConfig, params: Params, hidden_states: jax.Array) -> ja
 def prefill(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Compute (hidden states as `hidden`, the cache of these tokens)."""
+    """Compute (hidden states as `hidden`, the cache of these tokens). params: from `prepare`, or plain ones."""
+    if isinstance(params["layers"], tuple):
+        return _prefill_prepared(config, params, tokens, positions, visible_until)
     states, (keys, values) = _forward(config, params, tokens, positions, visible_until, keep=True)
     return states, Cache(tuple(keys), tuple(values), positions)
+
+
+def _prefill_prepared(
+    config: DecoderConfig, weights: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
+) -> tuple[jax.Array, Cache]:
+    _check_length(config, tokens.shape[1])
+    embed, norm, layers = _modules(config, weights)
+    ropes = [shared_rotation(rope, config.head_dim, positions) for rope in config.ropes]
+    x, keys, values = embed(tokens, compute_dtype(config)), [], []
+    for layer, window, rope in layers:
+        q, k, v = layer.project(x, ropes[rope])
+        limit = None if window is None else jnp.int32(window)
+        over = config.attention or attend
+        mixed = over(q, k, v, positions, visible_until, window=limit, softcap=config.attention_softcap)
+        x = layer.finish(x, mixed)
+        keys.append(k.swapaxes(2, 3))
+        values.append(v)
+    return norm(x), Cache(tuple(keys), tuple(values), positions)
+
+
+def _modules(
+    config: DecoderConfig, weights: Params
+) -> tuple[Any, Any, Iterator[tuple[Any, int | None, int]]]:
+    """Return the embedding, the last norm, and each layer with its window and the index of its rotary embedding.
+
+    weights: from `prepare`.
+    """
+    embed, block, norm = _parts(config, "qkv_proj" in weights["layers"][0]["self_attn"])
+    ropes = config.layer_ropes or (0,) * config.num_layers
+    layers = (nnx.merge(block, parameters) for parameters in weights["layers"])
+    return (
+        nnx.merge(embed, weights["embed_tokens"]),
+        nnx.merge(norm, weights["norm"]),
+        zip(layers, config.windows, ropes, strict=True),
+    )
 
 
 def ring(config: DecoderConfig, cache: Cache, length: int, slot: jax.Array | int) -> Cache:
@@ -227,15 +268,19 @@ def prepare(config: DecoderConfig, params: Params) -> Params:
 
     Slicing stacked parameters inside a loop copies every weight for every token; XLA does not hoist that.
     """
-    dtype = compute_dtype(config)
+    join = _joins() and not config.fused
 
     def one(i: int) -> Params:
-        layer = jax.tree.map(lambda x: x[i], params["layers"])
-        whole = layer if config.lora is None else merge(layer, config.lora.scale)
-        cast = jax.tree.map(lambda x: x.astype(dtype), whole)
-        return _joined(cast) if _joins() and not config.fused else cast
+        cast = jax.tree.map(lambda x: x.astype(compute_dtype(config)), _merged(config, params, i))
+        return _joined(cast) if join else cast
 
     return {**params, "layers": tuple(map(one, range(config.num_layers)))}
+
+
+def _merged(config: DecoderConfig, params: Params, i: int) -> Params:
+    """Return the parameters of layer `i`, its adapters merged."""
+    layer = jax.tree.map(lambda x: x[i], params["layers"])
+    return layer if config.lora is None else merge(layer, config.lora.scale)
 
 
 def _joins() -> bool:
@@ -243,13 +288,17 @@ def _joins() -> bool:
     return device_count() == 1
 
 
+JOINED = (
+    ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
+)
+"""(module, the fused projection, the separate projections in its order)."""
+
+
 def _joined(layer: Params) -> Params:
     """Join the parameters of a layer's separate projections into those of a fused layer."""
     layer = {**layer}
-    for module, together, parts in (
-        ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
-    ):
+    for module, together, parts in JOINED:
         inside = layer[module]
         if parts[0] in inside:  # absent in experts
             each = [inside[part] for part in parts]
@@ -273,18 +322,63 @@ def decode(
     a row's token sees, its own included.
     """
     weights = params if isinstance(params["layers"], tuple) else prepare(config, params)
-    embed, block, norm = _parts(config)
+    embed, norm, layers = _modules(config, weights)
     at = positions[:, None]
     ropes = [rotation(rope, config.head_dim, at) for rope in config.ropes]
     known = lax.dynamic_update_slice(cache.positions, at, (0, slot))
-    x = nnx.merge(embed, weights["embed_tokens"])(tokens[:, None], compute_dtype(config))
+    x = embed(tokens[:, None], compute_dtype(config))
     keys, values = [], []
-    for i, (parameters, window) in enumerate(zip(weights["layers"], config.windows, strict=True)):
-        layer = nnx.merge(block, parameters)
-        q, k, v = layer.project(x, ropes[config.layer_ropes[i] if config.layer_ropes else 0])
+    for i, (layer, window, rope) in enumerate(layers):
+        q, k, v = layer.project(x, ropes[rope])
         keys.append(lax.dynamic_update_slice(cache.keys[i], k.swapaxes(2, 3), (0, 0, 0, slot)))
         values.append(lax.dynamic_update_slice(cache.values[i], v, (0, 0, slot, 0)))
         seen = visible & (at - known < window) if window else visible
         mixed = attend_cached(q[:, :, :, 0], keys[-1], values[-1], seen, config.attention_softcap)
         x = layer.finish(x, mixed[:, None])
-    return nnx.merge(norm, weights["norm"])(x)[:, 0], Cache(tuple(keys), tuple(values), known)
+    return norm(x)[:, 0], Cache(tuple(keys), tuple(values), known)
+
+
+def _tensor_divides(config: DecoderConfig) -> int:
+    # A norm over all heads would need the sum of squares of every device.
+    return 1 if config.qk_norm == "projection" else math.gcd(config.num_kv_heads, config.intermediate_size)
+
+
+def _prepare_shards(config: DecoderConfig, params: Params) -> Params:
+    """Lay the parameters out as `prepare` does, but with separate projections, whose columns belong to heads in order,
+    and in the compute dtype throughout, except for norms.
+    """
+
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(compute_dtype(config)) if x.ndim > 1 else x, tree)
+
+    layers = (_merged(config, params, i) for i in range(config.num_layers))
+    separate = (_separated(config, layer) if config.fused else layer for layer in layers)
+    return {**cast(params), "layers": tuple(map(cast, separate))}
+
+
+def _separated(config: DecoderConfig, layer: Params) -> Params:
+    """Split the parameters of fused projections into those of separate ones."""
+    layer, keys = {**layer}, config.num_kv_heads * config.head_dim
+    queries, inner = config.num_heads * config.head_dim, config.intermediate_size
+    widths: dict[str, tuple[int, ...]] = {"self_attn": (queries, keys, keys), "mlp": (inner, inner)}
+    for module, together, parts in JOINED:
+        inside = layer[module]
+        if together not in inside:  # experts have separate ones
+            continue
+        ends = list(itertools.accumulate(widths[module]))[:-1]
+        pieces = {k: jnp.split(x, ends, axis=-1) for k, x in inside[together].items()}
+        layer[module] = {k: v for k, v in inside.items() if k != together} | {
+            part: {k: x[i] for k, x in pieces.items()} for i, part in enumerate(parts)
+        }
+    return layer
+
+
+def _shard_axes(config: DecoderConfig) -> Params:
+    """Return the logical axes of what `_prepare_shards` returns; every device has the whole embedding table."""
+    names = axes(replace(config, lora=None, fused=False))
+    layer = jax.tree.map(lambda x: x[1:], names["layers"], is_leaf=lambda x: isinstance(x, tuple))
+    table = {"embedding": (None, None)}
+    return {**names, "embed_tokens": table, "layers": (layer,) * config.num_layers}
+
+
+TENSOR_PARALLEL = TensorParallel(_tensor_divides, _prepare_shards, _shard_axes)

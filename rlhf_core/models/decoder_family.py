@@ -33,6 +33,7 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
         load=weights.load,
         save=weights.save,
         adapt=decoder.adapt,
+        tensor_parallel=decoder.TENSOR_PARALLEL,
     )
 
 

@@ -81,6 +81,19 @@ class Definition:
         hidden = self.hidden(params, tokens, positions, visible_until)
         return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
 
+    def padded_hidden(self, params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Compute `hidden` of a padded batch, int32 [B, T], padding on either side: [B, T, hidden]."""
+        attended = attention_mask != 0
+        positions = jnp.maximum(jnp.cumsum(attended, axis=1, dtype=jnp.int32) - 1, 0)
+        visible_until = jnp.where(attended, attention_mask.shape[1], 0).astype(jnp.int32)
+        return self.hidden(params, input_ids, positions, visible_until)
+
+    def padded_scores(self, params: Any, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Compute rewards, float32 [B], of a padded batch at each row's last attended token."""
+        hidden = self.padded_hidden(params, input_ids, attention_mask)
+        last = attention_mask.shape[1] - 1 - jnp.argmax(attention_mask[:, ::-1] != 0, axis=1)
+        return self.score(params, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
+
     def unembedding(self, params: Any) -> tuple[jax.Array, float | None]:
         """Return (kernel [hidden, vocab], soft cap or None)."""
         return self.family.unembedding(self.config, params)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from rlhf_core.mesh import with_rows_of
+from rlhf_core.mesh import sum_over_tensor, with_rows_of
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.rope import rotate
@@ -30,7 +30,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nnx.Module):
-    """y = x · kernel (+ bias). lead: (layers,) for stacked parameters, called one layer at a time."""
+    """y = x · kernel (+ bias). lead: (layers,) for stacked parameters, called one layer at a time.
+
+    sums: whether devices that share the layer hold parts of the input, so that y is the sum of their products.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,9 @@ class Linear(nnx.Module):
         axes: tuple[str | None, ...],
         std: float,
         bias: bool,
+        sums: bool = False,
     ) -> None:
+        self.sums = sums
         kernel = std * jax.random.normal(rngs.params(), (*lead, *sizes), jnp.float32)
         self.kernel = nnx.Param(kernel, axes=axes)
         self.bias = nnx.Param(jnp.zeros((*lead, sizes[1])), axes=(*axes[:-2], axes[-1])) if bias else None
@@ -57,6 +62,7 @@ class Linear(nnx.Module):
         if self.adapter is not None:
             y = y + self.adapter(flat)
         y = y.reshape(*x.shape[:-1], kernel.shape[-1])
+        y = sum_over_tensor(y) if self.sums else y
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -136,7 +142,7 @@ class Experts(nnx.Module):
         made = self.experts(tokens[order // per_token], counts)
         apart = made[jnp.argsort(order)].reshape(*chosen.shape, -1)  # [N, per_token, D]
         mixed = jnp.einsum("nkd,nk->nd", apart, weight.astype(x.dtype))
-        return mixed.reshape(x.shape)
+        return sum_over_tensor(mixed).reshape(x.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -170,7 +176,9 @@ class Attention(nnx.Module):
             self.q_proj = make((c.hidden_size, queries), axes=inside, bias=c.qkv_bias)
             self.k_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
             self.v_proj = make((c.hidden_size, keys), axes=inside, bias=c.qkv_bias)
-        self.o_proj = make((queries, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias)
+        self.o_proj = make(
+            (queries, c.hidden_size), axes=("layers", "heads", "embed"), bias=c.o_bias, sums=True
+        )
         if c.qk_norm:
             sizes = (c.head_dim, c.head_dim) if c.qk_norm == "head" else self.widths
             self.q_norm, self.k_norm = (RMSNorm(c, lead, size) for size in sizes)
@@ -179,7 +187,7 @@ class Attention(nnx.Module):
     def project(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[B, T, D] → scaled queries [B, K, G, T, h], keys and values [B, K, T, h]."""
+        """[B, T, D] → scaled queries [B, K, G, T, h], keys and values [B, K, T, h], of the heads that kernels have."""
         c, (queries, keys) = self.config, self.widths
         if c.fused:
             q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
@@ -187,8 +195,9 @@ class Attention(nnx.Module):
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if c.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
-        kv_heads, size = c.num_kv_heads, c.head_dim
-        q = q.reshape(*x.shape[:2], kv_heads, c.num_heads // kv_heads, size)
+        size = c.head_dim
+        kv_heads = k.shape[-1] // size
+        q = q.reshape(*x.shape[:2], kv_heads, c.num_heads // c.num_kv_heads, size)
         k, v = (y.reshape(*x.shape[:2], kv_heads, size) for y in (k, v))
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -208,7 +217,9 @@ class MLP(nnx.Module):
         else:
             self.gate_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
             self.up_proj = make((c.hidden_size, c.intermediate_size), axes=inside)
-        self.down_proj = make((c.intermediate_size, c.hidden_size), axes=("layers", "mlp", "embed"))
+        self.down_proj = make(
+            (c.intermediate_size, c.hidden_size), axes=("layers", "mlp", "embed"), sums=True
+        )
         self.fused = c.fused
         self.activation = c.activation
 

@@ -308,29 +308,9 @@ def require_own_parameters(definition: Definition, params: Any) -> None:
         warnings.warn(f"save: the model's files have no place for {listed}", stacklevel=4)
 
 
-def padded_rows(input_ids: jax.Array, attention_mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lay out a padded batch as rows: (tokens, positions, visible_until), int32 [B, T].
-
-    Padding may be on either side; positions count attended tokens from 0; attended keys are visible to the row's end.
-    """
-    attended = attention_mask != 0
-    positions = jnp.maximum(jnp.cumsum(attended, axis=1, dtype=jnp.int32) - 1, 0)
-    visible_until = jnp.where(attended, attention_mask.shape[1], 0).astype(jnp.int32)
-    return input_ids, positions, visible_until
-
-
-def padded_scores(
-    definition: Definition, params: Any, input_ids: jax.Array, attention_mask: jax.Array
-) -> jax.Array:
-    """Compute rewards, float32 [B], of a padded batch at each row's last attended token."""
-    hidden = definition.hidden(params, *padded_rows(input_ids, attention_mask))
-    last = attention_mask.shape[1] - 1 - jnp.argmax(attention_mask[:, ::-1] != 0, axis=1)
-    return definition.score(params, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0])
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(definition: Definition, params: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-    hidden = definition.hidden(params, *padded_rows(ids, mask))
+    hidden = definition.padded_hidden(params, ids, mask)
     kernel, cap = definition.unembedding(params)
     logits = jnp.einsum(
         "btd,dv->btv", hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32
@@ -338,4 +318,4 @@ def _logits(definition: Definition, params: Any, ids: jax.Array, mask: jax.Array
     return capped(logits, cap)
 
 
-_scores = functools.partial(jax.jit, static_argnums=0)(padded_scores)
+_scores = functools.partial(jax.jit, static_argnums=0)(Definition.padded_scores)

@@ -50,7 +50,10 @@ class Trees(Sequence[Tree]):
         return len(self.sizes)
 
     def __getitem__(self, i: Any) -> Any:
-        return _Part(self, range(len(self))[i]) if isinstance(i, slice) else self.tree(range(len(self))[i])
+        """Return tree `i`, or a view of several: i is then a slice, or the trees' indices, int [n]."""
+        if isinstance(i, slice | np.ndarray):
+            return _Part(self, np.arange(len(self))[i])
+        return self.tree(range(len(self))[i])
 
     def tree(self, i: int) -> Tree:
         """Make tree `i`."""
@@ -79,14 +82,13 @@ class _Changed(Trees):
 
 
 class _Part(Trees):
-    def __init__(self, whole: Trees, which: range) -> None:
+    def __init__(self, whole: Trees, which: NDArray[np.int64]) -> None:
         self.whole, self.which, self.branches = whole, which, whole.branches
-        at = np.arange(which.start, which.stop, which.step)
-        self.sizes, self.trained = whole.sizes[at], whole.trained[at]
-        self.lengths, self.prefixes = whole.lengths[at], whole.prefixes[at]
+        self.sizes, self.trained = whole.sizes[which], whole.trained[which]
+        self.lengths, self.prefixes = whole.lengths[which], whole.prefixes[which]
 
     def tree(self, i: int) -> Tree:
-        return self.whole.tree(self.which[i])
+        return self.whole.tree(int(self.which[i]))
 
     def largest(self) -> int:
         return self.whole.largest()

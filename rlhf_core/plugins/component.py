@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 
 from rlhf_core.config import Options, TrainerConfig
-from rlhf_core.config.problems import Problem, explain, problem_lines, unknown_name
+from rlhf_core.config.options import explain
+from rlhf_core.config.problems import Problem, problem_lines, unknown_name
 from rlhf_core.config.secrets import from_environment, is_hidden, reads_environment, remember
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file

@@ -2,10 +2,8 @@
 
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
-from rlhf_core.rollouts.advantages import compute_advantages as compute_advantages
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import open_collector as open_collector
-from rlhf_core.rollouts.completions import total_reward as total_reward
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.forecast import forecast_rollouts as forecast_rollouts
 from rlhf_core.rollouts.layout import choose_rollout_rows as choose_rollout_rows
@@ -21,9 +19,7 @@ __all__ = [
     "RolloutUpdates",
     "WeightedReward",
     "choose_rollout_rows",
-    "compute_advantages",
     "forecast_rollouts",
     "open_collector",
     "rollout_programs",
-    "total_reward",
 ]

@@ -36,11 +36,7 @@ def advantage_inputs(rollout: Rollout, rewards: Sequence[Reward]) -> AdvantageIn
 def compute_advantages(
     advantage: Advantage, rollout: Rollout, rewards: Sequence[Reward], *, name: str
 ) -> NDArray[np.float32]:
-    """Compute a rollout's advantages: float32 [N], or [N, C] where `advantage`, called `name`, gives one per token.
-
-    Raises RunError where it raises, or returns anything but finite numbers [prompts, samples] or [prompts, samples,
-    time], with a time that reaches the longest completion.
-    """
+    """Compute a rollout's advantages, float32 [N] or [N, C]; see `Rollout.with_advantages`."""
     inputs = advantage_inputs(rollout, rewards)
     what, shape = f"advantage '{name}'", inputs.rewards.shape
     try:

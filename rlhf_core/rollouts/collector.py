@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from rlhf_core.data import Prompts
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.rollouts.rollout import Rollout, Timing
+from rlhf_core.training.memory import sampling_memory
 from rlhf_core.training.open import open_prompts, open_sampler, require_vocabulary, warm_up
 
 if TYPE_CHECKING:
@@ -150,6 +152,8 @@ def open_collector(
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, and a
     model without a stop token.
     """
+    if prompts_per_call < 1:
+        require_whole_groups(config, stage, num_generations)
     prompts = open_prompts(
         config,
         stage,
@@ -162,6 +166,7 @@ def open_collector(
         return None
     require_vocabulary(prompts, model.definition.vocab_size)
     count = min(prompts_per_call, len(prompts))
+    models = [getattr(reward.function, "model", None) for reward in rewards]
     function = open_sampler(
         stage,
         model,
@@ -170,7 +175,10 @@ def open_collector(
         num_generations=num_generations,
         prompts_per_call=prompts_per_call if field == "train_data" else count,
         sampler=sampler,
+        memory=sampling_memory(config, stage, model, [name for name in models if isinstance(name, str)]),
     )
+    if (room := getattr(function, "room", None)) is not None and room.bytes is not None:
+        stage.say(room.line(stage.devices().size, field))
     if field == "train_data":
         warm_up(function, model, prompts.ids)
     return RolloutCollector(

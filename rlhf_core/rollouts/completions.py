@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import RewardInputs
+from rlhf_core.contracts import RewardInputs, total_reward
 from rlhf_core.data import Prompts
 from rlhf_core.data.conversations import is_blank
 from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.reward import Reward
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer.encoding import Turns, continuations
-
-Floats = NDArray[np.float64]
 
 
 def completion(samples: Rollouts, i: int) -> NDArray[np.int32]:
@@ -70,13 +68,6 @@ def measure(
     """Return rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`."""
     each = score(rewards, inputs, needed=needed)
     return each, total_reward(each, np.array([reward.weight for reward in rewards]))
-
-
-def total_reward(by_function: Floats, weights: Floats) -> Floats:
-    """Sum the functions that apply, weighted, [..., functions] → [...]; NaN where none applies."""
-    scored = ~np.isnan(by_function)
-    total = np.where(scored, by_function * weights, 0.0).sum(-1)
-    return np.where(scored.any(-1), total, np.nan)
 
 
 def rollout_metrics(

@@ -10,10 +10,11 @@ from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
-from rlhf_core.sampling import slots_per_device
+from rlhf_core.rollouts.layout import require_whole_groups
+from rlhf_core.sampling.layout import cache_bytes, most_slots
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
-from rlhf_core.training.memory import cache_bytes, memory_forecast, scoring_bytes
+from rlhf_core.training.memory import memory_forecast, scoring_bytes
 from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def forecast_rollouts(
     updates_per_rollout. copies: names of copies of the trained parameters, such as "reference". warn: (updates, the
     model's positions or None, tokens of the longest prompt) → warnings of the trainer's own.
     """
+    require_whole_groups(config, stage, num_generations)
     require_model(config, stage, head="lm")
     functions = open_rewards(rewards, stage, weights=reward_weights)
     tokenizer = stage.inputs.get("tokenizer")
@@ -77,7 +79,7 @@ def forecast_rollouts(
         for name in copies:
             parts[name] = parts["gradients"]  # as large as what is trained
         prompts = rows_per_device(stage.planned_mesh, per_rollout)
-        slots = slots_per_device(None, prompts * num_generations)
+        slots = min(prompts * num_generations, most_slots(None))
         cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, prompts, longest)
         parts["rollout cache"] = cache
         if stage.planned_mesh is None:

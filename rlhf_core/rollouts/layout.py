@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import row_multiple
 from rlhf_core.packing import Layout, Tree, choose_layout
@@ -27,14 +28,24 @@ def choose_rollout_rows(
 ) -> tuple[Model, Layout]:
     """Choose rows with room for completions of full length; return the model, its attention chosen for them, too.
 
-    `config.total_batch_size` counts completions.
+    `config.total_batch_size` counts completions. Raises InputError where it is not a multiple of `num_generations`.
     """
+    require_whole_groups(config, stage, collector.num_generations)
     sizes = np.array([len(ids) for ids in collector.prompts.ids])
     group, length = collector.num_generations, collector.sampling.max_completion_length
     width, mesh = model.definition.hidden_size, stage.devices()
     layout = group_layout(config, sizes, width, mesh, group=group, length=length)
     longest = longest_groups(config, sizes, group=group, length=length)
     return choose_attention(model, config, stage, longest, layout), layout
+
+
+def require_whole_groups(config: TrainerConfig, stage: Stage, num_generations: int) -> None:
+    """Raise InputError where an update of `config.total_batch_size` completions would split a group."""
+    if config.total_batch_size % num_generations:
+        raise InputError(
+            f"stage '{stage.name}'.total_batch_size={config.total_batch_size} (completions of an update) is not a "
+            f"multiple of num_generations={num_generations}: a group would be split"
+        )
 
 
 def group_layout(

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core import data, optimizers
-from rlhf_core.contracts import Program, StagePrograms
+from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
 from rlhf_core.fit.batches import empty_batches
+from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.layout import full_groups, group_layout, longest_groups
 from rlhf_core.scoring import scoring_function, scoring_layout
 from rlhf_core.state import create_state
 from rlhf_core.training.attention import choose_attention
-from rlhf_core.training.memory import definition_of
+from rlhf_core.training.memory import definition_of, sampling_memory
 from rlhf_core.training.open import open_prompts, open_sampler
 from rlhf_core.training.programs import (
     NOT_HERE,
@@ -57,14 +58,14 @@ def rollout_programs(
     minibatches: int = 1,
     copies: Sequence[str] = (),
     reader: Callable[[Definition], Any] | None = None,
-    policies_read: int = 0,
+    policies: Sequence[str] = (),
 ) -> StagePrograms:
     """Describe the programs of a trainer that samples, with completions of full length; its `programs` calls it.
 
     objective: makes the objective for a model; its micro-batches carry the values `token_names` and `sequence_names`.
-    reader: makes a jitted (params, batch) for a model, with which a rollout is read `policies_read` times. copies:
-    names of copies of the trained parameters, such as "reference". The rest: see `forecast_rollouts` and
-    `open_collector`.
+    copies: names of copies of the trained parameters, such as "reference". reader: makes the function of a
+    `TokenReader` for a model, which reads every rollout; its params are {name: parameters} for `policies`, each
+    "policy" or one of `copies`. The rest: see `forecast_rollouts` and `open_collector`.
     """
     model = planned_model(config, stage, "lm")
     if model is None:
@@ -88,9 +89,20 @@ def rollout_programs(
     held = resident(state)
     held |= dict.fromkeys(copies, state.trained().params)
     rollouts = 1 / updates_per_rollout
-    if reader is not None and policies_read:
+    groups = full_groups(sizes[:per_rollout], **group)
+    if reader is not None and policies:
+        read = TokenReader(reader(model.definition), layout, mesh)
         programs += reading_programs(
-            reader(model.definition), state.params, batches, times=policies_read * minibatches * rollouts
+            read.lower,
+            dict.fromkeys(policies, state.params),
+            loads([pack(groups, layout)], read.shapes()),
+            times=rollouts,
+            # Copies share the frozen parameters.
+            reads=[
+                part
+                for name in policies
+                for part in (name if name in copies else PARAMETERS[0], PARAMETERS[1])
+            ],
         )
     draws = open_sampler(
         stage,
@@ -100,10 +112,13 @@ def rollout_programs(
         num_generations=num_generations,
         prompts_per_call=per_rollout,
         sampler=sampler,
+        memory=sampling_memory(config, stage, model, list(_reward_sources(rewards, stage).values())),
     )
     notes = []
-    if hasattr(draws, "longest_program"):
-        programs.append(replace(draws.longest_program(state.params), calls=rollouts))
+    if hasattr(draws, "programs"):
+        programs += [
+            replace(each, calls=each.calls * rollouts) for each in draws.programs(state.params, per_rollout)
+        ]
     else:
         notes.append("sampling is not compiled: its sampler does not describe its program")
     for name, definition in _reward_models(rewards, stage, model.tokenizer).items():
@@ -112,9 +127,7 @@ def rollout_programs(
             continue
         params = planned_params(definition, mesh)
         held[name] = params
-        programs += _scoring(
-            name, definition, params, full_groups(sizes[:per_rollout], **group), rollouts, mesh
-        )
+        programs += _scoring(name, definition, params, groups, rollouts, mesh)
     note = "; ".join(notes) or None
     return StagePrograms(tuple(programs), held, token_weights(model.definition), note)
 
@@ -122,18 +135,22 @@ def rollout_programs(
 def _reward_models(
     rewards: Sequence[WeightedReward], stage: Stage, tokenizer: Any
 ) -> Mapping[str, Definition | None]:
-    """Return {label: definition} of the models that rewards read; None where nothing local describes one.
+    """Return {label: definition} of the models that rewards read; None where nothing local describes one."""
+    described: dict[str, Definition | None] = {}
+    for label, source in _reward_sources(rewards, stage).items():
+        found = definition_of(source, "score", tokenizer, stage.registry)
+        described[label] = None if found is None else found[0]
+    return described
+
+
+def _reward_sources(rewards: Sequence[WeightedReward], stage: Stage) -> dict[str, Any]:
+    """Return {label: model} of the models that rewards read.
 
     One that an earlier stage has yet to train is described by what that stage starts from.
     """
     sources = stage.inputs.get("sources", {})
-    described: dict[str, Definition | None] = {}
-    for reward in rewards:
-        model = reward.options.get("model")
-        if isinstance(model, str):
-            found = definition_of(sources.get(model, model), "score", tokenizer, stage.registry)
-            described[f"reward {reward.label or reward.name}"] = None if found is None else found[0]
-    return described
+    named = {f"reward {reward.label or reward.name}": reward.options.get("model") for reward in rewards}
+    return {label: sources.get(model, model) for label, model in named.items() if isinstance(model, str)}
 
 
 def _scoring(
@@ -150,10 +167,10 @@ def _scoring(
     layout = scoring_layout(definition, mesh, [tree.size for tree in groups], branches, longest=longest)
     batches = loads([pack(groups, layout)], empty_batches(layout, sequence_names=("place",)))
     return reading_programs(
-        scoring_function(definition, mesh),
+        scoring_function(definition, mesh).lower,
         params,
         [load for load in batches if load.calls],
         times=rollouts,
         name=f"score by {name.removeprefix('reward ')}",
-        reads=name,
+        reads=(name,),
     )

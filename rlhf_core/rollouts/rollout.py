@@ -15,9 +15,11 @@ from rlhf_core.artifacts import write_atomic
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.packing.rows import Tree
+from rlhf_core.rollouts.advantages import compute_advantages
 from rlhf_core.sampling import Rollouts
 
 if TYPE_CHECKING:
+    from rlhf_core.contracts import Advantage
     from rlhf_core.data import Prompts
     from rlhf_core.rewards.reward import Reward
 
@@ -125,7 +127,7 @@ class Rollout:
 
         mask: bool [N, C], the tokens to train on; None: those that the policy wrote. Branches carry, per token, the
         sampler's log-probabilities as `sampling_logps`, the advantages, if there are any, and all token values; and
-        `index`, the completion's number in the rollout.
+        `index`, the completion's number in the rollout, and `reward`, its total, 0 where it has none.
         """
         mask = self.samples.mask if mask is None else mask
         values = {"sampling_logps": self.samples.logps, **self.token_values}
@@ -145,10 +147,36 @@ class Rollout:
                         name: tuple(x[i, span].astype(np.float32) for i, span in spans)
                         for name, x in values.items()
                     },
-                    sequence_values={"index": np.array(members, np.float32)},
+                    sequence_values={
+                        "index": np.array(members, np.float32),
+                        "reward": np.nan_to_num(self.total[members.start : members.stop]).astype(np.float32),
+                    },
                 )
             )
         return trees
+
+    def with_advantages(self, advantage: Advantage, rewards: Sequence[Reward], *, name: str) -> Rollout:
+        """Compute the advantages with a component of the kind ADVANTAGE, called `name` in errors.
+
+        rewards: the functions that scored the rollout. The component may give one number per completion or one per
+        token. Raises RunError where it raises, or returns anything but finite numbers [prompts, samples] or [prompts,
+        samples, time], with a time that reaches the longest completion.
+        """
+        return replace(self, advantages=compute_advantages(advantage, self, rewards, name=name))
+
+    def with_token_values(
+        self, values: Mapping[str, Sequence[NDArray[Any]]], *, mask: NDArray[np.bool_] | None = None
+    ) -> Rollout:
+        """Add to `token_values` what a `TokenReader` returned for the trees of the whole rollout; 0 elsewhere.
+
+        values: {name: one array per completion, a value for each of its tokens in the mask}. mask: as for `trees`.
+        """
+        mask = self.samples.mask if mask is None else mask
+        mask = mask & (np.arange(mask.shape[1]) < np.asarray(self.samples.lengths)[:, None])
+        laid_out = {name: np.zeros(mask.shape, np.float32) for name in values}
+        for name, array in laid_out.items():
+            array[mask] = np.concatenate(values[name])
+        return replace(self, token_values={**self.token_values, **laid_out})
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps."""

@@ -9,10 +9,11 @@ import jax
 
 @dataclass(frozen=True)
 class Planned:
-    """Devices that a process only compiles for. platform: "gpu" or "tpu"."""
+    """Devices that a process only compiles for. platform: "gpu" or "tpu". memory: bytes that each may use."""
 
     platform: str
     count: int
+    memory: int
 
 
 _planned: Planned | None = None

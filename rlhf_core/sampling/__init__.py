@@ -8,7 +8,7 @@ Each sequence has its own key: its tokens depend neither on its neighbours nor o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
@@ -16,19 +16,12 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
-from rlhf_core.contracts import ModelDefinition, Program, SamplerInputs, SamplingSettings
+from rlhf_core.contracts import PARAMETERS, ModelDefinition, Program, SamplerInputs, SamplingSettings
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import (
-    AnyMesh,
-    abstract_rows,
-    put_rows,
-    replicated_sharding,
-    row_multiple,
-    rows_per_device,
-)
+from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.runtime.devices import platform
+from rlhf_core.sampling.layout import abstract_weights, allowed_sizes, bring, plan_room, sampling_mesh
 from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
@@ -38,14 +31,20 @@ if TYPE_CHECKING:
 __all__ = ["SamplingOptions"]
 
 
-SLOTS = {"cpu": 32}
-"""Sequences that a device decodes at once. On a CPU, time grows in proportion to them."""
-SLOTS_ACCELERATOR = 256
-"""The same on other platforms: up to this many, a step mostly reads weights, and more sequences cost little."""
 LAST_SLOTS = 4
 """The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
+
+
+class SamplingMesh(Options):
+    """The sampler's own arrangement of the devices; the rest of them sample other prompts with the same weights."""
+
+    tensor: int | None = Field(
+        default=None,
+        ge=1,
+        description="devices that share each layer, of one machine or TPU slice; none: as few as have the memory",
+    )
 
 
 class SamplingOptions(Options):
@@ -76,15 +75,19 @@ class SamplingOptions(Options):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(), description="tokens that end a completion, besides the model's own"
     )
+    mesh: SamplingMesh = Field(
+        default=SamplingMesh(), description="how devices share the model while they sample"
+    )
 
 
 class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
-    definition: a language model; every call takes its parameters, which may be spread over `mesh`.
+    definition: a language model; every call takes its parameters, which may be spread over `mesh`. On several devices
+        a call first brings them into the layout of `sampling.layout`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
     prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        take turns in `slots_per_device` slots per device.
+        take turns in slots. memory: bytes per device for all that; None: unknown. `room` is what was made of it.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
@@ -107,6 +110,7 @@ class Sampler:
         prompts_per_call: int,
         max_prompt_length: int,
         tokenizer: Any = None,
+        memory: int | None = None,
     ) -> None:
         if min(num_generations, prompts_per_call, max_prompt_length) < 1:
             raise ValueError(
@@ -115,11 +119,23 @@ class Sampler:
             )
         self.definition = definition
         self.options = options
-        self.mesh = mesh
+        prompt_length = bucket(max_prompt_length, max_prompt_length)
+        self.room = plan_room(
+            definition,
+            mesh,
+            allowed_sizes(definition, mesh, options.mesh.tensor),
+            memory=memory,
+            prompts=prompts_per_call,
+            num_generations=num_generations,
+            prompt_length=prompt_length,
+            length=prompt_length + options.max_completion_length,
+        )
+        shared = sampling_mesh(definition, mesh, self.room.tensor)
+        self.shares_layers = shared is not None
+        self.mesh = mesh = mesh if shared is None else shared
         self.stop_ids = tuple(int(i) for i in (*stop_ids, *options.stop_token_ids))
         self.num_generations = num_generations
-        multiple = row_multiple(mesh)
-        self.prompts_per_call = -(-prompts_per_call // multiple) * multiple
+        self.prompts_per_call = self.room.prompts
         self.max_prompt_length = max_prompt_length
         self._stop_table = self._table(tokenizer)
         self._ahead = BackgroundCompiler()
@@ -150,6 +166,7 @@ class Sampler:
             np.zeros((count, groups, longest), np.float32),
             np.zeros((count, groups), np.bool_),
         )
+        params = self._brought(params)
         # Prompts of similar lengths share a batch, which keeps padding short.
         order = np.argsort(lengths, kind="stable")
         for start in range(0, count, self.prompts_per_call):
@@ -169,25 +186,43 @@ class Sampler:
         """
         lengths = np.asarray(lengths, np.int32)
         self._check(lengths)
+        weights = params
+        if self.shares_layers:
+            self._ahead.compile("weights", bring(self.definition, self.mesh).lower(params))
+            weights = abstract_weights(self.definition, self.mesh)
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
-            self._ahead.compile(time, self._lower(params, time))
+            self._ahead.compile(time, self._lower(weights, time))
 
-    def longest_program(self, params: Any) -> Program:
-        """Return the program for the longest prompts, of one call a rollout; params: shapes with shardings will do."""
+    def programs(self, params: Any, prompts: int) -> list[Program]:
+        """Describe the programs of a rollout of `prompts` of the greatest length, with completions of full length.
+
+        params: shapes with shardings will do. `Program.calls` are those of a rollout.
+        """
         time = bucket(self.max_prompt_length, self.max_prompt_length)
-        slots = self._program(jax.random.key(0))[1].slots
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
-        return Program(
-            f"generate {self.prompts_per_call} × {self.num_generations}, {time + 1} + {longest} tokens",
-            lambda: self._lower(params, time),
-            "sample",
-            tokens=sequences * longest,
-            steps=most_steps(sequences // row_multiple(self.mesh), slots, longest),
-            reads=("parameters",),
-        )
+        calls = -(-prompts // self.prompts_per_call)
+        weights, described = params, []
+        if self.shares_layers:
+            weights = abstract_weights(self.definition, self.mesh)
+            # The weights in the sampler's layout lie beside those that are trained, until the rollout ends.
+            moving = partial(bring(self.definition, self.mesh).lower, params)
+            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS))
+        steps = most_steps(sequences // row_multiple(self.mesh), self.room.slots, longest)
+        return [
+            *described,
+            Program(
+                f"generate {self.prompts_per_call} × {self.num_generations}, {time + 1} + {longest} tokens",
+                partial(self._lower, weights, time),
+                "sample",
+                calls=calls,
+                tokens=prompts * self.num_generations * longest / calls,
+                steps=steps,
+                reads=() if self.shares_layers else PARAMETERS,
+            ),
+        ]
 
-    def _lower(self, params: Any, time: int) -> Any:
-        """Lower the program for prompts padded to `time` tokens."""
+    def _lower(self, weights: Any, time: int) -> Any:
+        """Lower the program for prompts padded to `time` tokens. weights: as the program reads them."""
         rows = self.prompts_per_call
         tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
         ids = np.zeros(rows * self.num_generations, np.uint32)
@@ -197,7 +232,14 @@ class Sampler:
         shape = None
         if table is not None:
             shape = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(self.mesh))
-        return generate.lower(params, *batch, key_data, shape, program=program)
+        return generate.lower(weights, *batch, key_data, shape, program=program)
+
+    def _brought(self, params: Any) -> Any:
+        """Return the parameters as the program reads them."""
+        if not self.shares_layers:
+            return params
+        self._ahead.wait("weights")
+        return bring(self.definition, self.mesh)(params)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
         """Sample one batch of `_batch`: the first four fields of `Rollouts` for all its rows, on the host."""
@@ -210,7 +252,8 @@ class Sampler:
         return read_completions(written, step, slot, self.options.max_completion_length)
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
-        slots = slots_per_device(self.mesh, self.prompts_per_call * self.num_generations)
+        slots = self.room.slots
+        fewer = slots // 4 // self.room.tensor * self.room.tensor
         program = SamplingProgram(
             self.definition,
             self.options,
@@ -218,8 +261,9 @@ class Sampler:
             self.stop_ids,
             self.num_generations,
             slots,
-            slots // 4 if slots >= 4 * LAST_SLOTS else 0,
+            fewer if fewer >= LAST_SLOTS else 0,
             str(jax.random.key_impl(key)),
+            self.shares_layers,
         )
         return np.asarray(jax.random.key_data(key)), program
 
@@ -284,12 +328,6 @@ class Sampler:
         return i % shards * (self.prompts_per_call // shards) + i // shards
 
 
-def slots_per_device(mesh: AnyMesh | None, sequences: int) -> int:
-    """Count how many of `sequences` each device of a mesh decodes at once; mesh None: one device."""
-    most = SLOTS.get(platform(), SLOTS_ACCELERATOR)
-    return min(rows_per_device(mesh, sequences), most)
-
-
 def bucket(length: int, longest: int) -> int:
     """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`.
 
@@ -312,4 +350,5 @@ def make_sampler(inputs: SamplerInputs) -> Sampler:
         prompts_per_call=inputs.prompts_per_call,
         max_prompt_length=inputs.max_prompt_length,
         tokenizer=inputs.tokenizer,
+        memory=inputs.memory,
     )

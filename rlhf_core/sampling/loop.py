@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.contracts import ModelDefinition, SamplingSettings
 from rlhf_core.logprobs import unembed
-from rlhf_core.mesh import replicated_sharding, row_multiple, row_sharding
+from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
 from rlhf_core.sampling.filters import (
     min_p_filter,
     repetition_penalty,
@@ -23,6 +23,7 @@ from rlhf_core.sampling.filters import (
     top_k_filter,
     top_p_filter,
 )
+from rlhf_core.sampling.layout import Peers, param_specs
 
 ENDED = 1
 """In `Written.ends`: a stop token was sampled, or a stop string completed."""
@@ -146,6 +147,9 @@ class SamplingProgram:
     last_slots: int
     """The same once no more sequences are left; 0: as before."""
     key_type: str
+    shared_layers: bool = False
+    """Whether the parameters have the layout of `sampling.layout`. Each shard of rows then runs a loop of its own,
+    whose devices send each other activations and logits alone."""
 
 
 class _Slots(NamedTuple):
@@ -185,12 +189,45 @@ def generate(
     """Sample N = P · G sequences, G for each of P prompts: (`Written`, the step at which each began [N], its slot [N]),
     replicated, from which `read_completions` collects completions.
 
+    params: as they are trained, or with `program.shared_layers` from `sampling.layout`.
     prompts: int32 [P, time], left-padded, without their last tokens; last: int32 [P], those tokens. lengths: int32 [P],
     last token included; 0: skip this prompt and those after it in its shard. ids: uint32 [N].
     stop_table: unsigned [states, V], from `rlhf_core.sampling.stop_strings`; None: no stop strings.
     """
+    shards = row_multiple(program.mesh)
+    arguments = (params, prompts, lengths, last, ids, key_data, stop_table)
+    if program.shared_layers:
+        rows, whole = PartitionSpec(ROW_AXES), PartitionSpec()
+        written, step, slot = jax.shard_map(
+            functools.partial(_sample, program=program, shards=1),
+            mesh=program.mesh,
+            in_specs=(param_specs(program.definition, program.mesh), rows, rows, rows, rows, whole, whole),
+            out_specs=(PartitionSpec(None, ROW_AXES), rows, rows),
+            check_vma=False,
+        )(*arguments)
+    else:
+        written, step, slot = _sample(*arguments, program=program, shards=shards)
+    # Replicated: every process of a multi-process run reads all of it.
+    slot = slot.reshape(shards, -1) + program.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
+    out = (written, step, slot.reshape(-1))
+    return lax.with_sharding_constraint(out, replicated_sharding(program.mesh))
+
+
+def _sample(
+    params: Any,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    last: jax.Array,
+    ids: jax.Array,
+    key_data: jax.Array,
+    stop_table: jax.Array | None,
+    *,
+    program: SamplingProgram,
+    shards: int,
+) -> Any:
+    """Do what `generate` does for the rows of `shards` shards; slots are counted within each shard."""
     model, options, groups = program.definition, program.options, program.num_generations
-    shards, longest = row_multiple(program.mesh), options.max_completion_length
+    longest = options.max_completion_length
     sequences, rows = len(ids) // shards, shards * program.slots
     cache_length = prompts.shape[1] + longest  # a completion's last token is never fed back, its prompt's is
     place = jnp.arange(cache_length)
@@ -199,8 +236,10 @@ def generate(
     used = jnp.arange(prompts.shape[1]) >= prompts.shape[1] - (lengths[:, None] - 1)
     positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)
     _, read = model.prefill(params, prompts, positions, jnp.where(used, prompts.shape[1], 0))
-    prepared = model.prepare(params)
+    prepared = params if program.shared_layers else model.prepare(params)
     kernel, softcap = model.unembedding(params)
+    peers = Peers(program.mesh.shape["tensor"] if program.shared_layers else 1)
+    kernel = peers.own_columns(kernel, model.vocab_size)
     key = jax.random.wrap_key_data(key_data, impl=program.key_type)
 
     def begin(queue: Queue, index: jax.Array, slot: jax.Array) -> tuple[_Slots, Any]:
@@ -209,7 +248,7 @@ def generate(
         own_ids, length, token = take(ids, index), take(lengths, prompt), take(last, prompt)
         seen = None
         if options.repetition_penalty != 1:
-            none = jnp.zeros((len(token), kernel.shape[1]), jnp.bool_)
+            none = jnp.zeros((len(token), model.vocab_size), jnp.bool_)
             seen = _mark(_mark(none, *take((prompts, used), prompt)), token[:, None], True)
         waiting = (index < queue.wanted[:, None]).reshape(-1)
         slots = _Slots(
@@ -251,10 +290,12 @@ def generate(
         age = slot - place + jnp.where(place > slot, cache_length, 0)  # steps since the slot was written
         visible = age <= slots.position[:, None]
         hidden, cache = model.decode(prepared, carry.cache, slots.last, slots.position, visible, slot)
-        logits = unembed(hidden, kernel.astype(hidden.dtype), softcap)
-        token, logp = _choose(
-            logits, _uniforms(slots.keys, slots.drawn, program.key_type), options, slots.seen
-        )
+        if kernel.shape[1] < model.vocab_size:
+            logits = peers.exchange(unembed(hidden, kernel.astype(hidden.dtype), softcap))
+        else:
+            logits = unembed(peers.own_rows(hidden), kernel.astype(hidden.dtype), softcap)
+        keys, drawn, seen = peers.own_rows((slots.keys, slots.drawn, slots.seen))
+        token, logp = peers.join(*_choose(logits, _uniforms(keys, drawn, program.key_type), options, seen))
         stopped = (token[:, None] == stops).any(-1)
         matched = slots.matched
         if stop_table is not None:
@@ -288,13 +329,20 @@ def generate(
 
     wanted = (lengths > 0).reshape(shards, -1).sum(1, dtype=jnp.int32) * groups
     first = jnp.broadcast_to(jnp.arange(program.slots, dtype=jnp.int32), (shards, program.slots))
-    none = jnp.zeros((shards, sequences), jnp.int32)
+    slot = jnp.minimum(
+        jnp.arange(sequences, dtype=jnp.int32), program.slots - 1
+    )  # there may be fewer sequences
     queue = Queue(
-        wanted, jnp.minimum(wanted, program.slots), none, lax.dynamic_update_slice(none, first, (0, 0))
+        wanted,
+        jnp.minimum(wanted, program.slots),
+        jnp.zeros((shards, sequences), jnp.int32),
+        jnp.broadcast_to(slot, (shards, sequences)),
     )
     steps = most_steps(sequences, program.slots, longest)
     written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
-    slots, cache = spread(program.mesh, begin(queue, first, jnp.int32(0)))
+    slots, cache = begin(queue, first, jnp.int32(0))
+    if not program.shared_layers:
+        slots, cache = spread(program.mesh, (slots, cache))
     end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
     if program.last_slots:
         order = jnp.argsort(end.slots.free.reshape(shards, -1), axis=1)  # stable: unfinished ones come first
@@ -307,10 +355,7 @@ def generate(
             functools.partial(step, columns=columns),
             end._replace(slots=slots, cache=cache),
         )
-    # Replicated: every process of a multi-process run reads all of it.
-    slot = end.queue.slot + program.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
-    out = (end.written, end.queue.step.reshape(-1), slot.reshape(-1))
-    return lax.with_sharding_constraint(out, replicated_sharding(program.mesh))
+    return end.written, end.queue.step.reshape(-1), end.queue.slot.reshape(-1)
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:

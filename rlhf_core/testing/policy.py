@@ -23,7 +23,7 @@ from rlhf_core.testing.findings import (
     require_output,
 )
 
-FIELDS = ("logps", "old_logps", "advantages", "ref_logps", "entropies")
+FIELDS = ("logps", "old_logps", "advantages", "ref_logps", "entropies", "rewards")
 LENGTHS = (7, 5, 1, 3)
 EXTREME = 40.0
 """Nats between policy and old policy: a ratio of 2e17, whose square float32 still holds."""
@@ -48,7 +48,7 @@ def check_policy_loss(loss: Any) -> None:
     rows: a row does not depend on other rows or their order.
     packing: several sequences in one row give the same as in rows of their own.
     direction: at ratio 1 a step downhill favours tokens with a positive advantage.
-    optional inputs: `ref_logps` and `entropies` may be None, or an InputError says that the loss needs them.
+    optional inputs: `ref_logps`, `entropies` and `rewards` may be None, or an InputError says that the loss needs them.
     """
     findings = Findings("policy loss", loss)
     loss = make_component(findings, POLICY_LOSS, loss)
@@ -72,7 +72,7 @@ def check_policy_loss(loss: Any) -> None:
     _layouts(findings, run, base, value, gradient)
     with findings.property("direction"):
         _direction(run(dataclasses.replace(base, old_logps=base.logps))[1], base)
-    for absent in ("ref_logps", "entropies"):
+    for absent in ("ref_logps", "entropies", "rewards"):
         with findings.property("optional inputs"):
             without: dict[str, Any] = {absent: None}
             try:
@@ -101,6 +101,7 @@ def example() -> PolicyInputs:
         "mask": mask,
         "ref_logps": logps + 0.2 * draw.normal(size=shape),
         "entropies": draw.exponential(1.0, shape),
+        "rewards": np.repeat([[1.5], [0.2], [1.0], [0.0]], shape[1], axis=1),
     }
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     return PolicyInputs(**arrays)
@@ -174,8 +175,9 @@ def _layouts(findings: Findings, run: Measured, base: PolicyInputs, value: Array
     whole = (value[used], gradient[used])
     with findings.property("mask"):
         for what, garbage in (("other numbers", 5.0), ("NaN", np.nan), ("infinity", np.inf)):
-            # Advantages come from the trainer and are always finite.
-            names = [name for name in FIELDS if name != "advantages" or np.isfinite(garbage)]
+            # Advantages and rewards come from the trainer and are always finite.
+            finite = ("advantages", "rewards") if not np.isfinite(garbage) else ()
+            names = [name for name in FIELDS if name not in finite]
             arrays = _arrays(base)
             filled: dict[str, Any] = {
                 n: jnp.where(base.mask != 0, arrays[n], garbage + i) for i, n in enumerate(names)

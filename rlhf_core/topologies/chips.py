@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 USABLE = 0.9
 """Share of a device's memory that arrays may take; the rest is for the runtime, communication and fragments."""
-H100_SHEET = "https://resources.nvidia.com/en-us-gpu-resources/h100-datasheet-24306"
-H200_SHEET = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
-A100_SHEET = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-B200_SHEET = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet"
-TPU_PAGES = "https://cloud.google.com/tpu/docs"
+H100_SHEET = "NVIDIA H100 Tensor Core GPU datasheet, table of specifications, column H100 SXM"
+H200_SHEET = "NVIDIA H200 Tensor Core GPU datasheet, table of specifications, column H200 SXM"
+A100_SHEET = "NVIDIA A100 Tensor Core GPU datasheet, table of specifications, column A100 80GB SXM"
+TPU_PAGE = "Cloud TPU documentation, page TPU {name}, System architecture, table of specifications"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,9 @@ def _nvidia(
     shared_per_block: int,
 ) -> Chip:
     """Describe a GPU. By default jax computes float32 products in TF32 where the chip has it."""
-    architecture = "https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities"
+    architecture = (
+        "CUDA C++ Programming Guide, Compute Capabilities, table of technical specifications per capability"
+    )
     return Chip(
         name,
         "gpu",
@@ -72,7 +73,14 @@ def _nvidia(
         bandwidth,
         link,
         network,
-        {"memory, flops, memory_bandwidth, link, network": sheet, "target": architecture},
+        {
+            "memory": f"{sheet}; in bytes as CUDA reports it, where that is known",
+            "flops": f"{sheet}; half of what it says with sparsity",
+            "memory_bandwidth": sheet,
+            "link": f"{sheet}; half of NVLink's figure, which is both ways together",
+            "network": "NVIDIA DGX A100, H100 and H200 datasheets, network adapters per GPU",
+            "target": architecture,
+        },
         {
             "description": description,
             "core_count": cores,
@@ -100,7 +108,7 @@ def _tpu(name: str, *, memory: int, bf16: float, bandwidth: float, link_gbits: f
         bandwidth,
         link_gbits / 8 * 1e9,
         None,
-        {"memory, flops, memory_bandwidth, link": f"{TPU_PAGES}/{name}"},
+        dict.fromkeys(("memory", "flops", "memory_bandwidth", "link"), TPU_PAGE.format(name=name)),
     )
 
 
@@ -124,7 +132,7 @@ CHIPS: Mapping[str, Chip] = {
             "a100",
             A100_SHEET,
             "NVIDIA A100-SXM4-80GB",
-            memory=80 << 30,
+            memory=80 * 10**9,
             bf16=312e12,
             tf32=156e12,
             bandwidth=2.039e12,
@@ -142,24 +150,6 @@ CHIPS: Mapping[str, Chip] = {
             "h100", H100_SHEET, "NVIDIA H100 80GB HBM3", memory=84_978_434_048, bandwidth=3.35e12, **_HOPPER
         ),
         _nvidia("h200", H200_SHEET, "NVIDIA H200", memory=150_754_820_096, bandwidth=4.8e12, **_HOPPER),
-        _nvidia(
-            "b200",
-            B200_SHEET,
-            "NVIDIA B200",
-            memory=180 * 10**9,
-            bf16=2.25e15,
-            tf32=1.1e15,
-            bandwidth=8e12,
-            link=900e9,  # NVLink 5: 1.8 TB/s, both ways together
-            network=50e9,
-            capability=(10, 0),
-            cores=148,
-            fpus=128,
-            clock_ghz=1.965,
-            l2=126 << 20,
-            shared_per_core=228 << 10,
-            shared_per_block=227 << 10,
-        ),
         _tpu("v5e", memory=16, bf16=197e12, bandwidth=819e9, link_gbits=1600),
         _tpu("v5p", memory=95, bf16=459e12, bandwidth=2765e9, link_gbits=4800),
         _tpu("v6e", memory=32, bf16=918e12, bandwidth=1600e9, link_gbits=3200),

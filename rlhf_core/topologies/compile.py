@@ -55,7 +55,7 @@ def compile_pipeline(
     """
     topology = parse(job["on"])
     devices = find_devices(topology) if devices is None else devices
-    plan_for(Planned(topology.chip.platform, len(devices)))
+    plan_for(Planned(topology.chip.platform, len(devices), topology.chip.usable))
     try:
         host = plugins.load(files=[Path(file) for file in job["plugins"]])
         planned = plan(read(job["pipeline"], sets=job["sets"], dir=job["dir"]), host)
@@ -112,7 +112,7 @@ def _stage(
                 "calls": program.calls,
                 "tokens": program.tokens,
                 "steps": program.steps,
-                "beside": sum(size for key, size in resident.items() if key not in program.reads),
+                "beside": sum(resident.values()) - sum(resident.get(key, 0) for key in program.reads),
                 **facts,
             }
         )

@@ -12,23 +12,29 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
-from rlhf_core.mesh import rows_per_device
+from rlhf_core.mesh import AnyMesh, rows_per_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.models.params import join, split
+from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.runtime.devices import planned
-from rlhf_core.runtime.peak_memory import format_bytes, machine_memory
+from rlhf_core.runtime.peak_memory import device_memory, format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 
 if TYPE_CHECKING:
     import optax
     from jax.sharding import AbstractMesh
 
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.models import Model
     from rlhf_core.models.config import Remat
     from rlhf_core.plugins.registry import Registry
+    from rlhf_core.stage import Stage
 
+SAMPLING_SHARE = 0.9
+"""Of a device's memory, what training state and sampling may take together; the rest is for what shapes do not tell."""
 COMPUTE = "float32"
 """The dtype in which activations and caches are counted; an accelerator's bfloat16 takes half."""
 PROCESS = 1_200_000_000
@@ -103,8 +109,7 @@ def training_bytes(
     other devices while it computes are not counted.
     """
     params = definition.abstract_params()
-    fixed_paths = fixed_parameters(params, frozen, definition)
-    trained, fixed = split(params, fixed_paths)
+    trained, fixed = split(params, fixed_parameters(params, frozen, definition))
     tokens = jax.ShapeDtypeStruct((rows_per_device(mesh, shape[0]), shape[1]), np.int32)
 
     def saved(trained: Any, fixed: Any, tokens: Any) -> Any:
@@ -114,35 +119,52 @@ def training_bytes(
     for leaf in jax.tree.leaves(params):  # already counted as parameters
         if (leaf.shape, leaf.dtype) in residuals:
             residuals.remove((leaf.shape, leaf.dtype))
-    optimizer = jax.eval_shape(tx.init, trained)
     activations = sum(_size(*residual) for residual in residuals)
+    return {**state_bytes(definition, tx, frozen, mesh), "activations": activations}
+
+
+def state_bytes(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    frozen: str | Sequence[str] | None = None,
+    mesh: AnyMesh | None = None,
+) -> dict[str, int]:
+    """Count the bytes of {parameters, gradients, optimizer}, float32, as `training_bytes` does."""
+    params = definition.abstract_params()
+    fixed_paths = fixed_parameters(params, frozen, definition)
+    trained = split(params, fixed_paths)[0]
+    optimizer = jax.eval_shape(tx.init, trained)
     if mesh is not None:
         shardings = definition.shardings(mesh)
         placed = split(shardings, fixed_paths)[0]
         optimizer = _shard_shapes(optimizer, optimizer_shardings(optimizer, trained, placed, mesh))
         params, trained = _shard_shapes(params, shardings), _shard_shapes(trained, placed)
-    return {
-        "parameters": _bytes(params),
-        "gradients": _bytes(trained),
-        "optimizer": _bytes(optimizer),
-        "activations": activations,
-    }
+    return {"parameters": _bytes(params), "gradients": _bytes(trained), "optimizer": _bytes(optimizer)}
 
 
-def cache_bytes(definition: Definition, sequences: int, length: int) -> int:
-    """Count the bytes of the KV cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
-    tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
+def sampling_memory(
+    config: TrainerConfig, stage: Stage, model: Model, scored_by: Sequence[Any]
+) -> int | None:
+    """Return the bytes per device that sampling may use; None where devices do not say what they have.
 
-    def cache(params: Any, tokens: Any) -> Any:
-        return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
+    What is left beside the training state, a copy of what is trained, such as a reference, and the reward models
+    `scored_by`, see `scoring_bytes`, which are spread over all devices.
+    """
+    memory = device_memory()
+    if memory is None:
+        return None
+    mesh = stage.devices()
+    tx = make_optimizer(config, stage.registry, 1)[0]
+    held = sum(state_bytes(model.definition, tx, config.frozen_parameters, mesh).values())
+    for name in scored_by:
+        held += (scoring_bytes(name, model.tokenizer, stage.registry) or 0) // mesh.size
+    return max(int(SAMPLING_SHARE * memory) - held, 0)
 
-    return sequences * _bytes(jax.eval_shape(cache, definition.abstract_params(), tokens))
 
-
-def scoring_bytes(model: str, tokenizer: Any | None, registry: Registry | None) -> int | None:
+def scoring_bytes(model: Any, tokenizer: Any | None, registry: Registry | None) -> int | None:
     """Count the bytes of a reward model in float32 and of its forward pass over a full micro-batch.
 
-    model: a directory or hub name. Returns None where nothing local describes it yet.
+    model: a directory, hub name or table of sizes. Returns None where nothing local describes it yet.
     """
     described = definition_of(model, "score", tokenizer, registry)
     if described is None:

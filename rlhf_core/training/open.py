@@ -22,7 +22,7 @@ from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
-from rlhf_core.stage.text_settings import text_options
+from rlhf_core.stage.text_settings import read_at_of, text_options
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 
 if TYPE_CHECKING:
@@ -218,17 +218,28 @@ def _warn(stage: Stage, field: str, line: str) -> None:
 
 
 def open_texts(
-    config: TrainerConfig, stage: Stage, tokenizer: Any, field: str, *, needed: bool = True
+    config: TrainerConfig,
+    stage: Stage,
+    tokenizer: Any,
+    field: str,
+    *,
+    needed: bool = True,
+    values: Sequence[str] = (),
 ) -> Texts | None:
     """Tokenise the demonstrations of `train_data` or `eval_data`; None where the field is not given and not needed.
 
-    Raises InputError for rows that are not demonstrations.
+    values: columns of numbers, which an objective reads as `batch.sequence_values[column]`. Raises InputError for rows
+    that are not demonstrations, and for those without these numbers.
     """
     records = open_records(config, stage, field, needed=needed)
     if records is None:
         return None
     encoded = data.encode_texts(
-        records, tokenizer, max_length=config.max_sequence_length, **_encoding(config, stage)
+        records,
+        tokenizer,
+        max_length=config.max_sequence_length,
+        values=values,
+        **_encoding(config, stage),
     )
     warn_dropped_rows(encoded.report, stage, field)
     return encoded
@@ -241,18 +252,18 @@ def open_pairs(
     field: str,
     *,
     needed: bool = True,
-    records: Records | None = None,
-    read_at: ReadAt = "eos",
+    read_at: ReadAt | None = "eos",
     completions: bool = False,
     margins: bool = True,
 ) -> Pairs | None:
     """Tokenise the preference pairs of `train_data` or `eval_data`; None where they are not given and not needed.
 
-    records: the field's rows where they are open already. read_at: see `read_at_of`. completions: find where they
-    start, for losses over tokens. margins: whether the loss reads them; the report counts those it does not.
+    read_at: where conversations end: "eos", after the stop token that follows the last reply; "template", where the
+    chat template ends; None: as the stage's reward model was trained. completions: find where they start, for losses
+    over tokens. margins: whether the loss reads them; the report counts those it does not.
     Raises InputError for rows that are not pairs, and for training data without a pair that differs.
     """
-    records = open_records(config, stage, field, needed=needed) if records is None else records
+    records = open_records(config, stage, field, needed=needed)
     if records is None:
         return None
     with error_context(stage, field):
@@ -308,11 +319,11 @@ def open_prompts(
     return encoded
 
 
-def _encoding(config: TrainerConfig, stage: Stage, read_at: ReadAt = "eos") -> dict[str, Any]:
+def _encoding(config: TrainerConfig, stage: Stage, read_at: ReadAt | None = "eos") -> dict[str, Any]:
     return {
         "overlong": config.overlong,
         "truncation_mode": config.truncation_mode,
-        "chat_template": text_options(config, stage, read_at=read_at),
+        "chat_template": text_options(config, stage, read_at=read_at_of(config, stage, read_at)),
     }
 
 
@@ -343,6 +354,7 @@ def open_sampler(
     num_generations: int,
     prompts_per_call: int,
     sampler: Component | None = None,
+    memory: int | None = None,
 ) -> Any:
     """Make a function (parameters, prompts, key) → `rlhf_core.sampling.Rollouts`; see `rlhf_core.sampling.Sampler`.
 
@@ -365,6 +377,7 @@ def open_sampler(
             num_generations=num_generations,
             prompts_per_call=prompts_per_call,
             max_prompt_length=int(prompts.ids.lengths.max()),
+            memory=memory,
         )
     )
 

@@ -1,18 +1,18 @@
-"""One update and one evaluation on padded batches, for trainers' mathematics as plain functions."""
+"""Losses over padded batches, for trainers' mathematics as plain functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from rlhf_core import plugins
 from rlhf_core.config import Component
 from rlhf_core.metrics import Mean, Metric, results
+from rlhf_core.plugins import installed_registry
 from rlhf_core.step import split_step
 
 if TYPE_CHECKING:
@@ -20,51 +20,81 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.state import TrainState
 
-PaddedObjective: TypeAlias = Callable[["Definition", Any, Any], tuple[Mean, Mapping[str, Metric]]]
-"""(model, params, batch) → the loss as sum and count, metrics; hashable, such as a frozen dataclass."""
+
+@dataclass(frozen=True)
+class PaddedObjective:
+    """Update a state by a loss over padded batches, and evaluate it.
+
+    A subclass is a frozen dataclass whose fields are the loss's options, hashable: equal ones share their compiled
+    programs. It names the arrays of its batches, and defines `compute`.
+    """
+
+    ids: ClassVar[tuple[str, ...]] = ()
+    """Arrays that a batch must have, taken as int32: ids and masks."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Arrays that it must have, taken as float32."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Arrays that it may have, taken as float32."""
+
+    def compute(
+        self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[Mean, Mapping[str, Metric]]:
+        """Compute the loss, as sum and count, and the metrics of a batch of the declared arrays; for use inside jit."""
+        raise NotImplementedError
+
+    def update(
+        self, state: TrainState, batch: Mapping[str, Any], splits: int = 1
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Update the state from a batch in `splits` equal parts along the first axis; nothing is donated.
+
+        Returns the next state and the metrics, with `loss` and `grad_norm` (before the optimizer). Arrays of rank 0 are
+        not split. Raises ValueError where the parts do not divide the batch, or an array is missing.
+        """
+        return _update(self, state, self._arrays(batch), splits)
+
+    def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Compute the metrics and `loss` without an update."""
+        return _evaluate(self, state, self._arrays(batch))
+
+    def _arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        if missing := [name for name in (*self.ids, *self.numbers) if batch.get(name) is None]:
+            raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
+        dtypes = dict.fromkeys(self.ids, jnp.int32) | dict.fromkeys(
+            (*self.numbers, *self.optional), jnp.float32
+        )
+        return {
+            name: jnp.asarray(batch[name], dtype)
+            for name, dtype in dtypes.items()
+            if batch.get(name) is not None
+        }
 
 
 @partial(jax.jit, static_argnames=("objective", "splits"))
-def update_once(
-    objective: PaddedObjective, state: TrainState, batch: Any, *, splits: int = 1
+def _update(
+    objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array], splits: int
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Update the state from a batch in `splits` equal parts; nothing is donated.
-
-    Returns the next state and the objective's metrics with `loss` and `grad_norm` (before the optimizer). Raises
-    ValueError where the parts do not divide the batch.
-    """
-    state, metrics = split_step(partial(objective, state.model), state, batch, splits)
+    state, metrics = split_step(partial(objective.compute, state.model), state, batch, splits)
     return state, results(metrics)
 
 
 @partial(jax.jit, static_argnames="objective")
-def evaluate_once(objective: PaddedObjective, state: TrainState, batch: Any) -> dict[str, jax.Array]:
-    """Compute the objective's metrics and `loss` without an update."""
-    loss, metrics = objective(state.model, state.params, batch)
-    return {**results(metrics), "loss": loss.result()}
-
-
-def batch_arrays(
-    batch: Mapping[str, Any], ids: Iterable[str], numbers: Iterable[str]
+def _evaluate(
+    objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Return the named arrays: int32 for `ids`, float32 [rows] for `numbers`. Raises ValueError for missing ones."""
-    ids, numbers = list(ids), list(numbers)
-    if missing := [name for name in (*ids, *numbers) if batch.get(name) is None]:
-        raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
-    arrays = {name: jnp.asarray(batch[name], jnp.int32) for name in ids}
-    return arrays | {name: jnp.asarray(batch[name], jnp.float32).reshape(-1) for name in numbers}
+    loss, metrics = objective.compute(state.model, state.params, batch)
+    return {**results(metrics), "loss": loss.result()}
 
 
 def named_loss(kind: Kind[Any], losses: Mapping[str, Any], loss: Any, **options: Any) -> tuple[str, Any]:
     """Return a loss and the name under which its own metrics are logged.
 
-    loss: a name of `losses` or of the registry, a table of a name and its options, or a component. options: for a loss
-    named from `losses`, where it has them.
+    loss: a name of `losses` or of an installed one, a table of a name and its options, or a component. options: for a
+    loss named from `losses`, where it has them.
     """
     if isinstance(loss, str) and loss in losses:
         names = {field.name for field in fields(losses[loss])}
         return loss, losses[loss](**{name: value for name, value in options.items() if name in names})
     if isinstance(loss, str | Mapping):
         table = Component(**({"name": loss} if isinstance(loss, str) else loss))
-        return table.name, plugins.load().registry.get(kind, table.name, **table.options)
+        return table.name, installed_registry().get(kind, table.name, **table.options)
     return type(loss).__name__, loss

@@ -11,12 +11,14 @@ import jax
 import numpy as np
 
 from rlhf_core import optimizers
-from rlhf_core.contracts import Program, StagePrograms
-from rlhf_core.fit.batches import FIRST_UPDATES
-from rlhf_core.mesh import abstract_rows, with_shardings
+from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
+from rlhf_core.fit.batches import FIRST_UPDATES, empty_batches
+from rlhf_core.fit.sequence_values import BRANCH
+from rlhf_core.mesh import abstract_rows, replicated_sharding, with_shardings
+from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.models.lora import linear_modules
-from rlhf_core.models.params import paths
+from rlhf_core.models.params import paths, split
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
 from rlhf_core.training.memory import definition_of
@@ -104,7 +106,7 @@ def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list
 def training_programs(
     objective: Objective, state: TrainState, batches: Sequence[Load], *, known: bool = True
 ) -> list[Program]:
-    """Describe `accumulate` for each shape of micro-batches, and `apply`.
+    """Describe `accumulate` for each shape of micro-batches, `apply`, and `count` where there are several losses.
 
     known: whether updates are known before training, so that an update of several micro-batches begins from zeros.
     """
@@ -117,10 +119,23 @@ def training_programs(
             "train",
             load.calls,
             load.tokens,
-            reads=("parameters",),
+            reads=PARAMETERS,
         )
         for load in batches
     ]
+
+    def count(batch: Packed) -> Any:
+        programs.lower(state, batch, False)  # finds out that there are several
+        return programs.lower_count(state, batch)
+
+    rows = abstract_rows(state.step.sharding.mesh, batches[0].batch)
+    loss, _ = jax.eval_shape(objective, state.params, rows)
+    if not isinstance(loss, Mean):
+        described += [
+            # The compiler leaves the parameters out.
+            Program(f"count {load.shape}", partial(count, load.batch), "update", load.calls)
+            for load in batches
+        ]
 
     def apply() -> Any:
         programs.lower(state, batches[0].batch, False)  # the shapes of its sums
@@ -145,8 +160,8 @@ def dataset_programs(
     """Describe the programs of a trainer on a fixed dataset; a `Trainer`'s `programs` calls it.
 
     open_data: as in `forecast_lines`. objective: makes the objective for a model. trees: makes the trees of what
-    open_data returned; default: its `trees()`. reader: makes a jitted (params, batch) for a model, with which every
-    training row is read once before the first update. The rest: see `dataset_updates`.
+    open_data returned; default: its `trees()`. reader: makes the function of `per_sequence` for a model, with which
+    every training row is read once before the first update. The rest: see `dataset_updates`.
     """
     model = planned_model(config, stage, head)
     if model is None:
@@ -168,27 +183,29 @@ def dataset_programs(
     batches = loads(first, updates.shapes())
     programs = training_programs(objective(model.definition), state, batches)
     if reader is not None:
-        programs += reading_programs(reader(model.definition), state.params, batches, times=0.0)
+        read = jax.jit(reader(model.definition), out_shardings=replicated_sharding(stage.devices()))
+        numbered = loads((), empty_batches(updates.layout, sequence_names=(BRANCH,)))
+        programs += reading_programs(read.lower, state.params, numbered, times=0.0)
     return StagePrograms(tuple(programs), resident(state), token_weights(model.definition))
 
 
 def reading_programs(
-    read: Any,
+    lower_read: Callable[[Any, Any], Any],
     params: Any,
     batches: Sequence[Load],
     *,
     times: float,
     name: str = "read",
-    reads: str = "parameters",
+    reads: Sequence[str] = PARAMETERS,
 ) -> list[Program]:
-    """Describe a jitted (params, batch) for each shape of micro-batches, called `times` as often as they say.
+    """Describe a forward pass for each shape of micro-batches, called `times` as often as they say.
 
-    reads: names what `params` are of the stage's residents.
+    lower_read: lowers a jitted (params, batch). reads: names what `params` are of the stage's residents.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     def lower(batch: Packed) -> Any:
-        return read.lower(params, abstract_rows(mesh, batch))
+        return lower_read(params, abstract_rows(mesh, batch))
 
     return [
         Program(
@@ -197,7 +214,7 @@ def reading_programs(
             "read",
             times * load.calls,
             load.tokens,
-            reads=(reads,),
+            reads=tuple(reads),
         )
         for load in batches
     ]
@@ -205,7 +222,9 @@ def reading_programs(
 
 def resident(state: TrainState) -> dict[str, Any]:
     """Name what a state holds in memory during its stage."""
-    return {"parameters": state.params, "optimizer": state.opt_state}
+    trained, frozen = split(state.params, state.fixed)
+    held = {"parameters": trained, "frozen parameters": frozen, "optimizer": state.opt_state}
+    return {name: tree for name, tree in held.items() if jax.tree.leaves(tree)}
 
 
 def token_weights(definition: Definition) -> int:

@@ -83,16 +83,33 @@ def test_data_sets_of_one_name_are_told_apart(tokenizer):
     assert again.where(0) == again.where(2) == "dataset row 1"  # the same rows twice
 
 
-def test_subsets_go_by_row_whatever_datasets_are_called(tokenizer):
-    from rlhf_reward.evaluation import subsets_of
-
+def test_a_column_goes_by_row_whatever_datasets_are_called(tokenizer):
     long = {**PAIR, "chosen": " b" * 40, "subset": "long"}
     one = [long, {**PAIR, "subset": "one"}]
     other = [{**PAIR, "chosen": " e", "subset": "other"}, {**PAIR, "chosen": " f", "subset": None}]
     records = data.load([one, other])
     pairs = data.encode_pairs(records, tokenizer, max_length=8)
     assert pairs.report.filtered == ["dataset 1 row 1"]
-    assert subsets_of(records, pairs) == ["one", "other", None]
+    assert pairs.column("subset") == ["one", "other", None]
+    assert pairs.column("subset")[1:] == ["other", None]
+    assert pairs.column("source") == [None] * 3
+
+
+def test_a_column_is_read_one_row_at_a_time(tokenizer):
+    class Counting(list):
+        read = 0
+
+        def __getitem__(self, i):
+            Counting.read += 1
+            return super().__getitem__(i)
+
+    rows = Counting({**PAIR, "subset": str(i)} for i in range(50))
+    pairs = data.encode_pairs(data.load(rows), tokenizer, max_length=8)
+    Counting.read = 0
+    column = pairs.column("subset")
+    assert (len(column), Counting.read) == (50, 0)
+    assert column[:3] == ["0", "1", "2"]
+    assert Counting.read <= 3
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])

@@ -46,6 +46,8 @@ def same(trees):
     ):
         assert getattr(trees, name).tolist() == [of(tree) for tree in trees], name
         assert getattr(trees[2:9:3], name).tolist() == [of(tree) for tree in trees][2:9:3], name
+        picked = trees[np.array([5, 1, 1])]
+        assert getattr(picked, name).tolist() == [of(trees[i]) for i in (5, 1, 1)] == [of(t) for t in picked]
     assert {len(tree.branches) for tree in trees} == {trees.branches}
     assert max(int(ids.max(initial=0)) for t in trees for ids in (t.prefix, *t.branches)) <= trees.largest()
     changed = trees.changed(lambda i, tree: tree._replace(sequence_values={"i": np.array([i])}))

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.policies import Reference
 from rlhf_grpo.train import _reference_sync
+
+from rlhf_core.training import Reference
 
 
 def arrays(tree: Any) -> list[bytes]:
@@ -23,7 +24,7 @@ def test_compiling_its_move_does_not_move_it(tiny: ModuleType) -> None:
         "base": np.ones(3, np.float32),
     }
     params = jax.device_put(params)
-    reference = Reference(params, frozenset({("base",)}), tiny.one_device())
+    reference = Reference(params, "base", tiny.one_device())
     before = arrays(reference.params)
     compiled: list[str] = []
 

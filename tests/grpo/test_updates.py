@@ -1,15 +1,16 @@
-"""GRPO's updates, with a sampler and a policy made of NumPy: what each update trains on, and resuming."""
+"""GRPO's updates with a NumPy sampler and a formula for a policy: what each trains on, and resuming."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_grpo.advantages import Group
 from rlhf_grpo.minibatches import with_entropy_scale, with_kept
-from rlhf_grpo.policies import PolicyReader, Reference
+from rlhf_grpo.policies import PolicyReader
 from rlhf_grpo.updates import GRPOUpdates
 
 from rlhf_core import data
@@ -17,6 +18,7 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.packing.rows import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.sampling import Rollouts
+from rlhf_core.training import Reference
 
 G, C = 3, 5
 LAYOUT = Layout((32,), (2,), (6,), (30,))
@@ -39,19 +41,11 @@ def sampler(params, prompts, key, ids):
     return Rollouts(tokens, lengths, logps, lengths < C)
 
 
-class NumpyPolicy:
+def logps_and_entropies(params, batch):
     """A policy whose log-probability of a token is −token/50 − params, and its entropy the token."""
-
-    def __call__(self, params, batch):
-        tokens = np.take_along_axis(np.asarray(batch.rows.tokens), np.maximum(batch.trained, 0), axis=1)
-        there = np.asarray(batch.trained) >= 0
-        return (
-            jax.numpy.asarray(np.where(there, -tokens / 50 - int(params), 0), "float32"),
-            jax.numpy.asarray(np.where(there, tokens, 0), "float32"),
-        )
-
-    def lower(self, params, batch):
-        return SimpleNamespace(compile=lambda: None)
+    tokens = jnp.take_along_axis(batch.rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
+    there = batch.trained >= 0
+    return jnp.where(there, -tokens / 50 - params, 0.0), jnp.where(there, tokens, 0).astype(jnp.float32)
 
 
 @pytest.fixture
@@ -85,7 +79,7 @@ def make(tiny, tmp_path):
         )
         if reference is not None and not hasattr(reference, "params"):
             reference = SimpleNamespace(params=reference)
-        policies = PolicyReader(config, NumpyPolicy(), reference, 0, tiny.one_device())
+        policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
         advantage = advantage or Group(config.scale_rewards)
         return GRPOUpdates(stage, config, collector, advantage, policies, LAYOUT, "token_mean")
 
@@ -411,13 +405,13 @@ def test_a_checkpoint_between_rollouts_holds_nothing(make):
 
 def test_a_moving_reference_is_part_of_the_checkpoint(make):
     options = {"sync_ref_model": True, "num_iterations": 2}
-    fixed, mesh = frozenset([("base",)]), make_mesh(devices=jax.devices()[:1])
+    mesh = make_mesh(devices=jax.devices()[:1])
     params = {"base": jax.numpy.arange(2.0), "w": jax.numpy.arange(3.0)}
-    feed = make(reference=Reference(params, fixed, mesh), **options)
+    feed = make(reference=Reference(params, "base", mesh), **options)
     feed.policies.reference.move({"base": params["base"], "w": 3 * params["w"]}, 0.5)
     host, arrays = feed.snapshot(0)
     assert list(arrays) == ["reference['w']"]
-    other = make(reference=Reference({**params, "w": 0 * params["w"]}, fixed, mesh), **options)
+    other = make(reference=Reference({**params, "w": 0 * params["w"]}, "base", mesh), **options)
     other.restore(0, host, arrays)
     np.testing.assert_array_equal(other.policies.reference.params["w"], [0, 2, 4])
     assert other.policies.reference.params["base"] is params["base"]

@@ -193,7 +193,7 @@ def test_a_mesh_gives_what_one_device_gives() -> None:
         rows, attended = made._put(ids, mask)
 
         def loss(params: Any) -> jax.Array:
-            hidden = made.definition.hidden(params, *model.padded_rows(rows, attended))
+            hidden = made.definition.padded_hidden(params, rows, attended)
             return jnp.square(hidden * attended[..., None]).sum()
 
         shardings = (None, made.definition.shardings(made.mesh))

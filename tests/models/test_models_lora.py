@@ -13,7 +13,6 @@ from flax import nnx
 
 from rlhf_core import create_state, load_model
 from rlhf_core.errors import InputError
-from rlhf_core.models import padded_rows
 from rlhf_core.models.layers import Adapter
 from rlhf_core.models.lora import Lora, linear_modules, resolve, with_noise
 from rlhf_core.models.params import paths
@@ -105,13 +104,13 @@ def test_merged_is_kernel_plus_scale_times_the_product(base, use_rslora):
 
 def test_decoding_equals_the_full_forward(adapted):
     d, ids = adapted.definition, IDS[:1]
-    rows = padded_rows(ids[:, :-1], MASK[:1, :-1])
+    rows = ids[:, :-1], np.arange(5, dtype=np.int32)[None], np.full((1, 5), 5, np.int32)
     cache = d.ring(d.prefill(adapted.params, *rows)[1], 8, 5)
     visible = np.arange(8)[None] <= 5
     hidden, _ = d.decode(
         d.prepare(adapted.params), cache, ids[:, 5], np.array([5], np.int32), visible, np.int32(5)
     )
-    whole = d.hidden(adapted.params, *padded_rows(ids, MASK[:1]))
+    whole = d.padded_hidden(adapted.params, ids, MASK[:1])
     np.testing.assert_allclose(hidden[0], whole[0, 5], atol=2e-5)
 
 

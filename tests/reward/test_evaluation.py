@@ -1,19 +1,22 @@
 """Evaluation over held-out pairs: each once, whatever the batches, the rows and the mesh; what the artifact keeps."""
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import optax
 import pytest
 from rlhf_reward import RewardConfig, RewardTrainer, pairwise_loss
-from rlhf_reward.evaluation import Evaluation, finite, subsets_of
+from rlhf_reward.evaluation import Evaluation, finite
 from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.metrics import measures
 from rlhf_reward.objective import pair_loss
 
 from rlhf_core import artifacts, create_state, data
 from rlhf_core.mesh import make_mesh
+from rlhf_core.training import HeldOut
 
 MEASURE = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
 PAIRS = 23
@@ -67,6 +70,12 @@ def expected(pairs, scores, subsets, count=PAIRS):
     return {"loss": float(loss), **{k: float(v) for k, v in metrics.items()}, **over_all}
 
 
+def make_evaluation(pairs, config, model):
+    stage = SimpleNamespace(devices=lambda: model.mesh, say=print)
+    held_out = HeldOut(model, config, stage, pairs, pairs.trees(), reads_tokens=False, group=2)
+    return Evaluation(pairs, held_out, model, MEASURE)
+
+
 @pytest.mark.parametrize(
     ("mesh", "batch", "limit"),
     [
@@ -79,11 +88,11 @@ def expected(pairs, scores, subsets, count=PAIRS):
 )
 def test_every_pair_counts_once(model, rows, pairs, scores, mesh, batch, limit):
     devices = make_mesh(**mesh, devices=jax.devices()[: np.prod(list(mesh.values()))])
-    spread = model.with_params(jax.device_put(model.params, model.definition.shardings(devices)))
+    params = jax.device_put(model.params, model.definition.shardings(devices))
+    spread = replace(model, params=params, mesh=devices)
     config = RewardConfig(eval_batch_size=batch, max_evaluation_steps=limit)
-    subsets = subsets_of(data.load(rows), pairs)
-    assert subsets == [("1", "chat", None)[i % 3] for i in range(PAIRS)]
-    evaluation = Evaluation(pairs, config, model.definition, devices, MEASURE, subsets)
+    subsets = [("1", "chat", None)[i % 3] for i in range(PAIRS)]
+    evaluation = make_evaluation(pairs, config, spread)
     state = create_state(spread, optax.identity())
     found, count = evaluation(state), PAIRS if limit is None else 10
     assert np.std(scores) > 0.05
@@ -94,7 +103,7 @@ def test_every_pair_counts_once(model, rows, pairs, scores, mesh, batch, limit):
 
 
 def test_what_was_found_is_kept_for_the_same_parameters(model, pairs, monkeypatch):
-    evaluation = Evaluation(pairs, RewardConfig(), model.definition, model.mesh, MEASURE)
+    evaluation = make_evaluation(pairs, RewardConfig(), model)
     calls = []
     inner = evaluation._gather
     monkeypatch.setattr(evaluation, "_gather", lambda params: calls.append(1) or inner(params))
@@ -106,7 +115,7 @@ def test_what_was_found_is_kept_for_the_same_parameters(model, pairs, monkeypatc
     assert len(calls) == 3
 
 
-def test_subsets_are_those_of_the_rows_that_were_kept(tiny):
+def test_subsets_are_those_of_the_rows_that_were_kept(tiny, model):
     rows = [
         {"prompt": "a", "chosen": chosen, "rejected": " b", "subset": subset}
         for chosen, subset in ((" c d", "x"), ("", "dropped"), (" c", 2), (" d", ""))
@@ -114,9 +123,11 @@ def test_subsets_are_those_of_the_rows_that_were_kept(tiny):
     for source in ([rows, rows], rows):  # two sources of the same name
         records = data.load(source)
         kept = data.encode_pairs(records, tiny.make_tokenizer(), max_length=64)
-        assert subsets_of(records, kept) == ["x", "2", None] * (len(records) // 4)
+        evaluation = make_evaluation(kept, RewardConfig(), model)
+        assert evaluation.subsets == ["x", "2", None] * (len(records) // 4)
     plain = data.load([{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows])
-    assert subsets_of(plain, data.encode_pairs(plain, tiny.make_tokenizer(), max_length=64)) == []
+    kept = data.encode_pairs(plain, tiny.make_tokenizer(), max_length=64)
+    assert make_evaluation(kept, RewardConfig(), model).subsets == [None] * len(kept)
 
 
 def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(tiny, model, rows, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_core.rollouts import Reward, Rollout, compute_advantages
+from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.advantages import advantage_inputs
 from rlhf_core.sampling import Rollouts
 
@@ -73,11 +73,11 @@ def misspelt(inputs):
 def test_what_is_no_advantage(rollout, advantage, message):
     rollout = replace(rollout, total=np.arange(6.0))
     with pytest.raises(RunError, match=f"^advantage 'mine' .*{message}"):
-        compute_advantages(advantage, rollout, REWARDS, name="mine")
+        rollout.with_advantages(advantage, REWARDS, name="mine")
 
 
 def test_an_advantage_per_completion(rollout):
-    advantages = compute_advantages(lambda inputs: inputs.rewards - 1, rollout, REWARDS, name="mine")
+    advantages = rollout.with_advantages(lambda inputs: inputs.rewards - 1, REWARDS, name="mine").advantages
     np.testing.assert_array_equal(advantages, (rollout.total - 1).astype(np.float32))
     assert advantages.dtype == np.float32
 
@@ -90,6 +90,8 @@ def test_an_advantage_per_token(rollout, width):
         np.zeros((6, width), np.int32), samples.lengths, np.zeros((6, width)), samples.finished
     )
     out = np.arange(2 * G * 6, dtype=np.float64).reshape(2, G, 6)
-    advantages = compute_advantages(lambda _: out, replace(rollout, samples=samples), REWARDS, name="mine")
+    advantages = (
+        replace(rollout, samples=samples).with_advantages(lambda _: out, REWARDS, name="mine").advantages
+    )
     expected = np.pad(out.reshape(6, 6), ((0, 0), (0, 2)))[:, :width]
     np.testing.assert_array_equal(advantages, expected)

@@ -16,7 +16,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.logprobs import logps_from_logits
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, bucket, loop
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, bucket, loop
 
 VOCAB, NEW = 40, 12
 CONFIG = {
@@ -45,14 +45,14 @@ def make_prompts(*lengths: int) -> list[np.ndarray]:
 
 
 def make_sampler(
-    *, stop_ids: Sequence[int] = (), mesh: Any = None, definition: Any = None, **options: Any
+    *, stop_ids: Sequence[int] = (), devices: Any = None, definition: Any = None, **options: Any
 ) -> Sampler:
     arguments = {
         name: options.pop(name, default)
         for name, default in (("num_generations", 1), ("prompts_per_call", 4), ("max_prompt_length", 40))
     }
     options.setdefault("max_completion_length", NEW)
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else devices
     return Sampler(
         definition or model()[0], SamplingOptions(**options), mesh=mesh, stop_ids=stop_ids, **arguments
     )
@@ -256,7 +256,8 @@ def test_a_mesh_of_eight_devices_gives_the_same() -> None:
     expected = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(
         params, prompts, jax.random.key(0)
     )
-    sampler = make_sampler(stop_ids=(3,), num_generations=2, mesh=mesh, prompts_per_call=3)
+    options = {"mesh": SamplingMesh(tensor=2), "num_generations": 2, "prompts_per_call": 3}
+    sampler = make_sampler(stop_ids=(3,), devices=mesh, **options)
     assert sampler.prompts_per_call == 4
     placed = jax.device_put(params, definition.shardings(mesh))
     assert_same(sampler(placed, prompts, jax.random.key(0)), expected)

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core import sampling
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, layout
 from rlhf_core.sampling.loop import CUT, ENDED, Written, most_steps, read_completions
 
 NEW, GROUP = 24, 3
@@ -35,7 +35,7 @@ def ask(
     **options: Any,
 ) -> Rollouts:
     """Nine prompts, three completions each."""
-    monkeypatch.setitem(sampling.SLOTS, "cpu", slots)
+    monkeypatch.setitem(layout.SLOTS, "cpu", slots)
     monkeypatch.setattr(sampling, "LAST_SLOTS", last)
     rng = np.random.default_rng(0)
     words = len(model.tokenizer)

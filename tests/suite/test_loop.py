@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rlhf_reward import RewardConfig, evaluation_step
+from rlhf_reward import evaluation_step
 
-from rlhf_core import create_state, data, fit, load_model, optimizers
-from rlhf_core.fit.batches import evaluation_batches
+from rlhf_core import create_state, fit, load_model, optimizers
 from rlhf_core.step import Programs
 
 TRAINERS = ["sft", "reward", "grpo", "dpo"]
@@ -107,25 +106,6 @@ def test_evaluation_reads_every_row_once(
     )
     found = {name: watch.last(f"eval_{name}") for name in expected}
     assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5, abs=1e-6)
-
-
-def test_evaluation_batches_hold_every_tree_once(tiny: ModuleType) -> None:
-    pairs = data.encode_pairs(data.load(tiny.pairs(13)), tiny.make_tokenizer(), max_length=64)
-    batches = evaluation_batches(
-        pairs.trees(),
-        RewardConfig(eval_batch_size=5),
-        tiny.one_device(),
-        16,
-        reads_tokens=False,
-        sequence_names=("margin",),
-        group=2,
-    )
-    lengths = Counter(
-        n
-        for b in batches
-        for n in (b.rows.positions[np.nonzero(b.last >= 0)[0], b.last[b.last >= 0]] + 1).tolist()
-    )
-    assert lengths == Counter(len(ids) for pair in pairs.pairs for ids in (pair.chosen, pair.rejected))
 
 
 def test_the_time_limit_ends_training_and_keeps_the_model(short: Any, tmp_path: Path) -> None:

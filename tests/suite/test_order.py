@@ -19,6 +19,7 @@ from rlhf_core import artifacts, checkpoint, fit, hookimpl
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime import files
 from rlhf_core.step import Programs
+from rlhf_core.training import HeldOut
 
 HELD_OUT = 3
 
@@ -89,10 +90,10 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: Callable[[int], bool]) -> None:
     """Let evaluations after some updates raise."""
-    plain = rlhf_sft.train.evaluator
+    plain = HeldOut.evaluator
 
-    def evaluator(*arguments: Any, **options: Any) -> Any:
-        evaluate = plain(*arguments, **options)
+    def evaluator(*arguments: Any) -> Any:
+        evaluate = plain(*arguments)
 
         def checked(state: Any) -> dict[str, float]:
             if not at(int(state.step)):
@@ -101,7 +102,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: Callable[[
 
         return checked
 
-    monkeypatch.setattr(rlhf_sft.train, "evaluator", evaluator)
+    monkeypatch.setattr(HeldOut, "evaluator", evaluator)
 
 
 @pytest.mark.parametrize("error", [RunError("the judge is away"), ZeroDivisionError("division by zero")])
@@ -142,7 +143,7 @@ def test_the_state_is_saved_before_the_last_evaluation(
     train: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: list[int]
 ) -> None:
     """It may end in ways that nothing can catch; the run that goes on then only evaluates."""
-    plain = rlhf_sft.train.evaluator
+    plain = HeldOut.evaluator
     there: list[list[int]] = []
 
     def evaluator(*_: Any, **__: Any) -> Any:
@@ -152,11 +153,11 @@ def test_the_state_is_saved_before_the_last_evaluation(
 
         return evaluate
 
-    monkeypatch.setattr(rlhf_sft.train, "evaluator", evaluator)
+    monkeypatch.setattr(HeldOut, "evaluator", evaluator)
     with pytest.raises(KeyboardInterrupt):
         train(save_total_limit=1)
     assert there == [[6]]
-    monkeypatch.setattr(rlhf_sft.train, "evaluator", plain)
+    monkeypatch.setattr(HeldOut, "evaluator", plain)
     updates.clear()
     found, watch = train(save_total_limit=1)
     assert updates == []

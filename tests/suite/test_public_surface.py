@@ -37,6 +37,17 @@ def test_trainers_use_public_names_alone() -> None:
     assert not private, f"not public: {', '.join(sorted(set(private)))}"
 
 
+def test_few_names_are_promised_beside_those_of_the_root() -> None:
+    """What a trainer's author has to know: a name more needs a reason, and better one that goes."""
+    names = {
+        f"{module}.{name}"
+        for module, names in public.promised().items()
+        if module.startswith("rlhf_core.") and module != "rlhf_core.testing"
+        for name in names
+    }
+    assert len(names) <= 60, f"{len(names)}: {', '.join(sorted(names))}"
+
+
 def test_a_change_would_be_noticed(monkeypatch: Any) -> None:
     from rlhf_core import fit
 

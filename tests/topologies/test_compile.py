@@ -22,8 +22,9 @@ from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.topologies import interpreters
+from rlhf_core.topologies.chips import CHIPS
 from rlhf_core.topologies.compile import compile_pipeline, device_bytes
-from rlhf_core.training import planned_model
+from rlhf_core.training.programs import planned_model
 
 CHAIN = """
 dir = "run"
@@ -57,6 +58,8 @@ num_generations = 2
 total_batch_size = 8
 sampling = { max_completion_length = 4, stop_strings = ["kite"] }
 """
+SAMPLING = ["train", "update", "read", "sample", "sample"]
+"""What programs do of a trainer that samples: the last two bring the weights, and generate."""
 WITHOUT_COMPILER = {platform: interpreters.variable(platform) for platform in interpreters.PACKAGES}
 
 
@@ -88,7 +91,7 @@ def test_a_run_compiles_the_programs_that_were_described(
     assert described is not None
     programs = [program for program in described.programs if program.calls]
     kinds = {"base": ["train", "update"], "rm": ["train", "update"]}
-    assert [program.work for program in programs] == kinds.get(name, ["train", "update", "read", "sample"])
+    assert [program.work for program in programs] == kinds.get(name, SAMPLING)
     ended = rlhf("run", f"{name}.toml")
     assert ended.code == cli.DONE, ended.message
     assert [program.name for program in programs if program.lower().as_text() not in compiled] == []
@@ -130,12 +133,14 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     assert results["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert list(results["stages"]) == ["base", "rm", "direct", "policy"]
     policy = {program["name"].split()[0]: program for program in results["stages"]["policy"]["programs"]}
-    assert list(policy) == ["accumulate", "apply", "read", "generate", "score"]
+    assert list(policy) == ["accumulate", "apply", "read", "bring", "generate", "score"]
     assert set(results["stages"]["policy"]["resident"]) == {
         "parameters", "optimizer", "reference", "reward model",
     }  # fmt: skip
     held = results["stages"]["policy"]["resident"]
-    assert policy["generate"]["beside"] == sum(held.values()) - held["parameters"]
+    assert policy["bring"]["beside"] == sum(held.values()) - held["parameters"]
+    assert policy["generate"]["beside"] == sum(held.values())
+    assert policy["read"]["beside"] == sum(held.values()) - held["reference"]
     assert policy["score"]["beside"] == sum(held.values()) - held["reward model"]
     assert policy["apply"]["beside"] == held["reference"] + held["reward model"]
     assert policy["generate"]["steps"] == 4
@@ -163,7 +168,7 @@ def test_a_reward_model_that_is_not_here_is_named(place: Any) -> None:
     described = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
     assert described is not None
     assert described.note == "reward model is not compiled: its model is not on this machine yet"
-    assert [program.work for program in described.programs] == ["train", "update", "read", "sample"]
+    assert [program.work for program in described.programs] == SAMPLING
 
 
 def test_products_of_a_step_by_hand(place: Any) -> None:
@@ -290,7 +295,7 @@ def test_the_real_compilers(platform: str, on: str, place: Any, rlhf: Any) -> No
         for program in stage["programs"]:
             assert program["error"] is None
             assert 0 < program["peak"] < found["chip"]["usable"]
-    generate = stages["policy"]["programs"][3]
+    generate = stages["policy"]["programs"][4]
     assert generate["step"]["flops"] > 0
     assert generate["steps"] == 4
     shown = rlhf("check", "chain.toml", "--on", on)
@@ -302,7 +307,7 @@ def test_the_real_compilers(platform: str, on: str, place: Any, rlhf: Any) -> No
 @pytest.mark.accelerators
 def test_every_gpu_of_the_table_compiles(place: Any, rlhf: Any) -> None:
     compiler("gpu")
-    for chip in ("h200", "b200"):
+    for chip in [name for name, chip in CHIPS.items() if chip.platform == "gpu"]:
         ended = rlhf("check", "base.toml", "--on", f"{chip}:1")
         assert ended.code == cli.DONE, ended.message
 

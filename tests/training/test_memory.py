@@ -2,17 +2,21 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from rlhf_grpo import GRPOConfig
 
 from rlhf_core import optimizers
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import planned_mesh
+from rlhf_core.mesh import make_mesh, planned_mesh
+from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
+from rlhf_core.sampling.layout import cache_bytes
 from rlhf_core.training import memory
-from rlhf_core.training.memory import cache_bytes, definition_of, memory_line, scoring_bytes, training_bytes
+from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes
 
 
 def size(tree):
@@ -103,3 +107,21 @@ print(peak_memory.peak_host_bytes() < before + 100_000_000)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True" if sys.platform == "linux" else "False"]
+
+
+def test_what_is_left_for_sampling(tiny, monkeypatch):
+    """Adam's state on four shards, and a copy of the parameters as large as their gradients."""
+    model = tiny.make_model()
+    mesh = make_mesh(data=2, fsdp=4)
+    stage = SimpleNamespace(devices=lambda: mesh, registry=installed_registry())
+    config = GRPOConfig(model="m", rewards=["length"])
+    assert memory.sampling_memory(config, stage, model, []) is None  # CPUs do not say what they have
+    monkeypatch.setattr(memory, "device_memory", lambda: 1_000_000)
+    placed = jax.device_put(model.params, model.definition.shardings(mesh))
+    here = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
+    left = memory.sampling_memory(config, stage, model, [])
+    assert 0 <= 900_000 - 4 * here - left < 100  # parameters, gradients, two moments and counters
+    monkeypatch.setattr(memory, "scoring_bytes", lambda *_: 800)
+    assert memory.sampling_memory(config, stage, model, ["rm", "rm"]) == left - 200
+    monkeypatch.setattr(memory, "device_memory", lambda: 1000)
+    assert memory.sampling_memory(config, stage, model, []) == 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
@@ -27,7 +26,7 @@ from rlhf_core import (
     hookimpl,
 )
 from rlhf_core.artifacts import save_model
-from rlhf_core.fit import empty_batches, fit, per_token
+from rlhf_core.fit import TokenReader, empty_batches, fit
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
 from rlhf_core.objective import loss_output, trained_logps, trained_scores, trained_sequence, trained_weight
@@ -45,7 +44,7 @@ from rlhf_core.rollouts import (
 )
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.step import Objective
-from rlhf_core.training import open_model, open_rewards
+from rlhf_core.training import Reference, open_model, open_rewards
 
 KEPT = ("advantages", "old_logps", "old_values", "returns")
 """What every trained token carries."""
@@ -70,10 +69,10 @@ class PPOConfig(TrainerConfig):
 
 
 def objective(models: Mapping[str, Any], loss: Any, config: PPOConfig) -> Objective:
-    """Make the objective: the policy loss plus the clipped value loss, both averaged over trained tokens."""
+    """Make the objective: the policy loss and the clipped value loss, each averaged over trained tokens."""
     name, temperature = config.loss.name, config.sampling.temperature
 
-    def compute(params: Any, batch: Packed) -> tuple[Mean, dict[str, Any]]:
+    def compute(params: Any, batch: Packed) -> tuple[dict[str, Mean], dict[str, Any]]:
         kept, mask = batch.token_values, trained_weight(batch)
         logps, entropies = trained_logps(
             models["policy"], params["policy"], batch, temperature=temperature, entropy=True
@@ -94,8 +93,12 @@ def objective(models: Mapping[str, Any], loss: Any, config: PPOConfig) -> Object
         near = old + jnp.clip(values - old, -config.value_clip, config.value_clip)
         errors = jnp.maximum((values - kept["returns"]) ** 2, (near - kept["returns"]) ** 2)
         metrics = {f"{name}/{key}": Mean.of(x, mask) for key, x in policy.metrics.items()}
-        metrics |= {"value_loss": Mean.of(errors, mask), "entropy": Mean.of(entropies, mask)}
-        return Mean.of(policy.loss + config.value_coefficient * errors, mask), metrics
+        metrics["entropy"] = Mean.of(entropies, mask)
+        losses = {
+            "policy": Mean.of(policy.loss, mask),
+            "value": Mean.of(config.value_coefficient * errors, mask),
+        }
+        return losses, metrics
 
     return compute
 
@@ -136,26 +139,34 @@ class PPOUpdates(RolloutUpdates):
             prompts_per_rollout=config.total_batch_size // config.num_generations,
             updates_per_rollout=config.num_iterations,
         )
-        self.config, self.mesh, self.layout = config, stage.devices(), layout
-        self.reference = jax.tree.map(jnp.copy, policy.params)  # the loop overwrites the policy's
-        temperature = config.sampling.temperature
-        self.logps = lambda params, batch: trained_logps(
-            policy.definition, params, batch, temperature=temperature
-        )[0]
-        self.values = lambda params, batch: trained_scores(critic.definition, params, batch)
+        self.config, self.layout, temperature = config, layout, config.sampling.temperature
+        self.reference = Reference(policy.params, config.frozen_parameters, stage.devices())
+
+        def read(params: Mapping[str, Any], batch: Packed) -> dict[str, Any]:
+            old, _ = trained_logps(policy.definition, params["policy"], batch, temperature=temperature)
+            ref, _ = trained_logps(policy.definition, params["reference"], batch, temperature=temperature)
+            values = trained_scores(critic.definition, params["critic"], batch)
+            return {"old_logps": old, "ref_logps": ref, "old_values": values}
+
+        self.read = TokenReader(read, layout, stage.devices())
+        self.read.compile(
+            {"policy": policy.params, "critic": critic.params, "reference": self.reference.params}
+        )
 
     def shapes(self) -> list[Packed]:
         return empty_batches(self.layout, token_names=KEPT)
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         mask, lengths = rollout.samples.mask, np.asarray(rollout.samples.lengths)
-        old = self._read(rollout, self.logps, state.params["policy"])
-        values = self._read(rollout, self.values, state.params["critic"])
-        rewards = -self.config.kl_coefficient * (old - self._read(rollout, self.logps, self.reference))
+        params = {**state.params, "reference": self.reference.params}
+        rollout = rollout.with_token_values(self.read(params, rollout.trees(self.prompts)))
+        kept = {name: x.astype(np.float64) for name, x in rollout.token_values.items()}
+        rewards = -self.config.kl_coefficient * (kept["old_logps"] - kept.pop("ref_logps"))
         rewards[np.arange(len(lengths)), lengths - 1] += np.nan_to_num(rollout.total)
-        advantages, returns = gae(rewards, values, mask, gamma=self.config.gamma, lam=self.config.gae_lambda)
+        advantages, kept["returns"] = gae(
+            rewards, kept["old_values"], mask, gamma=self.config.gamma, lam=self.config.gae_lambda
+        )
         whitened = (advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)
-        kept = {"old_logps": old, "old_values": values, "returns": returns}
         return replace(
             rollout,
             advantages=np.where(mask, whitened, 0.0).astype(np.float32),
@@ -164,15 +175,6 @@ class PPOUpdates(RolloutUpdates):
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         return [pack(rollout.trees(self.prompts), self.layout, token_names=KEPT)]
-
-    def _read(self, rollout: Rollout, function: Callable[..., Any], params: Any) -> np.ndarray:
-        """Compute a value per token of the rollout with these parameters, float64 [N, C]."""
-        values = np.zeros(rollout.samples.mask.shape)
-        trees = rollout.trees(self.prompts)
-        values[rollout.samples.mask] = np.concatenate(
-            per_token(function, params, trees, self.layout, self.mesh)
-        )
-        return values
 
 
 def collector_of(

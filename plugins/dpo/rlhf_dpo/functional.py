@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.logprobs import token_logps
-from rlhf_core.metrics import Mean, Metric, results
-from rlhf_core.models import Model, padded_rows
-from rlhf_core.training import batch_arrays, evaluate_once, named_loss, update_once
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.models import Model
+from rlhf_core.training import PaddedObjective, named_loss
 from rlhf_dpo.losses import DPO_LOSS, LOSSES, DPOInputs
 from rlhf_dpo.objective import pair_loss
 
@@ -61,7 +61,7 @@ def dpo_loss(
     )
     name, component = _named(loss_type, label_smoothing=label_smoothing)
     value, metrics = pair_loss(component, inputs, jnp.ones(one.shape, bool), name=name)
-    return value.result(), results(metrics)
+    return value.result(), {k: metric.result() for k, metric in metrics.items()}
 
 
 def completion_logps(model: Model, input_ids: Any, attention_mask: Any, completion_mask: Any) -> jax.Array:
@@ -94,7 +94,7 @@ def training_step(
     Raises ValueError where the parts do not divide the batch, or an array is missing.
     """
     objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
-    return update_once(objective, state, _arrays(batch), splits=gradient_accumulation_steps)
+    return objective.update(state, batch, gradient_accumulation_steps)
 
 
 def evaluation_step(
@@ -107,19 +107,13 @@ def evaluation_step(
 ) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
     objective = _Objective(_named(loss_type, label_smoothing=label_smoothing), float(beta))
-    return evaluate_once(objective, state, _arrays(batch))
-
-
-def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    parts = ("input_ids", "attention_mask", "completion_mask")
-    ids = [f"{part}_{side}" for side in SIDES for part in parts]
-    return batch_arrays(batch, ids, [f"ref_logps_{side}" for side in SIDES])
+    return objective.evaluate(state, batch)
 
 
 def _logps(
     model: Definition, params: Any, ids: jax.Array, attended: jax.Array, completion: jax.Array
 ) -> jax.Array:
-    hidden = model.hidden(params, *padded_rows(ids, attended))
+    hidden = model.padded_hidden(params, ids, attended)
     kernel, softcap = model.unembedding(params)
     # Nothing predicts a first token; with padding on the left, padding would.
     predicted = (completion[:, 1:] != 0) & (attended[:, 1:] != 0) & (attended[:, :-1] != 0)
@@ -133,13 +127,19 @@ def _completion_logps(model: Definition, params: Any, *arrays: jax.Array) -> jax
 
 
 @dataclass(frozen=True)
-class _Objective:
+class _Objective(PaddedObjective):
     """`pair_loss` of the completions of a padded batch."""
 
+    ids = tuple(
+        f"{part}_{side}"
+        for side in ("chosen", "rejected")
+        for part in ("input_ids", "attention_mask", "completion_mask")
+    )
+    numbers = ("ref_logps_chosen", "ref_logps_rejected")
     loss: tuple[str, DPOLoss]
     beta: float
 
-    def __call__(
+    def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Mean, Mapping[str, Metric]]:
         masks = [batch[f"completion_mask_{side}"] for side in SIDES]
@@ -147,7 +147,7 @@ class _Objective:
             _logps(model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"], mask)
             for side, mask in zip(SIDES, masks, strict=True)
         ]
-        reference = [batch[f"ref_logps_{side}"] for side in SIDES]
+        reference = [batch[name].reshape(-1) for name in self.numbers]
         inputs = _inputs(logps, reference, [(mask != 0).sum(1) for mask in masks], self.beta)
         name, component = self.loss
         return pair_loss(component, inputs, jnp.ones(logps[0].shape, bool), name=name)

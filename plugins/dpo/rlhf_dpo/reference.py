@@ -10,25 +10,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import visited_rows
-from rlhf_core.fit import compute_batches, pack_chunks
-from rlhf_core.mesh import replicated_sharding
-from rlhf_core.packing import Layout
+from rlhf_core.fit import per_sequence
 from rlhf_dpo.objective import SAME, sequence_logps
 
 if TYPE_CHECKING:
-    import numpy as np
     from jax.sharding import Mesh
 
     from rlhf_core import Stage, TrainState
     from rlhf_core.data import Pairs
     from rlhf_core.fit import DatasetUpdates, Update
     from rlhf_core.models import Definition
-    from rlhf_core.packing import Packed, Tree, Trees
+    from rlhf_core.packing import Layout, Packed, Tree, Trees
 
 
 @dataclass(frozen=True)
@@ -67,38 +62,22 @@ class PairSet:
         return cls(trees.changed(with_values), pairs.row_digests(), reference, tokens, same)
 
 
-def reader(model: Definition, mesh: Mesh) -> Any:
-    """Return a jitted (params, batch) → `sequence_logps`, on every device."""
-    return jax.jit(partial(sequence_logps, model), out_shardings=replicated_sharding(mesh))
-
-
 class Reader:
     """Compute the log-probabilities of some pairs' completions under any parameters of a model."""
 
     def __init__(
-        self,
-        model: Definition,
-        mesh: Mesh,
-        pairs: PairSet,
-        layout: Layout,
-        which: NDArray[np.integer],
-        at_once: int,
+        self, model: Definition, mesh: Mesh, pairs: PairSet, layout: Layout, which: NDArray[np.integer]
     ) -> None:
-        """which: int [n], the pairs. at_once: how many are packed together."""
-        self.pairs, self.layout, self.which, self.at_once = pairs, layout, which, at_once
+        """which: int [n], the pairs."""
+        self.pairs, self.layout, self.which = pairs, layout, which
         self._mesh = mesh
-        self._logps = reader(model, mesh)
+        self._logps = partial(sequence_logps, model)
 
     def __call__(self, params: Any, which: NDArray[np.integer] | None = None) -> NDArray[np.float32]:
         """Return float32 [n, 2], nats: of the chosen and of the rejected completion. which: instead of the reader's."""
         which = self.which if which is None else which
-        logps = np.empty((len(which), 2), np.float32)
-        starts = range(0, len(which), self.at_once)
-        chunks = ([self.pairs.trees[i] for i in which[start : start + self.at_once]] for start in starts)
-        batches = pack_chunks(chunks, self.layout, group=2)
-        for batch, of_rows in compute_batches(partial(self._logps, params), self._mesh, batches):
-            pair = batch.example[:, 0::2]
-            logps[pair[pair >= 0]] = np.stack([of_rows[:, side::2][pair >= 0] for side in (0, 1)], 1)
+        trees = self.pairs.trees[which]
+        logps = per_sequence(self._logps, params, trees, self.layout, self._mesh, group=2).reshape(-1, 2)
         # A sequence's place in its row changes the last bits, and equal completions must tie.
         same = self.pairs.same[which]
         logps[same, 1] = logps[same, 0]
@@ -149,19 +128,6 @@ class Reference:
                 self.stage.say(f"reading the log-probabilities of {len(missing):,} more pairs of {name}")
                 references[missing] = reader(self.start, missing)
         self.known = True
-
-
-def pairs_reached(updates: DatasetUpdates) -> NDArray[np.integer]:
-    """Return the pairs that the updates use, ascending; not all of them where training ends within an epoch."""
-    config, count = updates.config, len(updates.trees)
-    if updates.total * config.total_batch_size >= count:
-        return np.arange(count)
-    return visited_rows(
-        count,
-        updates.total * config.total_batch_size,
-        seed=updates.seed,
-        shuffle=config.shuffle_train_dataset,
-    )
 
 
 class PairUpdates:

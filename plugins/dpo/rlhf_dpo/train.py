@@ -12,10 +12,10 @@ import numpy as np
 
 from rlhf_core import create_state
 from rlhf_core.artifacts import save_model
-from rlhf_core.data import require_vocabulary
-from rlhf_core.fit import choose_row_layout, fit
+from rlhf_core.fit import fit
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.training import (
+    HeldOut,
     dataset_programs,
     dataset_updates,
     forecast_lines,
@@ -27,8 +27,8 @@ from rlhf_core.training import (
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
-from rlhf_dpo.objective import SAME, objective, pair_loss
-from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference, pairs_reached, reader
+from rlhf_dpo.objective import SAME, objective, pair_loss, sequence_logps
+from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference
 
 if TYPE_CHECKING:
     from rlhf_core import Forecast, Stage, StagePrograms
@@ -51,11 +51,8 @@ def run(config: DPOConfig, stage: Stage) -> None:
     assert train is not None
     pairs = PairSet.of(train)
     model, updates = dataset_updates(model, config, stage, train, pairs.trees, **ROWS)
-    definition, layout = model.definition, updates.layout
-    which = pairs_reached(updates)
-    readers = {
-        "train_data": Reader(definition, stage.devices(), pairs, layout, which, config.total_batch_size)
-    }
+    definition, mesh = model.definition, stage.devices()
+    readers = {"train_data": Reader(definition, mesh, pairs, updates.layout, updates.rows_reached())}
     if (held_out := _held_out(config, stage, model)) is not None:
         readers["eval_data"] = held_out
     reference = Reference(stage, readers, model.params)
@@ -82,20 +79,13 @@ def _measure(config: DPOConfig, stage: Stage) -> Measure:
 
 
 def _held_out(config: DPOConfig, stage: Stage, model: Model) -> Reader | None:
-    """Prepare to read the first `max_evaluation_steps` batches of `eval_data`; None without it."""
+    """Prepare to read the pairs of `eval_data`; None without it."""
     encoded = OPEN_PAIRS(config, stage, model.tokenizer, "eval_data", needed=False)
     if encoded is None:
         return None
-    definition, mesh = model.definition, stage.devices()
     pairs = PairSet.of(encoded)
-    require_vocabulary(pairs.trees, encoded.where, definition.vocab_size)
-    at_once = config.eval_batch_size or config.total_batch_size
-    most = len(encoded) if config.max_evaluation_steps is None else at_once * config.max_evaluation_steps
-    which = np.arange(min(most, len(encoded)))
-    layout = choose_row_layout(
-        pairs.trees[: len(which)], config, mesh, definition.hidden_size, reads_tokens=True
-    )
-    return Reader(definition, mesh, pairs, layout, which, at_once)
+    rows = HeldOut(model, config, stage, encoded, pairs.trees, reads_tokens=True, group=2)
+    return Reader(model.definition, stage.devices(), pairs, rows.layout, np.arange(len(rows.trees)))
 
 
 def forecast(config: DPOConfig, stage: Stage) -> Forecast:
@@ -118,7 +108,7 @@ def programs(config: DPOConfig, stage: Stage) -> StagePrograms:
         open_data=OPEN_PAIRS,
         objective=partial(objective, measure=_measure(config, stage), beta=config.beta),
         trees=lambda pairs: PairSet.of(pairs).trees,
-        reader=lambda definition: reader(definition, stage.devices()),
+        reader=lambda definition: partial(sequence_logps, definition),
         **ROWS,
     )
 

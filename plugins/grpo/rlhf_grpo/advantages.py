@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import AdvantageInputs
-from rlhf_core.rollouts import total_reward
 
 Floats = NDArray[np.float64]
 
@@ -122,12 +121,7 @@ def group_advantages(
     if chosen.shape != (functions,):
         raise ValueError(f"weights: {chosen.size} for {functions} reward functions")
     grouped = each.reshape(-1, num_generations, functions)
-    inputs = AdvantageInputs(
-        rewards=total_reward(grouped, chosen),
-        rewards_by_function=grouped,
-        weights=chosen,
-        lengths=np.zeros(grouped.shape[:2], np.int32),
-    )
+    inputs = AdvantageInputs.of(grouped, chosen, np.zeros(grouped.shape[:2], np.int32))
     if aggregation == "normalize_then_sum":
         out = NormalizeThenSum(eps)(inputs)
     elif aggregation == "sum_then_normalize":

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs
+from rlhf_core.objective import trained_logps
 from rlhf_core.rollouts import forecast_rollouts, rollout_programs
 from rlhf_core.training import try_loss
 from rlhf_grpo.config_warnings import config_warnings
-from rlhf_grpo.objective import Terms, combine, objective, reader
-from rlhf_grpo.policies import values_read
+from rlhf_grpo.objective import Terms, combine, objective
+from rlhf_grpo.policies import policies_read, read_function, values_read
 from rlhf_grpo.updates import batch_values
 
 if TYPE_CHECKING:
     from rlhf_core import Forecast, Stage, StagePrograms
+    from rlhf_core.models import Definition
     from rlhf_grpo.config import GRPOConfig
 
 
@@ -41,14 +43,19 @@ def programs(config: GRPOConfig, stage: Stage) -> StagePrograms:
     """Describe the programs of `run` from the prompts and the shapes of its models."""
     loss = stage.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
     temperature, values = config.sampling.temperature, values_read(config, reference=config.keeps_reference)
+
+    def reader(model: Definition) -> Any:
+        logps = partial(trained_logps, model, temperature=temperature, entropy=True)
+        return read_function(logps, values)
+
     return rollout_programs(
         config,
         stage,
         objective=lambda model: objective(
             model, loss, Terms.of(config), temperature=temperature, correction=config.sampler_correction
         ),
-        reader=partial(reader, temperature=temperature),
-        policies_read=("ref_logps" in values) + ("old_logps" in values or "entropies" in values),
+        reader=reader,
+        policies=policies_read(values),
         sampler=config.sampler,
         **batch_values(config, values),  # type: ignore[arg-type]  # mypy takes its names for any argument's
         **_rollouts(config),
@@ -82,6 +89,7 @@ def _try_loss(config: GRPOConfig, stage: Stage) -> None:
             entropies=logps,
             sequence=jnp.zeros(logps.shape, jnp.int32),
             sequences=4,
+            rewards=logps,
         )
         return combine(loss, inputs, Terms.of(config), sequences=4)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
 from rlhf_core.logprobs import logps_from_logits, token_logps
-from rlhf_core.metrics import Mean, Metric, results
-from rlhf_core.models import Model, padded_rows
-from rlhf_core.step import split_step
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.models import Model
+from rlhf_core.training import PaddedObjective
 from rlhf_grpo.losses import LOSSES
 from rlhf_grpo.objective import Terms, combine
 
@@ -94,7 +94,8 @@ def policy_loss(
         entropy_scale=count / jnp.maximum(effective, 1.0),
     )
     # Where nothing is in the mask the loss is 0, not 0/0.
-    return value.total / jnp.where(value.count > 0, value.count, 1.0), results(metrics)
+    loss = value.total / jnp.where(value.count > 0, value.count, 1.0)
+    return loss, {k: metric.result() for k, metric in metrics.items()}
 
 
 def kept_by_entropy(entropies: jax.Array, mask: jax.Array, share: float) -> jax.Array:
@@ -143,7 +144,7 @@ def _read(
 def completion_logps(
     model: Definition, params: Any, ids: jax.Array, mask: jax.Array, prompt_length: int, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    hidden = model.hidden(params, *padded_rows(ids, mask))
+    hidden = model.padded_hidden(params, ids, mask)
     kernel, softcap = model.unembedding(params)
     return token_logps(
         hidden[:, prompt_length - 1 : -1],
@@ -251,88 +252,85 @@ def grpo_step(
         name=loss_type,
         beta=beta,
         bias_correction=use_bias_correction_kl,
-        max_completion_length=max_completion_length or arrays["completion_ids"].shape[1],
+        max_completion_length=max_completion_length or jnp.shape(arrays["completion_ids"])[1],
     )
-    return _grpo_step(
-        state,
-        arrays,
-        component=component,
-        terms=terms,
-        share=top_entropy_quantile,
-        temperature=temperature,
-        splits=gradient_accumulation_steps,
-        is_training=is_training,
-    )
+    objective = _Objective(component, terms, temperature)
+    if top_entropy_quantile < 1.0:
+        # The quantile is over the whole batch, so it is taken before the batch is split.
+        read = {name: jnp.asarray(arrays[name], jnp.int32) for name in objective.ids}
+        arrays["kept"] = _kept(objective, state, read, top_entropy_quantile)
+    if not is_training:
+        return state, objective.evaluate(state, arrays)
+    if arrays.get("num_items_in_batch") is not None:
+        arrays["num_items_in_batch"] = (
+            jnp.asarray(arrays["num_items_in_batch"], jnp.float32) / gradient_accumulation_steps
+        )
+    return objective.update(state, arrays, gradient_accumulation_steps)
 
 
-def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[str, jax.Array]:
-    needed = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
-    needed += ["ref_per_token_logps"] if beta else []
-    if missing := [name for name in needed if name not in batch]:
+def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[str, Any]:
+    """Repeat prompts that are given once per group. Raises ValueError for missing arrays, and for rows that differ."""
+    needed = (*_Objective.ids, *_Objective.numbers, *(("ref_per_token_logps",) if beta else ()))
+    if missing := [name for name in needed if batch.get(name) is None]:
         raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
-    arrays = {}
-    for name in needed:
-        kind = jnp.int32 if name.endswith(("_ids", "_mask")) else jnp.float32
-        arrays[name] = jnp.asarray(batch[name], kind)
-    for name in ("old_per_token_logps", "ref_per_token_logps", "num_items_in_batch"):
-        if batch.get(name) is not None:
-            arrays[name] = jnp.asarray(batch[name], jnp.float32)
-    rows = arrays["completion_ids"].shape[0]
+    arrays = dict(batch)
+    rows = jnp.shape(arrays["completion_ids"])[0]
     for name in ("prompt_ids", "prompt_mask"):
-        if arrays[name].shape[0] * num_generations == rows:
-            arrays[name] = jnp.repeat(arrays[name], num_generations, axis=0)
-        if arrays[name].shape[0] != rows:
+        array = arrays[name] = jnp.asarray(arrays[name], jnp.int32)
+        if array.shape[0] * num_generations == rows:
+            array = arrays[name] = jnp.repeat(array, num_generations, axis=0)
+        if array.shape[0] != rows:
             raise ValueError(
-                f"batch.{name} has {arrays[name].shape[0]} rows for {rows} completions and "
+                f"batch.{name} has {array.shape[0]} rows for {rows} completions and "
                 f"num_generations={num_generations}"
             )
     return arrays
 
 
-@partial(jax.jit, static_argnames=("component", "terms", "share", "temperature", "splits", "is_training"))
-def _grpo_step(
-    state: TrainState,
-    batch: dict[str, jax.Array],
-    *,
-    component: PolicyLoss,
-    terms: Terms,
-    share: float,
-    temperature: float,
-    splits: int,
-    is_training: bool,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    def read(params: Any, part: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        ids = jnp.concatenate([part["prompt_ids"], part["completion_ids"]], axis=1)
-        mask = jnp.concatenate([part["prompt_mask"], part["completion_mask"]], axis=1)
-        return completion_logps(state.model, params, ids, mask, part["prompt_ids"].shape[1], temperature)
+@dataclass(frozen=True)
+class _Objective(PaddedObjective):
+    """`combine` of the completions of a padded batch."""
 
-    def compute(params: Any, part: Mapping[str, jax.Array]) -> tuple[Mean, Mapping[str, Metric]]:
-        logps, entropies = read(params, part)
-        mask = part["completion_mask"].astype(jnp.float32)
-        items = part["num_items_in_batch"] / splits if "num_items_in_batch" in part else None
+    ids = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    numbers = ("advantages",)
+    optional = ("old_per_token_logps", "ref_per_token_logps", "num_items_in_batch", "kept")
+    component: PolicyLoss
+    terms: Terms
+    temperature: float
+
+    def compute(
+        self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[Mean, Mapping[str, Metric]]:
+        logps, entropies = self.logps_and_entropies(model, params, batch)
+        mask = batch["completion_mask"].astype(jnp.float32)
         inputs = padded_inputs(
             logps,
-            part.get("old_per_token_logps"),
-            part["advantages"],
+            batch.get("old_per_token_logps"),
+            batch["advantages"],
             mask,
-            part.get("ref_per_token_logps"),
+            batch.get("ref_per_token_logps"),
             entropies,
         )
         return combine(
-            component, inputs, terms, sequences=mask.shape[0], kept=part.get("kept"), num_items=items
+            self.component,
+            inputs,
+            self.terms,
+            sequences=mask.shape[0],
+            kept=batch.get("kept"),
+            num_items=batch.get("num_items_in_batch"),
         )
 
-    if share < 1.0:
-        # The quantile is over the whole batch, so it is taken before the batch is split.
-        mask = batch["completion_mask"].astype(jnp.float32)
-        batch = {**batch, "kept": kept_by_entropy(read(state.params, batch)[1], mask, share)}
-    if not is_training:
-        value, metrics = compute(state.params, {**batch, **_whole(batch, splits)})
-        return state, {**results(metrics), "loss": value.result()}
-    state, stepped = split_step(compute, state, batch, splits)
-    return state, results(stepped)
+    def logps_and_entropies(
+        self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        ids = jnp.concatenate([batch["prompt_ids"], batch["completion_ids"]], axis=1)
+        mask = jnp.concatenate([batch["prompt_mask"], batch["completion_mask"]], axis=1)
+        return completion_logps(model, params, ids, mask, batch["prompt_ids"].shape[1], self.temperature)
 
 
-def _whole(batch: Mapping[str, jax.Array], splits: int) -> dict[str, jax.Array]:
-    """Undo the division of the item count among splits, for a batch computed in one piece."""
-    return {k: batch[k] * splits for k in ("num_items_in_batch",) if k in batch}
+@partial(jax.jit, static_argnums=(0, 3))
+def _kept(
+    objective: _Objective, state: TrainState, batch: Mapping[str, jax.Array], share: float
+) -> jax.Array:
+    mask = batch["completion_mask"].astype(jnp.float32)
+    return kept_by_entropy(objective.logps_and_entropies(state.model, state.params, batch)[1], mask, share)

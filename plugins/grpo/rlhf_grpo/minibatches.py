@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,28 +50,6 @@ def with_entropy_scale(
         )
         for b in batches
     ]
-
-
-class Places(NamedTuple):
-    """Positions of a packed micro-batch's trained tokens, in `trained` and in arrays [completions, tokens]."""
-
-    row: NDArray[np.intp]
-    column: NDArray[np.intp]
-    completion: NDArray[np.int64]
-    token: NDArray[np.int64]
-
-
-def locate(batch: Packed, prompt_sizes: NDArray[np.integer]) -> Places:
-    """Locate every trained token by its completion's number in the rollout and its own within the completion.
-
-    prompt_sizes: int [completions], tokens of each completion's prompt.
-    """
-    row, column = np.nonzero(batch.trained >= 0)
-    slot = batch.trained[row, column]
-    sequence = batch.rows.sequence[row, slot]
-    completion = batch.sequence_values["index"][row, sequence].astype(np.int64)
-    token = batch.rows.positions[row, slot].astype(np.int64) - prompt_sizes[completion]
-    return Places(row, column, completion, token)
 
 
 def sequence_kl(samples: Rollouts, ref_logps: NDArray[np.float32], name: str) -> NDArray[np.float64]:

@@ -158,14 +158,14 @@ def objective(
 ) -> Objective:
     """Make the objective over rows that carry, per trained token, `sampling_logps`, `advantages` and, where they are
     kept, `old_logps` (without: the policy's own, so that the ratio is 1 with its gradient), `ref_logps` and `kept`;
-    and per sequence `entropy_scale`.
+    and per sequence `reward` and `entropy_scale`, both optional.
     """
 
     def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
         logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
         mask, sequence = trained_weight(batch), trained_sequence(batch)
         values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
-        own = jax.lax.stop_gradient(logps)
+        own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
         inputs = PolicyInputs(
             logps=logps,
             old_logps=values.get("old_logps", own),
@@ -175,6 +175,7 @@ def objective(
             entropies=entropies,
             sequence=sequence,
             sequences=batch.last.shape[1],
+            rewards=None if rewards is None else jnp.take_along_axis(rewards, sequence, axis=1),
         )
         sampling = values["sampling_logps"]
         corrected = None if correction is None else importance(inputs, sampling, correction)
@@ -192,13 +193,3 @@ def objective(
         return value, metrics | mismatch(inputs, sampling, corrected)
 
     return compute
-
-
-def reader(model: Definition, *, temperature: float) -> jax.stages.Wrapped:
-    """Return a jitted (params, batch) → log-probabilities, entropies, nats, float32 [rows, trained]."""
-
-    @jax.jit
-    def read(params: Any, batch: Packed) -> tuple[jax.Array, jax.Array]:
-        return trained_logps(model, params, batch, temperature=temperature, entropy=True)
-
-    return read

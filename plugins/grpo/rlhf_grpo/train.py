@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_core import ADVANTAGE, POLICY_LOSS, create_state
 from rlhf_core.artifacts import save_model
 from rlhf_core.fit import fit
+from rlhf_core.objective import trained_logps
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.rollouts import FixedPrompts, choose_rollout_rows, open_collector
-from rlhf_core.state import fixed_parameters
-from rlhf_core.training import open_model, open_rewards, python_trainer
+from rlhf_core.training import Reference, open_model, open_rewards, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import config_warnings
-from rlhf_grpo.objective import Terms, objective, reader
-from rlhf_grpo.policies import PolicyReader, Reference
+from rlhf_grpo.objective import Terms, objective
+from rlhf_grpo.policies import PolicyReader
 from rlhf_grpo.updates import GRPOUpdates
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     advantage = registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
 
-    fixed = fixed_parameters(model.params, config.frozen_parameters)
-    reference = Reference(model.params, fixed, mesh) if config.keeps_reference else None
+    reference = Reference(model.params, config.frozen_parameters, mesh) if config.keeps_reference else None
     collector = open_collector(
         config,
         stage,
@@ -51,8 +51,9 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     assert collector is not None
     model, layout = choose_rollout_rows(model, config, stage, collector)
     held_out = _held_out(config, stage, model, rewards)
-    compute = reader(model.definition, temperature=temperature)
-    policies = PolicyReader(config, compute, reference, model.params, mesh)
+    logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
+    policies = PolicyReader(config, logps, reference, layout, mesh)
+    policies.compile(model.params)
     aggregation = POLICY_LOSS.attribute(loss, "aggregation")
     updates = GRPOUpdates(stage, config, collector, advantage, policies, layout, aggregation)
     if held_out is not None:
@@ -119,7 +120,7 @@ def _warn(config: GRPOConfig, stage: Stage, model: Model, updates: GRPOUpdates) 
 def _reference_sync(config: GRPOConfig, reference: Reference) -> Callable[[int, TrainState], None]:
     """Return what moves the reference towards the policy; the loop calls it every `ref_model_sync_steps` updates."""
     share = config.ref_model_mixup_alpha
-    reference.compile(reference.params, share)  # now rather than between two updates
+    reference.compile(share)  # now rather than between two updates
     return lambda _, state: reference.move(state.params, share)
 
 

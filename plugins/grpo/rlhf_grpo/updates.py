@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_core.fit import empty_batches
 from rlhf_core.packing import Layout, Packed, pack
-from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates, compute_advantages
+from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
 from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 SAMPLED = ("sampling_logps",)
 """Per-token values that every micro-batch carries, also when the policies read it."""
-INDEX = ("index",)
-"""Per-sequence values: a completion's number in its rollout."""
+PER_SEQUENCE = ("index", "reward")
+"""Per-sequence values: a completion's number in its rollout, and its total reward."""
 
 
 def batch_values(config: GRPOConfig, read: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -34,7 +35,7 @@ def batch_values(config: GRPOConfig, read: Sequence[str]) -> dict[str, tuple[str
             *names,
             *(("kept",) if config.top_entropy_quantile < 1 else ()),
         ),
-        "sequence_names": (*INDEX, *(("entropy_scale",) if config.entropy_coef else ())),
+        "sequence_names": (*PER_SEQUENCE, *(("entropy_scale",) if config.entropy_coef else ())),
     }
 
 
@@ -61,7 +62,6 @@ class GRPOUpdates(RolloutUpdates):
         self.config, self.advantage, self.policies = config, advantage, policies
         self.layout, self.aggregation = layout, aggregation
         self.keeps_share = config.top_entropy_quantile < 1
-        policies.compile(empty_batches(layout, token_names=SAMPLED, sequence_names=INDEX))
 
     def shapes(self) -> list[Packed]:
         return empty_batches(self.layout, **batch_values(self.config, self.policies.names))
@@ -71,17 +71,25 @@ class GRPOUpdates(RolloutUpdates):
         in_reward = config.kl.place == "reward" and "ref_logps" in self.policies.names
         if self.policies.names:
             # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
-            packed = self._pack(rollout, SAMPLED, masked=not in_reward)
-            sizes = np.repeat([len(self.prompts.ids[i]) for i in rollout.prompts], rollout.group)
-            rollout = replace(rollout, token_values=self.policies.read(packed, rollout, sizes, state.params))
+            mask = rollout.samples.mask if in_reward else self._mask(rollout)
+            values = self.policies.read(rollout.trees(self.prompts, mask=mask), state.params)
+            rollout = rollout.with_token_values(values, mask=mask)
         if in_reward:
             penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
             rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
-        rewards, name = self.collector.rewards, config.advantage.name
-        return replace(rollout, advantages=compute_advantages(self.advantage, rollout, rewards, name=name))
+        return rollout.with_advantages(self.advantage, self.collector.rewards, name=config.advantage.name)
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
-        packed = self._pack(rollout, (*SAMPLED, "advantages", *self.policies.names))
+        groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)
+        packed = [
+            pack(
+                rollout.trees(self.prompts, m * groups, (m + 1) * groups, mask=mask),
+                self.layout,
+                token_names=(*SAMPLED, "advantages", *self.policies.names),
+                sequence_names=PER_SEQUENCE,
+            )
+            for m in range(self.config.steps_per_generation)
+        ]
         if self.keeps_share:
             packed = [with_kept(batches, self.config.top_entropy_quantile) for batches in packed]
         if self.config.entropy_coef:
@@ -89,24 +97,12 @@ class GRPOUpdates(RolloutUpdates):
             packed = [with_entropy_scale(batches, self.aggregation, length) for batches in packed]
         return packed
 
-    def _pack(self, rollout: Rollout, names: Sequence[str], *, masked: bool = True) -> list[list[Packed]]:
-        """Pack the groups of each minibatch, with the token values of these names; no group is split between them.
-
-        masked: whether `mask_truncated_completions` is heeded; if not, every token of a completion counts.
-        """
-        config, mask = self.config, rollout.samples.mask
-        if masked and config.mask_truncated_completions:
+    def _mask(self, rollout: Rollout) -> NDArray[np.bool_]:
+        """Mark the tokens that are trained on, bool [N, C]."""
+        mask = rollout.samples.mask
+        if self.config.mask_truncated_completions:
             mask = mask & rollout.samples.finished[:, None]
-        groups = config.total_batch_size // config.num_generations
-        return [
-            pack(
-                rollout.trees(self.prompts, m * groups, (m + 1) * groups, mask=mask),
-                self.layout,
-                token_names=names,
-                sequence_names=INDEX,
-            )
-            for m in range(config.steps_per_generation)
-        ]
+        return mask
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host, arrays = super().snapshot(step)

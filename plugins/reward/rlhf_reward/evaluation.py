@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -16,19 +16,15 @@ from numpy.typing import NDArray
 
 from rlhf_core import PairInputs
 from rlhf_core.artifacts import write_atomic
-from rlhf_core.fit import compute_batches, evaluation_batches
-from rlhf_core.mesh import replicated_sharding
 from rlhf_core.metrics import fetch_metrics
 from rlhf_core.objective import sequence_scores
 from rlhf_reward.metrics import calibration_bins, histograms, measures
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from rlhf_core import Stage, TrainState
-    from rlhf_core.data import Pairs, Records
-    from rlhf_core.models import Definition
-    from rlhf_reward.config import RewardConfig
+    from rlhf_core.data import Pairs
+    from rlhf_core.models import Model
+    from rlhf_core.training import HeldOut
     from rlhf_reward.objective import Measure
 
 
@@ -39,32 +35,16 @@ class Evaluation:
     rounding. The result is cached for the same parameters.
     """
 
-    def __init__(
-        self,
-        pairs: Pairs,
-        config: RewardConfig,
-        model: Definition,
-        mesh: Mesh,
-        measure: Measure,
-        subsets: Sequence[str | None] = (),
-        stored: Callable[[Any], Any] = lambda params: params,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
-        """subsets: see `subsets_of`. stored: converts parameters to those that are saved, such as `Model.as_stored`.
-        say: see `compute_batches`. The config gives `max_evaluation_steps` and `eval_batch_size`.
-        """
-        trees = pairs.trees()
-        self.batches = evaluation_batches(trees, config, mesh, model.hidden_size, reads_tokens=False, group=2)
-        count = sum(int((batch.example >= 0).sum()) for batch in self.batches) // 2
-        self.pairs = pairs
+    def __init__(self, pairs: Pairs, held_out: HeldOut, model: Model, measure: Measure) -> None:
+        """held_out: the first of the pairs. Their column `subset` gives the metrics `accuracy/SUBSET`."""
+        count = len(held_out.trees)
+        self.pairs, self.held_out, self.stored = pairs, held_out, model.as_stored
         self.margins = pairs.margins[:count].astype(np.float32)
         lengths = np.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1)[:count]
         self.same = (pairs.digests[:count, 0] == pairs.digests[:count, 1]) & (lengths[:, 0] == lengths[:, 1])
-        self.lengths = lengths - trees.prefixes[:count, None]
-        self.subsets = subsets[:count]
-        self.mesh = mesh
-        self.stored, self.say = stored, say
-        self._score = jax.jit(partial(sequence_scores, model), out_shardings=replicated_sharding(mesh))
+        self.lengths = lengths - held_out.trees.prefixes[:, None]
+        self.subsets = [None if x is None or x == "" else str(x) for x in pairs.column("subset")[:count]]
+        self._score = partial(sequence_scores, model.definition)
         self._measure = jax.jit(measure)
         self._cached: tuple[Any, NDArray[np.float32], dict[str, float]] | None = None
 
@@ -83,11 +63,7 @@ class Evaluation:
         return self._cached[1:]
 
     def _gather(self, params: Any) -> NDArray[np.float32]:
-        scores = np.full((len(self.margins), 2), np.nan, np.float32)
-        compute = partial(self._score, params)
-        for batch, of_rows in compute_batches(compute, self.mesh, self.batches, self.say):
-            pair = batch.example[:, 0::2]
-            scores[pair[pair >= 0]] = np.stack([of_rows[:, side::2][pair >= 0] for side in (0, 1)], 1)
+        scores = self.held_out.per_sequence(self._score, params).reshape(-1, 2)
         # A sequence's place in its row changes the last bits, and equal sequences must tie.
         scores[self.same, 1] = scores[self.same, 0]
         return scores
@@ -100,14 +76,6 @@ class Evaluation:
         return fetch_metrics({**metrics, "loss": loss}) | measures(
             chosen, rejected, self.lengths, self.subsets
         )
-
-
-def subsets_of(records: Records, pairs: Pairs) -> list[str | None]:
-    """Return the text in the column `subset` of each pair's row, None where it has none; [] without that column."""
-    if "subset" not in records.columns:
-        return []
-    values = [records[i].get("subset") for i in pairs.rows.tolist()]
-    return [None if value is None or value == "" else str(value) for value in values]
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

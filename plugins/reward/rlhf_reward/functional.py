@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs
-from rlhf_core.metrics import Mean, Metric, results
-from rlhf_core.models import padded_scores
-from rlhf_core.training import batch_arrays, evaluate_once, named_loss, update_once
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.training import PaddedObjective, named_loss
 from rlhf_reward.losses import LOSSES
 from rlhf_reward.objective import pair_loss
 
@@ -48,7 +47,7 @@ def pairwise_loss(
     pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
     name, component = _named(loss)
     value, metrics = pair_loss(component, pairs, present, center_rewards_coefficient, name=name)
-    return value.result(), results(metrics)
+    return value.result(), {k: metric.result() for k, metric in metrics.items()}
 
 
 def training_step(
@@ -68,7 +67,7 @@ def training_step(
     Raises ValueError where the parts do not divide the batch.
     """
     objective = _Objective(_named(loss), center_rewards_coefficient)
-    return update_once(objective, state, _arrays(batch), splits=gradient_accumulation_steps)
+    return objective.update(state, batch, gradient_accumulation_steps)
 
 
 def evaluation_step(
@@ -79,32 +78,31 @@ def evaluation_step(
     loss: Loss = "bradley_terry",
 ) -> dict[str, jax.Array]:
     """Compute the loss and metrics of `training_step` without an update."""
-    return evaluate_once(_Objective(_named(loss), center_rewards_coefficient), state, _arrays(batch))
-
-
-def _arrays(batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    names = [f"{part}_{side}" for side in ("chosen", "rejected") for part in ("input_ids", "attention_mask")]
-    return batch_arrays(batch, names, ["margin"] if batch.get("margin") is not None else [])
+    return _Objective(_named(loss), center_rewards_coefficient).evaluate(state, batch)
 
 
 @dataclass(frozen=True)
-class _Objective:
+class _Objective(PaddedObjective):
     """`pair_loss` of the scores of a padded batch."""
 
+    ids = tuple(
+        f"{part}_{side}" for side in ("chosen", "rejected") for part in ("input_ids", "attention_mask")
+    )
+    optional = ("margin",)
     loss: tuple[str, PairwiseLoss]
     coefficient: float | None
 
-    def __call__(
+    def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Mean, Mapping[str, Metric]]:
         chosen, rejected = (
-            padded_scores(model, params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
+            model.padded_scores(params, batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"])
             for side in ("chosen", "rejected")
         )
         rejected = jnp.where(
             _same_tokens(batch), chosen, rejected
         )  # to the last bit, however they are padded
-        margin = batch["margin"] if "margin" in batch else jnp.zeros_like(chosen)
+        margin = batch["margin"].reshape(-1) if "margin" in batch else jnp.zeros_like(chosen)
         pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
         name, component = self.loss
         return pair_loss(component, pairs, present, self.coefficient, name=name)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import InputError
-from rlhf_core.mesh import row_multiple
-from rlhf_core.models import stored_head
-from rlhf_core.packing import Layout
 from rlhf_core.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -33,11 +28,7 @@ class ModelReward:
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> Mapping[int, str]:
         """Raise InputError where the files of a local model show that it cannot score; nothing is loaded."""
-        directory = Path(self.model)
-        if directory.is_dir() and stored_head(directory) == "lm":
-            raise InputError(
-                f"{directory} is a language model, without a reward head: rlhf train reward makes one of it"
-            )
+        Scorer.check(self.model)
         return {}
 
     def setup(self, stage: Stage) -> None:
@@ -63,14 +54,9 @@ class ModelReward:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the row shapes chosen for the first texts, on which the last bits of scores depend."""
-        layout = None if self._scorer is None else self._scorer.layout
-        return {} if layout is None else layout._asdict()
+        return {} if self._scorer is None else self._scorer.snapshot()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore a `snapshot` after `setup`; a mesh that these shapes do not fit gets others."""
-        if self._scorer is None or not saved:
-            return
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
-        layout = Layout(**values)
-        if not any(rows % row_multiple(self._scorer.model.mesh) for rows in layout.rows):
-            self._scorer.layout = layout
+        if self._scorer is not None:
+            self._scorer.restore(saved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +10,22 @@ import jax.numpy as jnp
 
 from rlhf_core import PAIRWISE_LOSS, PairInputs, create_state
 from rlhf_core.artifacts import save_model
-from rlhf_core.data import require_vocabulary
-from rlhf_core.fit import fit
+from rlhf_core.fit import fit, per_sequence
+from rlhf_core.objective import sequence_scores
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.scoring import Contract, Scorer, base_identity
 from rlhf_core.training import (
+    HeldOut,
     dataset_programs,
     dataset_updates,
     forecast_lines,
     open_model,
     open_pairs,
-    open_records,
     python_trainer,
-    read_at_of,
-    text_options,
+    scoring_contract,
     try_loss,
 )
 from rlhf_reward.config import RewardConfig
-from rlhf_reward.evaluation import Evaluation, Preview, finite, subsets_of
+from rlhf_reward.evaluation import Evaluation, Preview, finite
 from rlhf_reward.objective import SAME, mark_equal_pairs, objective, pair_loss
 
 if TYPE_CHECKING:
@@ -56,29 +53,20 @@ def run(config: RewardConfig, stage: Stage) -> None:
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     preview = evaluate and Preview(evaluate, model.tokenizer, stage, config.num_preview_samples)
     fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=preview)
-    trained = model.with_params(fitted.state.params)
-    contract = Contract.of(
-        trained.tokenizer,
-        max_length=config.max_sequence_length,
-        truncation_mode=config.truncation_mode,
-        chat_template=text_options(config, stage, read_at=read_at_of(config, stage, config.read_at)),
-    )
     if evaluate is None:
-        sequences = [ids for pair in train.pairs[:STATISTICS_PAIRS] for ids in (pair.chosen, pair.rejected)]
-        scorer = Scorer(model.with_params(model.as_stored(fitted.state.params)), contract)
-        scorer.layout = updates.layout.largest()  # chosen for this data, and a single program to compile
-        scores = scorer.score_ids(sequences, group=2)
+        params = model.as_stored(fitted.state.params)
+        layout = updates.layout.largest()  # a single program to compile
+        score = partial(sequence_scores, model.definition)
+        scores = per_sequence(score, params, trees[:STATISTICS_PAIRS], layout, stage.devices(), group=2)
+        metrics = None
     else:
         scores = evaluate.scores(fitted.state)
-        contract = replace(contract, evaluation=finite(evaluate(fitted.state)))
-    contract = replace(
-        contract,
-        mean=float(scores.mean()),
-        std=float(scores.std()),
-        compute_dtype=model.computes_in,
-        base=base_identity(trained),
+        metrics = finite(evaluate(fitted.state))
+    contract = scoring_contract(
+        config, stage, model, read_at=config.read_at, scores=scores, evaluation=metrics
     )
-    save_model(stage, "model", "reward_model", trained, contract=contract.to_dict())
+    trained = model.with_params(fitted.state.params)
+    save_model(stage, "model", "reward_model", trained, contract=contract)
 
 
 STATISTICS_PAIRS = 128
@@ -91,22 +79,11 @@ def _measure(config: RewardConfig, stage: Stage) -> Measure:
 
 
 def _evaluation(config: RewardConfig, stage: Stage, model: Model, measure: Measure) -> Evaluation | None:
-    records = open_records(config, stage, "eval_data", needed=False)
-    if records is None:
+    pairs = _open_pairs(config, stage, model.tokenizer, "eval_data", needed=False)
+    if pairs is None:
         return None
-    pairs = _open_pairs(config, stage, model.tokenizer, "eval_data", records=records)
-    assert pairs is not None
-    require_vocabulary(pairs.trees(), pairs.where, model.definition.vocab_size)
-    return Evaluation(
-        pairs,
-        config,
-        model.definition,
-        stage.devices(),
-        measure,
-        subsets=subsets_of(records, pairs),
-        stored=model.as_stored,
-        say=stage.say,
-    )
+    held_out = HeldOut(model, config, stage, pairs, pairs.trees(), reads_tokens=False, group=2)
+    return Evaluation(pairs, held_out, model, measure)
 
 
 def forecast(config: RewardConfig, stage: Stage) -> Forecast:
@@ -132,8 +109,7 @@ def programs(config: RewardConfig, stage: Stage) -> StagePrograms:
 def _open_pairs(
     config: RewardConfig, stage: Stage, tokenizer: Any, field: str, **options: Any
 ) -> Pairs | None:
-    read_at = read_at_of(config, stage, config.read_at)
-    return open_pairs(config, stage, tokenizer, field, read_at=read_at, **options)
+    return open_pairs(config, stage, tokenizer, field, read_at=config.read_at, **options)
 
 
 RewardTrainer = python_trainer("reward", RewardConfig, __name__)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from rlhf_core import create_state
 from rlhf_core.artifacts import save_model
-from rlhf_core.data import require_vocabulary
-from rlhf_core.fit import evaluation_batches, evaluator, fit
+from rlhf_core.fit import fit
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.training import (
+    HeldOut,
     dataset_programs,
     dataset_updates,
     forecast_lines,
@@ -34,12 +34,8 @@ def run(config: SFTConfig, stage: Stage) -> None:
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     loss = objective(model.definition)
     evaluate = None
-    held_out = open_texts(config, stage, model.tokenizer, "eval_data", needed=False)
-    if held_out is not None:
-        trees, mesh, width = held_out.trees(), stage.devices(), model.definition.hidden_size
-        require_vocabulary(trees, held_out.where, model.definition.vocab_size)
-        batches = evaluation_batches(trees, config, mesh, width, reads_tokens=True)
-        evaluate = evaluator(loss, mesh, batches, stored=model.as_stored, say=stage.say)
+    if (texts := open_texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:
+        evaluate = HeldOut(model, config, stage, texts, texts.trees(), reads_tokens=True).evaluator(loss)
     fitted = fit(stage, config, state, loss, updates, schedule=schedule, evaluate=evaluate)
     save_model(stage, "model", "language_model", model.with_params(fitted.state.params))
 

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf_core.fit import compute, per_token
-from rlhf_core.mesh import make_mesh
+from rlhf_core.fit import TokenReader, sequence_values
+from rlhf_core.mesh import make_mesh, replicated_sharding
 from rlhf_core.objective import trained_scores
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import Tree
@@ -45,13 +46,13 @@ def trained(tree: Tree, branch: int) -> np.ndarray:
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "CHUNK", 2)
+    monkeypatch.setattr(sequence_values, "CHUNK", 2)
     model = tiny.make_model("score")
     mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
     definition = model.definition
     params = jax.device_put(model.params, definition.shardings(mesh))
     given = trees(np.random.default_rng(0))
-    values = per_token(partial(trained_scores, definition), params, given, LAYOUT, mesh)
+    values = TokenReader(partial(trained_scores, definition), LAYOUT, mesh)(params, given)
     branches = [(tree, i) for tree in given for i in range(len(tree.branches))]
     assert len(values) == len(branches)
     for (tree, i), found in zip(branches, values, strict=True):
@@ -72,8 +73,35 @@ def test_a_program_is_compiled_once_per_shape() -> None:
         return params * (batch.trained >= 0)
 
     given = trees(np.random.default_rng(1))
+    reader = TokenReader(weights, LAYOUT, mesh)
     for _ in range(2):
-        values = per_token(weights, np.float32(2), given, LAYOUT, mesh)
+        values = reader(np.float32(2), given)
     assert sorted(traced) == sorted(set(traced))
     assert [len(v) for v in values] == [len(trained(t, i)) for t in given for i in range(len(t.branches))]
     assert all((v == 2).all() for v in values)
+
+
+def test_several_values_of_one_pass() -> None:
+    """Each by its name; compiled before, so that reading traces nothing; no tree has the names all the same."""
+    mesh, traced = make_mesh(), []
+
+    def read(params: Any, batch: Any) -> Any:
+        traced.append(batch.trained.shape)
+        token = jnp.take_along_axis(batch.rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
+        return {"token": token, "scaled": params["by"] * token}
+
+    given = trees(np.random.default_rng(2))
+    params = jax.device_put({"by": np.float32(3)}, replicated_sharding(mesh))
+    reader = TokenReader(read, LAYOUT, mesh)
+    reader.compile(params)
+    count = len(traced)
+    assert count == len(LAYOUT.time)
+    values = reader(params, given)
+    assert len(traced) == count
+    branches = [(tree, i) for tree in given for i in range(len(tree.branches))]
+    assert set(values) == {"token", "scaled"}
+    for number, (tree, i) in enumerate(branches):
+        expected = tree.branches[i][trained(tree, i)]
+        np.testing.assert_array_equal(values["token"][number], expected)
+        np.testing.assert_array_equal(values["scaled"][number], 3 * expected)
+    assert reader(params, []) == {"token": [], "scaled": []}

@@ -1,0 +1,260 @@
+"""The sampler's own layout of the parameters, what fits beside them, and what devices exchange per token.
+
+Training spreads parameters so that the optimizer state fits; for a decoded token every device would have to gather
+all of them. So a rollout begins by bringing the weights into a layout from which nothing is sent again: groups of
+devices along `tensor` share each layer (Megatron-LM, Shoeybi et al. 2019), and groups are replicas of each other.
+Decoding a token then takes two sums per layer within a group, an exchange of logits, after which each device samples
+for its share of the group's rows, and an exchange of the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import AnyMesh, make_mesh, param_shardings, planned_mesh, row_multiple, with_shardings
+from rlhf_core.runtime.devices import platform
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.contracts import ModelDefinition
+
+
+SLOTS = {"cpu": 32}
+"""Sequences that a device decodes at once, at most. On a CPU, time grows in proportion to them."""
+SLOTS_ACCELERATOR = 1024
+"""The same where the device's memory is known, and may allow fewer: a step reads all weights, so that more sequences
+cost little."""
+ENOUGH_SLOTS = 128
+"""Sequences per device above which no more devices share layers: their weights are then read for enough tokens."""
+UNKNOWN_MEMORY_SLOTS = 256
+"""The most per device of an accelerator whose memory is not known."""
+PREFILL_SHARE = 0.25
+"""Of the memory for sequences: at most this much is for prompts that are prefilled at once."""
+PREFILL_WIDTHS = 16
+"""Values per token that prefill holds beside the cache, in multiples of the hidden size."""
+
+
+LOGITS = 4
+"""Arrays of the size of the logits, float32, that a step holds."""
+
+
+class Room(NamedTuple):
+    """How much is sampled at once."""
+
+    tensor: int
+    """Devices that share each layer."""
+    slots: int
+    """Sequences that the devices of one group decode at once."""
+    prompts: int
+    """Prompts that all devices prefill in one call."""
+    bytes: int | None
+    """Bytes per device for weights, caches and logits, from their shapes; None where memory is not known."""
+
+    def line(self, devices: int, what: str) -> str:
+        """Say it in one line. what: the field of the prompts."""
+        shared = f", {self.tensor} sharing each layer" if self.tensor > 1 else ""
+        size = "" if self.bytes is None else f", {self.bytes / 1e9:.1f} GB per device"
+        return (
+            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled at once on {devices} "
+            f"devices{shared}, from {self.prompts:,} prompts per call{size}"
+        )
+
+
+def plan_room(
+    definition: ModelDefinition,
+    mesh: AnyMesh,
+    sizes: Sequence[int],
+    *,
+    memory: int | None,
+    prompts: int,
+    num_generations: int,
+    prompt_length: int,
+    length: int,
+) -> Room:
+    """Choose the fewest devices per group, of `sizes`, that have the memory for enough sequences, and how many fit.
+
+    memory: bytes per device for weights, caches and logits; None: unknown. prompts: wanted per call. prompt_length:
+    tokens of the longest padded prompt; length: of it and a completion.
+    Returns the last of `sizes`, with at least one sequence and prompt per group, where nothing fits.
+    """
+    shared = definition.family.tensor_parallel is not None and mesh.size > 1
+    if memory is None:
+        tensor = sizes[0]
+        in_group = -(-prompts // (groups := mesh.size // tensor if shared else row_multiple(mesh)))
+        slots = min(in_group * num_generations, most_slots(None) * tensor)
+        return Room(tensor, -(-slots // tensor) * tensor, in_group * groups, None)
+    per_prompt = cache_bytes(definition, 1, prompt_length)
+    per_prompt += prompt_length * definition.hidden_size * PREFILL_WIDTHS * 2
+    per_slot = cache_bytes(definition, 1, length) + LOGITS * 4 * definition.vocab_size
+    for tensor in sizes:
+        groups = mesh.size // tensor if shared else row_multiple(mesh)
+        in_group = -(-prompts // groups)
+        weights = weight_bytes(definition, mesh, tensor) if shared else prepared_bytes(definition)
+        free = max(memory - weights, 0) * tensor
+        prefilled = max(min(in_group, int(free * PREFILL_SHARE) // per_prompt), 1)
+        slots = min(in_group * num_generations, most_slots(memory) * tensor)
+        slots = max(min(slots, (free - prefilled * per_prompt) // per_slot), 1)
+        # The devices of a group sample for equal shares of its slots.
+        slots = max(slots // tensor, 1) * tensor
+        size = weights + (slots * per_slot + prefilled * per_prompt) // tensor
+        room = Room(tensor, slots, prefilled * groups, size)
+        if size <= memory and slots >= min(in_group * num_generations // tensor, ENOUGH_SLOTS) * tensor:
+            break
+    return room
+
+
+def most_slots(memory: int | None) -> int:
+    """Return the most sequences that a device decodes at once, if it has the memory; memory None: unknown."""
+    return SLOTS.get(platform(), UNKNOWN_MEMORY_SLOTS) if memory is None else SLOTS_ACCELERATOR
+
+
+def weight_bytes(definition: ModelDefinition, mesh: AnyMesh, tensor: int) -> int:
+    """Count the bytes per device of the parameters in the sampler's layout."""
+    planned = planned_mesh(mesh.size, fsdp=1, tensor=tensor)
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(abstract_weights(definition, planned))
+    )
+
+
+def prepared_bytes(definition: ModelDefinition) -> int:
+    """Count the bytes of the parameters as the program on one device lays them out."""
+    family = definition.family
+    prepare = functools.partial(family.prepare, definition.config)
+    return _bytes(jax.eval_shape(prepare, family.abstract(definition.config)))
+
+
+def cache_bytes(definition: ModelDefinition, sequences: int, length: int) -> int:
+    """Count the bytes of the KV cache of `sequences` sequences of `length` tokens, in the definition's dtype."""
+    tokens = jax.ShapeDtypeStruct((1, 1), np.int32)
+
+    def cache(params: Any, tokens: Any) -> Any:
+        return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
+
+    made = jax.eval_shape(cache, definition.family.abstract(definition.config), tokens)
+    return sequences * _bytes(made)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def sampling_mesh(definition: ModelDefinition, mesh: Mesh, tensor: int) -> Mesh | None:
+    """Make the mesh of the sampler over the devices of `mesh`: `tensor` of them share layers, next to each other.
+
+    Returns None where the parameters stay as they are trained: on one device, and for families without
+    `tensor_parallel`.
+    """
+    if mesh.size == 1 or definition.family.tensor_parallel is None:
+        return None
+    return make_mesh(fsdp=1, tensor=tensor, devices=mesh.devices.reshape(-1).tolist())
+
+
+def allowed_sizes(definition: ModelDefinition, mesh: Mesh, tensor: int | None) -> list[int]:
+    """List the sizes that `tensor` may have. Raises InputError for a size asked for that is not among them."""
+    sizes = tensor_sizes(definition, mesh)
+    if tensor is not None and tensor not in sizes:
+        raise InputError(
+            f"sampling.mesh.tensor: {tensor} does not fit; with {mesh.size} devices, {linked_devices(mesh)} of "
+            f"them linked, the layers of this model can be shared by {', '.join(map(str, sizes))}"
+        )
+    return sizes if tensor is None else [tensor]
+
+
+def tensor_sizes(definition: ModelDefinition, mesh: Mesh) -> list[int]:
+    """List the sizes that `tensor` can have, ascending; devices that share layers are linked."""
+    parallel = definition.family.tensor_parallel
+    most = 1 if parallel is None else parallel.divides(definition.config)
+    linked = linked_devices(mesh)
+    return [n for n in range(1, linked + 1) if linked % n == 0 and most % n == 0]
+
+
+def linked_devices(mesh: Mesh) -> int:
+    """Count the devices that follow each other in `mesh` within one machine, or one slice of TPUs; 1 where the groups
+    differ in size.
+    """
+    devices = mesh.devices.reshape(-1)
+    groups = [getattr(d, "slice_index", 0) if d.platform == "tpu" else d.process_index for d in devices]
+    count = groups.count(groups[0])
+    runs = [groups[i : i + count] for i in range(0, len(groups), count)]
+    return count if all(len(run) == count and len(set(run)) == 1 for run in runs) else 1
+
+
+@functools.cache
+def shardings(definition: ModelDefinition, mesh: AnyMesh) -> Any:
+    """Choose a NamedSharding for every parameter in the sampler's layout."""
+    parallel = definition.family.tensor_parallel
+    assert parallel is not None
+    prepare = functools.partial(parallel.prepare, definition.config)
+    abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
+    return param_shardings(mesh, parallel.axes(definition.config), abstract)
+
+
+def abstract_weights(definition: ModelDefinition, mesh: AnyMesh) -> Any:
+    """Describe the parameters that `bring` returns."""
+    parallel = definition.family.tensor_parallel
+    assert parallel is not None
+    prepare = functools.partial(parallel.prepare, definition.config)
+    abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
+    return with_shardings(abstract, shardings(definition, mesh))
+
+
+def param_specs(definition: ModelDefinition, mesh: AnyMesh) -> Any:
+    return jax.tree.map(lambda sharding: sharding.spec, shardings(definition, mesh))
+
+
+@functools.cache
+def bring(definition: ModelDefinition, mesh: Mesh) -> Any:
+    """Compile-on-call: parameters as they are trained → the sampler's layout on `mesh`."""
+    parallel = definition.family.tensor_parallel
+    assert parallel is not None
+    prepare = functools.partial(parallel.prepare, definition.config)
+    return jax.jit(prepare, out_shardings=shardings(definition, mesh))
+
+
+class Peers(NamedTuple):
+    """The devices that share layers, within `jax.shard_map`: each holds a part of the vocabulary's columns, and samples
+    for a part of the rows.
+    """
+
+    size: int
+
+    def own_rows(self, tree: Any) -> Any:
+        """Return this device's share of the rows of arrays [B, …]."""
+        if self.size == 1:
+            return tree
+
+        def one(x: jax.Array) -> jax.Array:
+            size = x.shape[0] // self.size
+            return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, axis=0)
+
+        return jax.tree.map(one, tree)
+
+    def own_columns(self, kernel: jax.Array, columns: int) -> jax.Array:
+        """Return this device's columns of a kernel [D, columns], if it has all of them and they can be shared."""
+        if self.size == 1 or kernel.shape[1] < columns or columns % self.size:
+            return kernel
+        size = columns // self.size
+        return lax.dynamic_slice_in_dim(kernel, lax.axis_index("tensor") * size, size, axis=1)
+
+    def exchange(self, logits: jax.Array) -> jax.Array:
+        """Exchange this device's columns of all rows, [B, V / size], for all columns of its rows, [B / size, V]."""
+        return lax.all_to_all(logits, "tensor", split_axis=0, concat_axis=1, tiled=True)
+
+    def join(self, tokens: jax.Array, logps: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Collect int32 and float32 [B / size] of every device: [B]."""
+        if self.size == 1:
+            return tokens, logps
+        words = jnp.stack([tokens, lax.bitcast_convert_type(logps, jnp.int32)])
+        words = lax.all_gather(words, "tensor", axis=1, tiled=True)
+        return words[0], lax.bitcast_convert_type(words[1], jnp.float32)

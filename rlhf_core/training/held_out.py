@@ -1,0 +1,77 @@
+"""Evaluations on the rows of `eval_data`, packed once for the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core import data
+from rlhf_core.fit.batches import choose_row_layout
+from rlhf_core.fit.evaluation import evaluator
+from rlhf_core.fit.sequence_values import compute_sequences, pack_numbered
+
+if TYPE_CHECKING:
+    import jax
+    from numpy.typing import NDArray
+
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.fit.batches import EncodedRows
+    from rlhf_core.models import Model
+    from rlhf_core.packing.rows import Packed
+    from rlhf_core.packing.trees import Trees
+    from rlhf_core.stage import Stage
+    from rlhf_core.state import TrainState
+    from rlhf_core.step import Objective
+
+
+class HeldOut:
+    """Evaluate on the first `max_evaluation_steps` batches of `eval_batch_size` rows, or on all.
+
+    trees: of these rows alone. layout: the rows that they are packed in.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainerConfig,
+        stage: Stage,
+        rows: EncodedRows,
+        trees: Trees,
+        *,
+        reads_tokens: bool,
+        sequence_names: Sequence[str] = (),
+        group: int = 1,
+    ) -> None:
+        """Choose the rows. Arguments: as for `dataset_updates`.
+
+        Raises InputError naming the rows with tokens that the model has no embedding for.
+        """
+        data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
+        self._batch_size = config.eval_batch_size or config.total_batch_size
+        if config.max_evaluation_steps is not None:
+            trees = trees[: self._batch_size * config.max_evaluation_steps]
+        width, self._mesh = model.definition.hidden_size, stage.devices()
+        self.trees = trees
+        self.layout = choose_row_layout(trees, config, self._mesh, width, reads_tokens=reads_tokens)
+        self._sequence_names, self._group = sequence_names, group
+        self._stored, self._say = model.as_stored, stage.say
+
+    def evaluator(self, objective: Objective) -> Callable[[TrainState], dict[str, float]]:
+        """Make the function that `fit` takes as `evaluate`: the objective's loss and metrics over the rows.
+
+        It reads the parameters as they would be saved, see `Model.as_stored`.
+        """
+        return evaluator(objective, self._mesh, self._batches, stored=self._stored, say=self._say)
+
+    def per_sequence(self, function: Callable[[Any, Packed], jax.Array], params: Any) -> NDArray[Any]:
+        """Compute what `rlhf_core.fit.per_sequence` does for `trees`, without packing them again."""
+        return compute_sequences(function, params, self._mesh, self._batches, self._say)
+
+    @cached_property
+    def _batches(self) -> list[Packed]:
+        size = self._batch_size
+        chunks = (self.trees[start : start + size] for start in range(0, len(self.trees), size))
+        return list(
+            pack_numbered(chunks, self.layout, sequence_names=self._sequence_names, group=self._group)
+        )

@@ -1,0 +1,76 @@
+"""The policy as it was when training began, which a KL penalty compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.mesh import replicated_sharding
+from rlhf_core.models.params import join, split
+from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.state import fixed_parameters
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+class Reference:
+    """A copy of the parameters that are trained; the others are the policy's own arrays.
+
+    With adapters, which start without effect, that is the base model, which is in memory once.
+    """
+
+    def __init__(self, params: Mapping[str, Any], frozen: str | Sequence[str] | None, mesh: Mesh) -> None:
+        """Copy what is trained. params: the policy's. frozen: the config's `frozen_parameters`."""
+        self._fixed, self._mesh = fixed_parameters(params, frozen), mesh
+        trained, self._rest = split(params, self._fixed)
+        self._compiler = BackgroundCompiler()
+        # The loop donates the policy's buffers to every update.
+        self._trained = jax.tree.map(jnp.copy, trained)
+
+    @property
+    def params(self) -> Any:
+        """All parameters, as the model takes them."""
+        return join(self._trained, self._rest)
+
+    @cached_property
+    def _mix(self) -> Any:
+        return jax.jit(
+            lambda policy, reference, share: jax.tree.map(
+                lambda p, r: share * p + (1 - share) * r, policy, reference
+            )
+        )
+
+    @cached_property
+    def _gather(self) -> Any:
+        return jax.jit(lambda x: x, out_shardings=replicated_sharding(self._mesh))
+
+    def compile(self, share: float) -> None:
+        """Start to compile `move` in the background; nothing is computed."""
+        self._compiler.compile("mix", self._mix.lower(self._trained, self._trained, share))
+
+    def move(self, params: Mapping[str, Any], share: float) -> None:
+        """Set reference ← share · policy + (1 − share) · reference (TR-DPO, Gorbatovski et al. 2024)."""
+        self._compiler.wait("mix")
+        self._trained = self._mix(split(params, self._fixed)[0], self._trained, share)
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Return the arrays that a checkpoint keeps of a reference that moves."""
+        whole = self._trained if jax.process_count() == 1 else self._gather(self._trained)
+        leaves = jax.tree_util.tree_leaves_with_path(whole)
+        return {_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put back what `snapshot` returned."""
+        self._trained = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.device_put(arrays[_name(path)], leaf.sharding), self._trained
+        )
+
+
+def _name(path: Any) -> str:
+    return "reference" + jax.tree_util.keystr(path)

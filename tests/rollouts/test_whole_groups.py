@@ -1,0 +1,49 @@
+"""An update holds whole groups of completions: what would split one is refused, by forecasts and by runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_core import hookimpl
+from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
+from rlhf_core.rollouts import forecast_rollouts
+from rlhf_core.sampling import SamplingOptions
+
+ppo: Any = load_file(Path(__file__).parents[2] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
+MESSAGE = (
+    r"total_batch_size={size} \(completions of an update\) is not a multiple of num_generations=4: "
+    "a group would be split"
+)
+
+
+def reward(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_group_is_never_split(size: int, tiny: ModuleType, tmp_path: Path) -> None:
+    config = ppo.PPOConfig(total_batch_size=size, num_generations=4, max_training_steps=1)
+    message = rf"^stage 'ppo'\.{MESSAGE.format(size=size)}$"
+    with pytest.raises(InputError, match=message):
+        forecast_rollouts(
+            config,
+            SimpleNamespace(name="ppo"),  # type: ignore[arg-type]
+            rewards=[],
+            max_prompt_length=8,
+            num_generations=4,
+            sampling=SamplingOptions(),
+        )
+    given = {"model": tiny.make_model(), "rewards": [reward], "train_dataset": tiny.prompts(4)}
+    with pytest.raises(InputError, match=message):
+        tiny.run("ppo", config, tmp_path, listeners=[Registers()], **given)
+
+
+class Registers:
+    @hookimpl
+    def rlhf_register(self, registry: Any) -> None:
+        ppo.rlhf_register(registry)

@@ -1,0 +1,171 @@
+"""The sampler's own layout: the same completions on every mesh, and nothing of the weights' size sent per token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh, planned_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions
+from rlhf_core.sampling.layout import Room, plan_room
+
+VOCAB = 48
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.5,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # biases of projections, tied
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},  # norms of heads
+    "phi3": {"model_type": "phi3"},  # fused projections
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+    },  # windows and soft caps
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "odd": {"model_type": "llama", "vocab_size": VOCAB + 1},  # a vocabulary that no device count divides
+}
+
+
+@functools.cache
+def model(name: str) -> tuple[Definition, Any]:
+    config = {**SIZES, **FAMILIES[name]}
+    definition = Definition(DECODER, DECODER.parse(config, "lm"), "lm")
+    return definition, definition.init(jax.random.key(1))
+
+
+def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> Rollouts:
+    definition, params = model(name)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
+    sampler = Sampler(
+        definition,
+        SamplingOptions(max_completion_length=9, mesh=SamplingMesh(tensor=tensor), **options),
+        mesh=mesh,
+        stop_ids=(3,),
+        num_generations=3,
+        prompts_per_call=5,
+        max_prompt_length=24,
+    )
+    placed = jax.device_put(params, definition.shardings(mesh))
+    return sampler(placed, prompts, jax.random.key(0))
+
+
+def assert_same(a: Rollouts, b: Rollouts) -> None:
+    for field in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(a, field), getattr(b, field), err_msg=field)
+    np.testing.assert_allclose(a.logps, b.logps, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_devices_that_share_layers_give_the_same(name: str) -> None:
+    one = sample(name, make_mesh(devices=jax.devices()[:1]))
+    assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
+
+
+@pytest.mark.parametrize(
+    ("axes", "tensor", "options"),
+    [
+        ({"fsdp": 4, "tensor": 2}, None, {"top_k": 5, "top_p": 0.9}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3, "min_p": 0.05}),
+        ({"tensor": 8}, 4, {"temperature": 0.0}),
+    ],
+    ids=str,
+)
+def test_so_does_every_mesh_with_every_filter(
+    axes: dict[str, int], tensor: int | None, options: dict[str, Any]
+) -> None:
+    one = sample("qwen3", make_mesh(devices=jax.devices()[:1]), **options)
+    assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"), [("qwen3", 8, "shared by 1, 2, 4"), ("qwen3", 3, "8 of them linked")]
+)
+def test_a_size_that_does_not_fit_is_refused(name: str, tensor: int, said: str) -> None:
+    with pytest.raises(InputError, match=r"sampling\.mesh\.tensor") as caught:
+        sample(name, make_mesh(fsdp=8), tensor)
+    assert said in str(caught.value)
+
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+}
+PER_TOKEN = 32 * 2 * 8 * 128 * 2
+"""Bytes of a token's keys and values: layers, both, heads, head size, bfloat16."""
+
+
+def plan(memory: int | None, sizes: tuple[int, ...] = (1, 2, 4, 8), prompts: int = 128) -> Room:
+    definition = Definition(DECODER, DECODER.parse(LLAMA_8B, "lm", dtype="bfloat16"), "lm")
+    return plan_room(
+        definition,
+        planned_mesh(8, fsdp=8),
+        sizes,
+        memory=memory,
+        prompts=prompts,
+        num_generations=8,
+        prompt_length=1023,
+        length=2047,
+    )
+
+
+def test_a_thousand_sequences_of_an_8b_model_fit_beside_its_training_state() -> None:
+    room = plan(48 * 10**9)
+    assert room.slots * (8 // room.tensor) >= 1024
+    assert room.prompts == 128
+
+
+@pytest.mark.parametrize("gigabytes", [6, 12, 24, 48, 96])
+def test_what_is_planned_fits_and_more_would_not(gigabytes: int) -> None:
+    memory = gigabytes * 10**9
+    room = plan(memory, prompts=4096)
+    parameters = (
+        8.03e9 - 128_256 * 4096
+    ) * 2 / room.tensor + 128_256 * 4096 * 2  # the embedding table is whole
+    caches = room.slots / room.tensor * 2047 * PER_TOKEN
+    assert parameters + caches <= memory
+    assert room.bytes is not None
+    assert parameters + caches <= room.bytes <= memory
+    assert memory - room.bytes < 0.05 * memory + 2047 * PER_TOKEN
+    if room.tensor > 1:  # half as many devices would not have room for enough
+        fewer = plan(memory, (room.tensor // 2,), prompts=4096)
+        assert fewer.slots < 128 * fewer.tensor or (fewer.bytes or 0) > memory
+
+
+def test_few_prompts_take_few_slots_in_equal_shares() -> None:
+    assert plan(48 * 10**9, (8,), prompts=1).slots == 8
+    assert plan(48 * 10**9, (4,), prompts=3)[:3] == (4, 16, 4)
+    assert plan(None, (2,), prompts=4096)[:3] == (2, 64, 4096)
+
+
+def test_a_run_on_devices_with_little_memory_is_the_same(
+    short: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six updates of GRPO where a device has the memory for a few sequences, which the run says, and as usual."""
+    run = functools.partial(short.train, "grpo", inputs={"mesh": make_mesh(fsdp=8)})
+    expected, _ = run(at="plenty")
+    monkeypatch.setattr("rlhf_core.training.memory.device_memory", lambda: 200_000)
+    found, _ = run(at="little")
+    printed = capsys.readouterr()
+    assert "completions are sampled at once on 8 devices" in printed.out + printed.err
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=str(name))

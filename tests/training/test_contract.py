@@ -1,0 +1,62 @@
+"""A trainer's reward model is scored as it was trained, and can be normalized where its scores are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import TrainerConfig
+from rlhf_core.errors import InputError
+from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.training import scoring_contract
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Any:
+    return SimpleNamespace(inputs={}, mesh=None, dir=tmp_path, template_date="2026-01-30")
+
+
+def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
+    model = tiny.make_model("score")
+    config = TrainerConfig(max_sequence_length=7, truncation_mode="keep_start", chat_template="plain")
+    scores = np.array([[1.0, 2.0], [4.0, 5.0]], np.float32)
+    made = scoring_contract(config, stage, model, scores=scores, evaluation={"accuracy": 1.0})
+    contract = Contract.from_dict(made, "here")
+    assert (contract.max_length, contract.truncation_mode, contract.chat_template) == (
+        7,
+        "keep_start",
+        "plain",
+    )
+    assert (contract.read_at, contract.template_date, contract.base) == ("eos", "2026-01-30", None)
+    assert (contract.mean, contract.std) == (3.0, pytest.approx(np.std([1, 2, 4, 5])))
+    assert contract.evaluation == {"accuracy": 1.0}
+    assert contract.compute_dtype == model.computes_in
+    scorer = Scorer(model, contract, normalize=True)
+    ids = [np.array([3, 4, 5, 1], np.int32)]
+    plain = float(model.scores(ids[0][None], np.ones((1, 4)))[0])
+    assert scorer.score_ids(ids)[0] == pytest.approx((plain - 3.0) / np.std([1, 2, 4, 5]), abs=1e-5)
+
+
+def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> None:
+    model = tiny.make_model("score")
+    contract = Contract.from_dict(scoring_contract(TrainerConfig(), stage, model), "here")
+    assert (contract.mean, contract.std, contract.evaluation) == (None, None, None)
+    with pytest.raises(InputError, match="cannot normalize"):
+        Scorer(model, contract, normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("read_at", "expected"), [("eos", "eos"), ("template", "template"), (None, "template")]
+)
+def test_where_conversations_end(
+    tiny: ModuleType, stage: Any, tmp_path: Path, read_at: Any, expected: str
+) -> None:
+    """None: as the model that the stage started from, here a foreign one, which was trained on whole templates."""
+    model = tiny.make_model("score")
+    model.save(tmp_path / "start")
+    config = TrainerConfig(model=str(tmp_path / "start"))
+    assert scoring_contract(config, stage, model, read_at=read_at)["read_at"] == expected

@@ -1,0 +1,109 @@
+"""Held-out rows: the first batches, once each; ids that the model lacks are an error before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlhf_core import TrainerConfig, create_state, data
+from rlhf_core.errors import InputError
+from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
+from rlhf_core.metrics import Mean
+from rlhf_core.models import Model
+from rlhf_core.objective import sequence_scores
+from rlhf_core.training import HeldOut
+
+Make = Callable[..., HeldOut]
+
+
+@pytest.fixture(scope="module")
+def model(tiny: ModuleType) -> Model:
+    made: Model = tiny.make_model("score", scale=4.0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny: ModuleType) -> data.Pairs:
+    return data.encode_pairs(data.load(tiny.pairs(13)), tiny.make_tokenizer(), max_length=64)
+
+
+@pytest.fixture
+def make(tiny: ModuleType, model: Model, pairs: data.Pairs) -> Make:
+    stage: Any = SimpleNamespace(devices=tiny.one_device, say=print)
+
+    def make(**fields: Any) -> HeldOut:
+        config = TrainerConfig(eval_batch_size=5, **fields)
+        names = ("margin",)
+        return HeldOut(
+            model, config, stage, pairs, pairs.trees(), reads_tokens=False, sequence_names=names, group=2
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 13), (2, 10), (9, 13)])
+def test_every_row_counts_once(
+    make: Make, model: Model, pairs: data.Pairs, limit: int | None, count: int
+) -> None:
+    held_out = make(max_evaluation_steps=limit)
+    assert len(held_out.trees) == count
+
+    def objective(params: Any, batch: Any) -> Any:
+        used = batch.last >= 0
+        margins = Mean.of(batch.sequence_values["margin"], used)
+        return Mean.of(sequence_scores(model.definition, params, batch), used), {"margin": margins}
+
+    scores = [[one(model, ids) for ids in pair[:2]] for pair in pairs.pairs[:count]]
+    found = held_out.evaluator(objective)(create_state(model, optax.identity()))
+    assert found["loss"] == pytest.approx(np.mean(scores), abs=1e-5)
+    assert found["margin"] == pytest.approx(np.mean(pairs.margins[:count]), abs=1e-5)
+    values = held_out.per_sequence(partial(sequence_scores, model.definition), model.params)
+    np.testing.assert_allclose(values.reshape(-1, 2), scores, atol=1e-5)
+
+
+def one(model: Model, ids: np.ndarray) -> float:
+    return float(model.scores(ids[None], np.ones((1, len(ids))))[0])
+
+
+def test_evaluations_read_what_would_be_saved(make: Make, model: Model, monkeypatch: Any) -> None:
+    def objective(params: Any, batch: Any) -> Any:
+        return Mean.of(params["one"]), {}
+
+    held_out = make()
+    monkeypatch.setattr(held_out, "_stored", lambda params: {"one": 2 * params["one"]})
+    assert held_out.evaluator(objective)(SimpleNamespace(params={"one": jnp.ones(3)})) == {"loss": 2.0}  # type: ignore[arg-type]
+
+
+def test_ids_that_the_model_lacks_name_their_row(tiny: ModuleType, model: Model) -> None:
+    rows = [{"chosen_ids": [3, 4], "rejected_ids": [3, n]} for n in (5, 900)]
+    pairs = data.encode_pairs(data.load(rows), None, max_length=64)
+    stage: Any = SimpleNamespace(devices=tiny.one_device, say=print)
+    with pytest.raises(InputError, match=r"dataset row 2: token 900 is none of the model's"):
+        HeldOut(model, TrainerConfig(), stage, pairs, pairs.trees(), reads_tokens=False)
+
+
+@pytest.mark.parametrize("limits", [{"max_training_steps": 2}, {"num_train_epochs": 0.5}, {}], ids=str)
+def test_rows_that_updates_reach(
+    tiny: ModuleType, model: Model, pairs: data.Pairs, limits: dict[str, Any]
+) -> None:
+    config = TrainerConfig(total_batch_size=4, **limits)
+    trees = pairs.trees()
+    layout = choose_row_layout(trees, config, tiny.one_device(), 16, reads_tokens=False)
+    updates = DatasetUpdates(trees, config, layout, seed=3, data=pairs)
+    names = [
+        update.where(i)
+        for update in map(updates.update, range(updates.total))
+        for batch in update.batches
+        for i in batch.example[batch.example >= 0].tolist()
+    ]
+    assert set(names) == {pairs.where(i) for i in updates.rows_reached().tolist()}
+    assert (
+        len(updates.rows_reached()) == len(set(names)) == (13 if not limits else 8 if len(names) > 12 else 6)
+    )
