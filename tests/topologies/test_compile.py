@@ -14,7 +14,9 @@ import pytest
 
 from rlhf_core import cli, create_state, plugins
 from rlhf_core.mesh import make_mesh
+from rlhf_core.metrics import Mean
 from rlhf_core.models import load_model
+from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import each_stage, stage_programs
@@ -24,6 +26,7 @@ from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.topologies import interpreters
 from rlhf_core.topologies.chips import CHIPS
 from rlhf_core.topologies.compile import compile_pipeline, device_bytes
+from rlhf_core.training import dataset_programs, open_texts
 from rlhf_core.training.programs import planned_model
 
 CHAIN = """
@@ -161,6 +164,70 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
         for program in stage["programs"]:
             program.pop("seconds")
     assert second == results
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) -> None:
+    """Arguments and what lies beside them are the stage's residents and what the program alone is given.
+
+    Two policies read every rollout; with adapters they share the frozen parameters, which are given twice.
+    """
+    place.settings("policy.toml", "num_iterations = 2" + ("\nlora = { rank = 2 }" if adapters else ""))
+    job = {"on": "h100:8", "pipeline": "policy.toml", "sets": [], "dir": None, "plugins": []}
+    stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
+    held = stage["resident"]
+    assert ("frozen parameters" in held) == adapters
+    total = sum(held.values())
+    own = {
+        program["name"].split()[0]: program["memory"]["arguments"] + program["beside"] - total
+        for program in stage["programs"]
+    }
+    assert own["bring"] == 0
+    assert own["apply"] == pytest.approx(held["parameters"], abs=1000)  # gradients, and the metrics
+    for name in ("accumulate", "read"):  # rows, and for accumulate no sums yet
+        assert 0 < own[name] < held.get("frozen parameters", held["parameters"]) / 2
+
+
+def test_sampling_takes_what_the_chip_has(place: Any) -> None:
+    """With less memory, as many completions in more calls; the weights are brought once per rollout all the same."""
+    place.settings("policy.toml", "total_batch_size = 32")
+    described = []
+    for memory in (10**9, 10**5):
+        devices.plan_for(devices.Planned("gpu", 2, memory))
+        try:
+            found = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
+        finally:
+            devices.plan_for(None)
+        assert found is not None
+        described.append([program for program in found.programs if program.work == "sample"])
+    (bring, once), (again, often) = described
+    assert bring.calls == again.calls == once.calls < often.calls
+    assert once.calls * once.tokens == often.calls * often.tokens
+
+
+def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> None:
+    checked, host = planned("base.toml")
+
+    def losses(model: Any) -> Any:
+        def compute(params: Any, batch: Any) -> Any:
+            logps, _ = trained_logps(model, params, batch)
+            return {name: Mean.of(-logps, trained_weight(batch)) for name in ("first", "second")}, {}
+
+        return compute
+
+    def describe(planned: Any, stage: Any) -> Any:
+        return dataset_programs(
+            planned.config, stage, head="lm", open_data=open_texts, objective=losses, reads_tokens=True
+        )
+
+    programs = each_stage(checked, host, describe, mesh=make_mesh())["base"].programs
+    assert [program.name.split()[0] for program in programs] == ["accumulate", "count", "apply"]
+    accumulate, count, _ = programs
+    assert count.calls == accumulate.calls
+    assert (count.work, count.tokens, count.reads) == ("update", 0, ())
+    texts = [program.lower().as_text() for program in programs]
+    assert "dot_general" in texts[0]
+    assert "dot_general" not in texts[1]
 
 
 def test_a_reward_model_that_is_not_here_is_named(place: Any) -> None:
