@@ -455,6 +455,7 @@ class SamplerFunction(Protocol):
     softmax(logits / temperature), before penalty and filters.
 
     An optional method `warm_up(params, lengths)` compiles for prompts of these lengths, or starts to in threads.
+    Another, `programs(params, prompts)`, lists the `Program`s of a rollout of so many prompts, for `rlhf check --on`.
     """
 
     def __call__(

@@ -120,7 +120,7 @@ def rollout_programs(
             replace(each, calls=each.calls * rollouts) for each in draws.programs(state.params, per_rollout)
         ]
     else:
-        notes.append("sampling is not compiled: its sampler does not describe its program")
+        notes.append("sampling is not compiled: its sampler does not describe its programs")
     for name, definition in _reward_models(rewards, stage, model.tokenizer).items():
         if definition is None:
             notes.append(f"{name} is not compiled: its model is not on this machine yet")
