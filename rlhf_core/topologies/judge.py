@@ -219,7 +219,7 @@ def advice(
         )
     if "sample" in works:
         lines.append(
-            "for sampling: fewer completions at once (total_batch_size, steps_per_generation), a shorter "
+            "for sampling: more devices that share each layer (sampling.mesh.tensor), a shorter "
             "max_completion_length or max_prompt_length"
         )
     if "read" in works:

@@ -125,7 +125,7 @@ def test_memory_is_what_a_program_takes_and_what_lies_beside_it() -> None:
     ("work", "words"),
     [
         ("train", ['remat = "full"', "gradient_accumulation_steps"]),
-        ("sample", ["fewer completions at once", "max_completion_length"]),
+        ("sample", ["sampling.mesh.tensor", "max_completion_length"]),
         ("read", ["shorter rows"]),
         ("update", ["mesh.fsdp"]),
     ],
