@@ -64,8 +64,8 @@ def rollout_programs(
 
     objective: makes the objective for a model; its micro-batches carry the values `token_names` and `sequence_names`.
     copies: names of copies of the trained parameters, such as "reference". reader: makes the function of a
-    `TokenReader` for a model, which reads every rollout; its params are {name: parameters} for `policies`, each
-    "policy" or one of `copies`. The rest: see `forecast_rollouts` and `open_collector`.
+    `TokenReader` for a model, which reads every rollout; its params are {name: parameters}, of "policy" and `copies`.
+    policies: those of them that it uses. The rest: see `forecast_rollouts` and `open_collector`.
     """
     model = planned_model(config, stage, "lm")
     if model is None:
@@ -94,7 +94,7 @@ def rollout_programs(
         read = TokenReader(reader(model.definition), layout, mesh)
         programs += reading_programs(
             read.lower,
-            dict.fromkeys(policies, state.params),
+            dict.fromkeys(("policy", *copies), state.params),
             loads([pack(groups, layout)], read.shapes()),
             times=rollouts,
             # Copies share the frozen parameters.

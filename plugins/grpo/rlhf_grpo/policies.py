@@ -48,9 +48,8 @@ def read_function(
 
     def values(params: Mapping[str, Any], batch: Packed) -> dict[str, jax.Array]:
         # What is not returned is not computed: the compiler leaves it out.
-        every = {}
-        if "policy" in params:
-            every["old_logps"], every["entropies"] = logps(params["policy"], batch)
+        old, entropies = logps(params["policy"], batch)
+        every = {"old_logps": old, "entropies": entropies}
         if "reference" in params:
             every["ref_logps"] = logps(params["reference"], batch)[0]
         return {name: every[name] for name in names}
@@ -87,8 +86,7 @@ class PolicyReader:
         return values
 
     def _policies(self, params: Any) -> dict[str, Any]:
-        every = {"policy": params, "reference": None if self.reference is None else self.reference.params}
-        return {name: every[name] for name in policies_read(self.names)}
+        return {"policy": params, **({} if self.reference is None else {"reference": self.reference.params})}
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps: the reference, where it moves."""
