@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from rlhf_core.plugins.component import load_file
+from rlhf_core.sampling import SamplingOptions
 
 documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
@@ -157,7 +158,8 @@ def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     tiny.make_model().save(tmp_path / "MODEL")
     tiny.write_rows(tmp_path / "corpus.jsonl", tiny.texts(16))
-    (other,) = documents.stage_tables(PAGE)
+    other, sampled = documents.stage_tables(PAGE)
+    assert SamplingOptions(**sampled["sampling"]).mesh.tensor == 4
     default = "{ data = -1, fsdp = 1, tensor = 1 }"
     changed = FILES["pipeline.toml"].replace(default, "{ data = 1, fsdp = 4, tensor = 2 }")
     assert tomllib.loads(changed)["mesh"] == other["mesh"]
