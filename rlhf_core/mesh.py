@@ -93,20 +93,35 @@ def replicated_sharding(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def row_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Return the axes of ROW_AXES that rows can be sharded over; within `jax.shard_map`, those that it leaves."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(axis for axis in ROW_AXES if kinds[axis] is AxisType.Auto)
+
+
 def row_sharding(mesh: AnyMesh) -> NamedSharding:
-    """Shard the first axis, rows, over ROW_AXES and no other axis."""
-    return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+    """Shard the first axis, rows, over `row_axes` and no other axis."""
+    return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
 
 
 def mesh_of_rows(x: jax.Array) -> AbstractMesh | None:
     """Return the mesh of the arrays that `x`, [rows, ...], is computed from, if its rows can be sharded over it.
 
-    Otherwise None: where the mesh does not divide the rows, or within `jax.shard_map`.
+    Otherwise None: where the mesh does not divide the rows, or within `jax.shard_map` over an axis besides `data`.
     """
     mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names) or set(mesh.axis_types) != {AxisType.Auto}:
+    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
+        return None
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if any(kind is not AxisType.Auto for axis, kind in kinds if axis != "data"):
         return None
     return None if x.shape[0] % row_multiple(mesh) else mesh
+
+
+def row_parts() -> int:
+    """Count the parts that an enclosing `jax.shard_map` has cut the rows into; 1 elsewhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES if axis in mesh.manual_axes)
 
 
 def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -119,6 +134,12 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
 
+def sum_over_parts(x: jax.Array) -> jax.Array:
+    """Sum `x` over the parts that `row_parts` counts."""
+    axes = tuple(axis for axis in ROW_AXES if axis in jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.psum(x, axes) if axes else x
+
+
 def sum_over_tensor(x: jax.Array) -> jax.Array:
     """Sum `x` over the devices that share a layer, within `jax.shard_map` over `tensor`; elsewhere return it as is."""
     return jax.lax.psum(x, "tensor") if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else x
@@ -126,7 +147,7 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
 
 def row_multiple(mesh: AnyMesh) -> int:
     """Return the number of devices that rows are sharded over, which divides the rows of every batch."""
-    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+    return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
 
 
 def rows_per_device(mesh: AnyMesh | None, rows: int) -> int:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding
+from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, sum_over_parts
 from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
@@ -95,7 +96,7 @@ def _inverse(count: Any) -> jax.Array:
 
 def _sum_of_means(losses: Mapping[str, Mean], counts: Counts | None = None) -> jax.Array:
     """Divide each loss by its count, or by that of `counts`, and add them up; differentiable in the sums alone."""
-    chosen = {name: part.count for name, part in losses.items()} if counts is None else counts
+    chosen = {name: sum_over_parts(part.count) for name, part in losses.items()} if counts is None else counts
     means = [part.total * _inverse(jax.lax.stop_gradient(chosen[name])) for name, part in losses.items()]
     return jnp.stack(means).sum()
 
@@ -148,13 +149,17 @@ class Programs:
         an extra pass over the gradient, which pays for updates of several micro-batches.
         """
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
-        everywhere: Any = replicated_sharding(state.step.sharding.mesh)
-        placed = Accumulated(shardings.params, everywhere, everywhere)
-        self._accumulate = jax.jit(
-            partial(accumulate, objective, fixed=state.fixed), donate_argnums=2, out_shardings=placed
-        )
+        mesh: Mesh = state.step.sharding.mesh
+        everywhere: Any = replicated_sharding(mesh)
+        self._noise = has_noise(state.params)
+        step: Callable[..., Accumulated] = partial(accumulate, objective, fixed=state.fixed)
+        finish, placed = apply, Accumulated(shardings.params, everywhere, everywhere)
+        # Parts would all draw the same dropout masks. Adapters have small gradients.
+        if mesh.shape["data"] > 1 and not self._noise:
+            step, finish, placed = _by_parts(step, mesh), _apply_parts, _stacked(placed)
+        self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
         self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
-        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, everywhere))
+        self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
 
         def count(params: Any, batch: Any) -> Counts | None:
             return _counts(
@@ -163,7 +168,6 @@ class Programs:
 
         self._count = jax.jit(count, out_shardings=everywhere)
         self._counts: Counts | None = None  # abstract; None also where the objective has a single loss
-        self._noise = has_noise(state.params)
         self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
         self._done: Accumulated | None = None
@@ -268,13 +272,45 @@ class Programs:
         return sum(f._cache_size() for f in jitted)
 
 
+def _by_parts(step: Callable[..., Accumulated], mesh: Mesh) -> Callable[..., Accumulated]:
+    """Give each part of the rows along `data` sums of its own, stacked, so that these devices send each other nothing.
+
+    step: `accumulate` without its objective.
+    """
+
+    def accumulate_parts(params: Any, batch: Any, before: Any, key: Any, counts: Any) -> Accumulated:
+        done = step(params, batch, jax.tree.map(lambda x: x[0], before), key, counts)
+        return jax.tree.map(lambda x: x[None], done)
+
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    specs = (whole, rows, rows, whole, whole)
+    return jax.shard_map(
+        accumulate_parts, mesh=mesh, axis_names={"data"}, in_specs=specs, out_specs=rows, check_vma=False
+    )
+
+
+def _stacked(shardings: Any) -> Any:
+    """Return the shardings of what `_by_parts` stacks."""
+    return jax.tree.map(lambda x: NamedSharding(x.mesh, PartitionSpec("data", *x.spec)), shardings)
+
+
+def _apply_parts(state: TrainState, parts: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
+    """Add up the sums that `_by_parts` stacked, and `apply` them."""
+    grads = jax.tree.map(lambda x: x.sum(0), parts.grads)
+    numbers = (parts.loss, parts.metrics)
+    each = [jax.tree.map(lambda x, i=i: x[i], numbers) for i in range(jax.tree.leaves(numbers)[0].shape[0])]
+    loss, metrics = (list(x) for x in zip(*each, strict=True))
+    return apply(state, Accumulated(grads, reduce(_merge_losses, loss), reduce(merge, metrics)))
+
+
 def _zeros(like: Any) -> Accumulated:
     """Make the sums over no micro-batch, in the shapes of `like`."""
-    return Accumulated(
+    nothing = Accumulated(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
         jax.tree.map(lambda _: Mean.of(jnp.zeros(0)), like.loss, is_leaf=lambda x: isinstance(x, Mean)),
         {name: empty_metric(metric) for name, metric in like.metrics.items()},
     )
+    return jax.tree.map(lambda x, y: jnp.broadcast_to(x, y.shape), nothing, like)
 
 
 def _program_name(batch: Any, kind: bool | str) -> tuple[Any, ...]:

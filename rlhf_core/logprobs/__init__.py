@@ -17,6 +17,7 @@ from rlhf_core.logprobs.by_tokens import over_tokens
 from rlhf_core.logprobs.by_vocabulary import over_vocabulary
 from rlhf_core.logprobs.logits import Settings
 from rlhf_core.logprobs.logits import unembed as unembed
+from rlhf_core.mesh import row_parts
 from rlhf_core.runtime.devices import device_count, platform
 
 __all__ = ["logps_from_logits", "token_logps"]
@@ -77,7 +78,7 @@ def token_logps(
     if blocks:
         size = block_size(rows * length, words) if block is None else min(block, words)
     else:
-        size = chunk_size(rows, length, words) if chunk is None else min(chunk, max(length, 1))
+        size = chunk_size(rows * row_parts(), length, words) if chunk is None else min(chunk, max(length, 1))
     settings = Settings(float(temperature), None if softcap is None else float(softcap), size, entropy)
     return (over_vocabulary if blocks else over_tokens)(
         hidden, kernel, jnp.asarray(targets, jnp.int32), settings

@@ -20,6 +20,7 @@ from jax import lax
 
 from rlhf_core.contracts import TensorParallel
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import row_parts
 from rlhf_core.models.attention import attend, attend_at, attend_cached
 from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
@@ -143,7 +144,7 @@ def _forward(
     over = c.attention or attend
     graph, state = nnx.split(decoder.layers)
     x = decoder.embed_tokens(tokens, dtype)
-    policy = remat_policy(c, tokens.size, dtype.itemsize)
+    policy = remat_policy(c, tokens.size * row_parts(), dtype.itemsize)
     if policy is not None:
         # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)

@@ -29,6 +29,39 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Compute x · kernel, [N, in] · [in, out], in the dtype of `x`, and the gradient of a float32 kernel in float32.
+
+    Otherwise the sum over tokens, those of other devices included, would be rounded to the compute dtype.
+    """
+    weights = kernel.astype(x.dtype)
+    return x @ weights if x.dtype == kernel.dtype else _rounded_product(x, kernel, weights)
+
+
+@jax.custom_vjp
+def _rounded_product(x: jax.Array, kernel: jax.Array, weights: jax.Array) -> jax.Array:
+    """weights: the kernel in the dtype of `x`, made by the caller, so that it is gathered once per pass."""
+    return x @ weights
+
+
+def _product_forward(
+    x: jax.Array, kernel: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x @ weights, (x, weights)
+
+
+def _product_backward(
+    residuals: tuple[jax.Array, jax.Array], d_y: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    x, weights = residuals
+    # The same array, not transposed: what `fsdp` has gathered for the recomputed product is used again.
+    d_x = jnp.einsum("no,io->ni", d_y, weights)
+    return d_x, jnp.einsum("ni,no->io", x, d_y, preferred_element_type=jnp.float32), None
+
+
+_rounded_product.defvjp(_product_forward, _product_backward)
+
+
 class Linear(nnx.Module):
     """y = x · kernel (+ bias). lead: (layers,) for stacked parameters, called one layer at a time.
 
@@ -57,13 +90,13 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # Tokens are one axis: otherwise XLA on CPU copies the output's gradient, transposed, for the kernel's.
-        kernel, flat = self.kernel[...].astype(x.dtype), x.reshape(-1, x.shape[-1])
-        y: jax.Array = flat @ kernel
+        kernel, flat = self.kernel[...], x.reshape(-1, x.shape[-1])
+        y = product(flat, kernel)
         if self.adapter is not None:
             y = y + self.adapter(flat)
         y = y.reshape(*x.shape[:-1], kernel.shape[-1])
         y = sum_over_tensor(y) if self.sums else y
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else (y + self.bias[...]).astype(x.dtype)
 
 
 class Adapter(nnx.Module):
@@ -84,8 +117,7 @@ class Adapter(nnx.Module):
         if self.lora_key is not None:
             key = self.lora_key[...]
             x = lax.cond(jnp.any(key != 0), self._dropped, lambda x, _: x, x, key)
-        change: jax.Array = (x @ self.lora_a[...].astype(x.dtype)) @ self.lora_b[...].astype(x.dtype)
-        return self.scale * change
+        return self.scale * product(product(x, self.lora_a[...]), self.lora_b[...])
 
     def _dropped(self, x: jax.Array, key: jax.Array) -> jax.Array:
         mask = jax.random.bernoulli(jax.random.wrap_key_data(key), 1 - self.dropout, x.shape)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 """Of what is counted; results that another version counted are counted again."""
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "token": 0, "opaque": 0}
 """Bytes of an element, where the name's number of bits does not say it."""
@@ -44,6 +44,9 @@ BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
 GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 LISTED_GROUPS = re.compile(r"replica_groups=\{(\{.*?\})\}")
 PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})\}")
 FAST_MEMORY = "S(1)"
@@ -288,16 +291,36 @@ def _as_reduce_scatter(counts: Counts) -> Counts:
 def _groups(attributes: str, devices: int) -> list[list[int]]:
     """Read the groups of devices that a collective works in."""
     if found := GROUPS.search(attributes):
-        shape, over = ([int(n) for n in text.split(",")] for text in found.groups()[:2])
-        order = np.arange(math.prod(over)).reshape(over)
-        if found[3]:
-            order = order.transpose([int(axis) for axis in found[3].split(",")])
-        rows: list[list[int]] = order.reshape(shape).tolist()
-        return rows
+        return _device_order(found[2], found[3]).reshape(_integers(found[1])).tolist()  # type: ignore[no-any-return]
+    if found := MESH_GROUPS.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        shape = list(sizes.values())
+        order = _device_order(found[2] or str(math.prod(shape)), found[3])
+        # A part of an axis is written with what lies before it and its size: {'a':(2)4}.
+        parts: list[tuple[int, bool]] = []
+        for name, size in sizes.items():
+            part = re.search(rf"'{name}'(?::\((\d+)\)(\d+))?", found[4])
+            before, inside = (1, size if part else 1) if part is None or part[2] is None else map(int, part.groups())
+            parts += [(before, False), (inside, part is not None), (size // before // inside, False)]
+        order = order.reshape([size for size, _ in parts])
+        together = [at for at, (_, inside) in enumerate(parts) if inside]
+        apart = [at for at, (_, inside) in enumerate(parts) if not inside]
+        members = math.prod(parts[at][0] for at in together)
+        return order.transpose(apart + together).reshape(-1, members).tolist()  # type: ignore[no-any-return]
     listed = LISTED_GROUPS.search(attributes) or PAIRS.search(attributes)
     if listed:
         return [[int(n) for n in re.findall(r"\d+", group)] for group in listed[1].split("},{")]
     return [list(range(devices))]
+
+
+def _device_order(shape: str, transposed: str | None) -> Any:
+    """Return the devices in the order that `[2,4]T(1,0)` says: counted in one shape, and its axes exchanged."""
+    order = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return order if transposed is None else order.transpose(_integers(transposed))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _called(each: Instruction) -> list[str]:

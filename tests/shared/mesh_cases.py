@@ -94,9 +94,9 @@ def measured(model: Model) -> dict[str, np.ndarray]:
     for batch in batches:
         done = programs.accumulate(state, put_rows(model.mesh, batch), done)
     assert done is not None
-    loss = _host(model.mesh, done.loss.result())
     before = dict(paths(_host(model.mesh, state.trained().params)))
-    state, _ = programs.apply(state, done)
+    state, metrics = programs.apply(state, done)
+    loss = _host(model.mesh, metrics["loss"].result())
     after = paths(_host(model.mesh, state.trained().params))
     changes = {"change." + ".".join(path): leaf - before[path] for path, leaf in after}
     return {"logits": logits, "loss": loss, **changes}
