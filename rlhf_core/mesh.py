@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import jax
@@ -93,35 +94,61 @@ def replicated_sharding(mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def row_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Return the axes of ROW_AXES that rows can be sharded over; within `jax.shard_map`, those that it leaves."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(axis for axis in ROW_AXES if kinds[axis] is AxisType.Auto)
+_parts: ContextVar[int] = ContextVar("parts", default=1)
+
+
+def over_parts(function: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any], Any]:
+    """Call function(rows, other) for each part that `data` cuts the rows into; for use inside jit.
+
+    rows: arrays [rows, ...]. other, and the results: arrays [parts, ...], sharded over `data`. Devices of different
+    parts send each other nothing, unless the function calls `sum_over_parts`.
+    """
+    count = mesh.shape["data"]
+    spread = NamedSharding(mesh, PartitionSpec("data", "fsdp"))
+    mapped = jax.vmap(function, axis_name="parts", spmd_axis_name="data")
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x.reshape(count, -1, *x.shape[1:]), spread)
+
+    def call(rows: Any, other: Any) -> Any:
+        rows, token = jax.tree.map(cut, rows), _parts.set(count)
+        try:
+            return mapped(rows, other)
+        finally:
+            _parts.reset(token)
+
+    return call
+
+
+def row_parts() -> int:
+    """Count the parts that an enclosing `over_parts` has cut the rows into; 1 elsewhere."""
+    return _parts.get()
+
+
+def sum_over_parts(x: jax.Array) -> jax.Array:
+    """Sum `x` over the parts that `row_parts` counts."""
+    return x if row_parts() == 1 else jax.lax.psum(x, "parts")
+
+
+def row_axes() -> tuple[str, ...]:
+    """Return the axes that rows are sharded over: those of ROW_AXES, without `data` within `over_parts`."""
+    return ROW_AXES if row_parts() == 1 else ("fsdp",)
 
 
 def row_sharding(mesh: AnyMesh) -> NamedSharding:
     """Shard the first axis, rows, over `row_axes` and no other axis."""
-    return NamedSharding(mesh, PartitionSpec(row_axes(mesh)))
+    return NamedSharding(mesh, PartitionSpec(row_axes()))
 
 
 def mesh_of_rows(x: jax.Array) -> AbstractMesh | None:
     """Return the mesh of the arrays that `x`, [rows, ...], is computed from, if its rows can be sharded over it.
 
-    Otherwise None: where the mesh does not divide the rows, or within `jax.shard_map` over an axis besides `data`.
+    Otherwise None: where the mesh does not divide the rows, or within `jax.shard_map`.
     """
     mesh: AbstractMesh = jax.typeof(x).sharding.mesh
-    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names):
-        return None
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    if any(kind is not AxisType.Auto for axis, kind in kinds if axis != "data"):
+    if mesh.size == 1 or not set(AXES) <= set(mesh.axis_names) or set(mesh.axis_types) != {AxisType.Auto}:
         return None
     return None if x.shape[0] % row_multiple(mesh) else mesh
-
-
-def row_parts() -> int:
-    """Count the parts that an enclosing `jax.shard_map` has cut the rows into; 1 elsewhere."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in ROW_AXES if axis in mesh.manual_axes)
 
 
 def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -134,10 +161,20 @@ def with_rows_of(x: jax.Array, like: jax.Array) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, row_sharding(mesh))
 
 
-def sum_over_parts(x: jax.Array) -> jax.Array:
-    """Sum `x` over the parts that `row_parts` counts."""
-    axes = tuple(axis for axis in ROW_AXES if axis in jax.sharding.get_abstract_mesh().manual_axes)
-    return jax.lax.psum(x, axes) if axes else x
+def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Look up rows of a table, [words, hidden], for tokens, int32 [rows, time], as `with_rows_of` shards them.
+
+    Each device looks up the columns that `fsdp` gives it, for all rows of its group, which then exchange columns for
+    rows. Without this, the compiler sends them over `data`, too.
+    """
+    mesh = mesh_of_rows(tokens)
+    if mesh is not None and table.shape[1] % mesh.shape["fsdp"] == 0:
+        data = "data" if "data" in row_axes() else None
+        spread = [NamedSharding(mesh, PartitionSpec(data, *axes)) for axes in ((None,), (None, "fsdp"))]
+        all_tokens = jax.lax.with_sharding_constraint(tokens, spread[0])
+        columns = jax.lax.with_sharding_constraint(table.at[all_tokens].get(mode="clip"), spread[1])
+        return columns
+    return table.at[tokens].get(mode="clip")
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:
@@ -147,7 +184,7 @@ def sum_over_tensor(x: jax.Array) -> jax.Array:
 
 def row_multiple(mesh: AnyMesh) -> int:
     """Return the number of devices that rows are sharded over, which divides the rows of every batch."""
-    return math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+    return math.prod(mesh.shape[axis] for axis in row_axes())
 
 
 def rows_per_device(mesh: AnyMesh | None, rows: int) -> int:

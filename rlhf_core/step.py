@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, sum_over_parts
+from rlhf_core.mesh import abstract_rows, over_parts, put_rows, replicated_sharding, sum_over_parts
 from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
@@ -148,29 +148,35 @@ class Programs:
         from_zero: add the first micro-batch of an update to zeros. This takes one program per shape instead of two and
         an extra pass over the gradient, which pays for updates of several micro-batches.
         """
-        shardings = jax.tree.map(lambda x: x.sharding, state.trained())
+        self._objective, self._noise = objective, has_noise(state.params)
         mesh: Mesh = state.step.sharding.mesh
-        everywhere: Any = replicated_sharding(mesh)
-        self._noise = has_noise(state.params)
-        step: Callable[..., Accumulated] = partial(accumulate, objective, fixed=state.fixed)
-        finish, placed = apply, Accumulated(shardings.params, everywhere, everywhere)
-        # Parts would all draw the same dropout masks. Adapters have small gradients.
-        if mesh.shape["data"] > 1 and not self._noise:
-            step, finish, placed = _by_parts(step, mesh), _apply_parts, _stacked(placed)
-        self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
-        self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
-        self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
+        # Parts would all draw the same dropout masks; and adapters have small gradients.
+        self._make(state, in_parts=mesh.shape["data"] > 1 and not self._noise)
 
         def count(params: Any, batch: Any) -> Counts | None:
             return _counts(
                 objective(params, batch)[0]
             )  # the compiler leaves out the model, which this does not need
 
-        self._count = jax.jit(count, out_shardings=everywhere)
+        self._count = jax.jit(count, out_shardings=replicated_sharding(mesh))
         self._counts: Counts | None = None  # abstract; None also where the objective has a single loss
         self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
         self._done: Accumulated | None = None
+
+    def _make(self, state: TrainState, *, in_parts: bool) -> None:
+        """Jit the programs. in_parts: whether each part of the rows along `data` has sums of its own until `apply`."""
+        shardings = jax.tree.map(lambda x: x.sharding, state.trained())
+        mesh: Mesh = state.step.sharding.mesh
+        everywhere: Any = replicated_sharding(mesh)
+        step: Callable[..., Accumulated] = partial(accumulate, self._objective, fixed=state.fixed)
+        finish, placed = apply, Accumulated(shardings.params, everywhere, everywhere)
+        if in_parts:
+            step, finish, placed = _by_parts(step, mesh), apply_parts, _stacked(placed)
+        self._in_parts = in_parts
+        self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
+        self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
+        self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
 
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
         """Start to compile the programs of these calls, then `apply`, in the background; a call waits for its program.
@@ -216,7 +222,13 @@ class Programs:
 
     def _trace(self, state: TrainState, batch: Any, key: Any) -> Any:
         """Trace the first micro-batch of an update, and keep what it returns, without values."""
-        traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
+        try:
+            traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
+        except Exception:  # of whatever cannot be mapped over parts, such as a mixture of experts
+            if not self._in_parts:
+                raise
+            self._make(state, in_parts=False)
+            traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
         counts = _counts(traced.out_info.loss)
         if self._counts is None and counts is not None:
             everywhere = replicated_sharding(state.step.sharding.mesh)
@@ -252,9 +264,9 @@ class Programs:
     ) -> Accumulated:
         """Add micro-batch `number` of the update. counts: what `count` returned for all of its batches."""
         key = _dropout_key(state, number) if self._noise else None
+        if self._done is None:
+            self._trace(state, batch, key)
         if before is None and self._from_zero:
-            if self._done is None:
-                self._trace(state, batch, key)
             before = self._zeros()
         self._ahead.wait(_program_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key, counts)
@@ -273,20 +285,19 @@ class Programs:
 
 
 def _by_parts(step: Callable[..., Accumulated], mesh: Mesh) -> Callable[..., Accumulated]:
-    """Give each part of the rows along `data` sums of its own, stacked, so that these devices send each other nothing.
+    """Give each part of the rows along `data` sums of its own, stacked: the parts are micro-batches side by side.
 
     step: `accumulate` without its objective.
     """
 
     def accumulate_parts(params: Any, batch: Any, before: Any, key: Any, counts: Any) -> Accumulated:
-        done = step(params, batch, jax.tree.map(lambda x: x[0], before), key, counts)
-        return jax.tree.map(lambda x: x[None], done)
+        def one(batch: Any, before: Any) -> Accumulated:
+            return step(params, batch, before, key, counts)
 
-    rows, whole = PartitionSpec("data"), PartitionSpec()
-    specs = (whole, rows, rows, whole, whole)
-    return jax.shard_map(
-        accumulate_parts, mesh=mesh, axis_names={"data"}, in_specs=specs, out_specs=rows, check_vma=False
-    )
+        parts: Accumulated = over_parts(one, mesh)(batch, before)
+        return parts
+
+    return accumulate_parts
 
 
 def _stacked(shardings: Any) -> Any:
@@ -294,13 +305,14 @@ def _stacked(shardings: Any) -> Any:
     return jax.tree.map(lambda x: NamedSharding(x.mesh, PartitionSpec("data", *x.spec)), shardings)
 
 
-def _apply_parts(state: TrainState, parts: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
+def apply_parts(state: TrainState, parts: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
     """Add up the sums that `_by_parts` stacked, and `apply` them."""
     grads = jax.tree.map(lambda x: x.sum(0), parts.grads)
     numbers = (parts.loss, parts.metrics)
-    each = [jax.tree.map(lambda x, i=i: x[i], numbers) for i in range(jax.tree.leaves(numbers)[0].shape[0])]
-    loss, metrics = (list(x) for x in zip(*each, strict=True))
-    return apply(state, Accumulated(grads, reduce(_merge_losses, loss), reduce(merge, metrics)))
+    count = jax.tree.leaves(numbers)[0].shape[0]
+    each = [jax.tree.map(lambda x, i=i: x[i], numbers) for i in range(count)]
+    losses, metrics = zip(*each, strict=True)
+    return apply(state, Accumulated(grads, reduce(_merge_losses, losses), reduce(merge, metrics)))
 
 
 def _zeros(like: Any) -> Accumulated:

@@ -82,7 +82,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.
     d_logps, d_entropies = (jnp.where(used, d, 0.0) for d in cotangents)
     mesh = mesh_of_rows(hidden)
     weights = _placed(kernel.astype(hidden.dtype), mesh, None)
-    shards, spread = (1, ()) if mesh is None else (row_multiple(mesh), row_axes(mesh))
+    shards = 1 if mesh is None else row_multiple(mesh)
     vocabulary = jnp.arange(kernel.shape[1], dtype=jnp.int32)
 
     def one(d_kernels: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +98,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.
         # are one axis: XLA on CPU cannot run the bfloat16 product over two axes that it makes for a tied kernel.
         flat, d_flat = (x.reshape(shards, -1, x.shape[-1]) for x in (chunk, d_logits))
         d_kernels += jnp.einsum("snd,snv->sdv", flat, d_flat, preferred_element_type=jnp.float32)
-        return _placed(d_kernels, mesh, spread, None), d_chunk.astype(hidden.dtype)
+        return _placed(d_kernels, mesh, row_axes(), None), d_chunk.astype(hidden.dtype)
 
     arrays = (hidden, targets, normalizers, entropies, d_logps, d_entropies)
     xs = tuple(_chunks(x, settings.size) for x in arrays)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import mesh_of_rows, row_axes
 
 
 def attend_cudnn(
@@ -31,7 +28,7 @@ def attend_cudnn(
 
     Raises InputError for what the kernel cannot do.
     """
-    size = q.shape[-1]
+    batch, kv_heads, groups, time, size = q.shape
     problems = []
     if softcap is not None:
         problems.append(f"it has no soft cap, which this model has ({softcap:g})")
@@ -41,36 +38,6 @@ def attend_cudnn(
         problems.append(f"it takes heads of at most 128 dimensions that 8 divides, not {size}")
     if problems:
         raise InputError(*(f"attention 'cudnn': {line}" for line in problems))
-    arrays, mix = (q, k, v, positions, visible_until, window), partial(_mix, implementation=implementation)
-    mesh = mesh_of_rows(q)
-    if mesh is None:
-        return mix(*arrays)
-    # Each device calls the kernel for its rows and heads: JAX cannot partition it within another `jax.shard_map`.
-    rows, tensor = row_axes(mesh), "tensor" if q.shape[1] % mesh.shape["tensor"] == 0 else None
-    heads, row = PartitionSpec(rows, tensor), PartitionSpec(rows)
-    mapped: Any = jax.shard_map(
-        mix,
-        mesh=mesh,
-        axis_names={*rows, "tensor"},
-        in_specs=(heads, heads, heads, row, row, PartitionSpec()),
-        out_specs=PartitionSpec(rows, None, tensor),
-        check_vma=False,
-    )
-    mixed: jax.Array = mapped(*arrays)
-    return mixed
-
-
-def _mix(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    visible_until: jax.Array,
-    window: jax.Array | None,
-    *,
-    implementation: Literal["cudnn", "xla"],
-) -> jax.Array:
-    batch, kv_heads, groups, time, size = q.shape
     at = jnp.arange(time)
     seen = (at <= at[:, None]) & (at[:, None] < visible_until[:, None, :])  # [B, t, s]
     if window is not None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from rlhf_core.mesh import sum_over_tensor, with_rows_of
+from rlhf_core.mesh import look_up, sum_over_tensor, with_rows_of
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.rope import rotate
@@ -307,5 +307,5 @@ class Embedding(nnx.Module):
         self.scale = config.embedding_scale
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        rows = with_rows_of(self.embedding[...].at[tokens].get(mode="clip").astype(dtype), tokens)
+        rows = with_rows_of(look_up(self.embedding[...], tokens).astype(dtype), tokens)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, dtype)

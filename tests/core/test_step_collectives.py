@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-from collections import Counter
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 from rlhf_core import create_state
@@ -24,15 +21,15 @@ from rlhf_core.topologies import hlo
 from rlhf_core.training.memory import definition_of
 from rlhf_core.training.programs import planned_params
 
-SIZES = {"hidden_size": 128, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 192}
-TABLE = {"model_type": "llama", "vocab_size": 512, "num_key_value_heads": 4, **SIZES}
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
+TABLE: dict[str, Any] = {"model_type": "llama", "vocab_size": 512, **SIZES}
 
 
-def programs(mesh: Any, **table: Any) -> tuple[Programs, Any, Any]:
-    """The programs of a language model, its state of shapes, and a micro-batch; layers are a loop."""
-    described = definition_of({**TABLE, **table}, "lm", None, remat="full")
-    assert described is not None
-    definition, hf_config = described
+def described(mesh: Any, **table: Any) -> tuple[Programs, Any, Any]:
+    """The programs of a language model whose layers are a loop, its state of shapes, and a micro-batch."""
+    found = definition_of({**TABLE, **table}, "lm", None, remat="full")
+    assert found is not None
+    definition, hf_config = found
     model = Model(definition, planned_params(definition, mesh), None, hf_config, None, mesh)
 
     def objective(params: Any, batch: Any) -> Any:
@@ -41,14 +38,50 @@ def programs(mesh: Any, **table: Any) -> tuple[Programs, Any, Any]:
         return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
 
     state = create_state(model, adamw(1e-3))
-    (batch,) = empty_batches(Layout((64,), (8,), (1,), (32,)))
+    (batch,) = empty_batches(Layout((128,), (8,), (1,), (32,)))
     return Programs(objective, state), state, batch
 
 
-def matrices(state: Any) -> float:
-    """Bytes of the parameters that `fsdp` and `tensor` shard, but for the embedding, whose rows are sent instead."""
+def spread(state: Any) -> float:
+    """Bytes of the parameters that are gathered: all but the embedding, whose rows are sent, and the norms."""
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
     return sum(
         4.0 * math.prod(x.shape)
-        for path, x in jax.tree_util.tree_leaves_with_path(state.params)
-        if x.ndim > 1 and "norm" not in str(path) and "embed_tokens" not in str(path)
+        for path, x in leaves
+        if "norm" not in jax.tree_util.keystr(path) and "embed_tokens" not in jax.tree_util.keystr(path)
     )
+
+
+def test_fsdp_gathers_parameters_twice_and_sums_gradients_once() -> None:
+    """Layers once per pass; the head is kept for the backward pass, here."""
+    programs, state, batch = described(make_mesh(1, 8))
+    counts = hlo.count(programs.lower(state, batch, False).compile().as_text())
+    small = 20_000  # norms, metrics
+    head = 4.0 * TABLE["vocab_size"] * TABLE["hidden_size"]
+    gathered = counts.collectives["all-gather"][1]
+    assert gathered == pytest.approx(2 * (spread(state) - head) + head, abs=small)
+    summed = sum(counts.collectives[kind][1] for kind in ("all-reduce", "reduce-scatter"))
+    assert summed == pytest.approx(spread(state), abs=small)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 4, 1), (2, 2, 2)], ids=str)
+def test_devices_along_data_exchange_gradients_once_per_update(shape: tuple[int, int, int]) -> None:
+    """Of machines with an equal part of `data` each, `accumulate` sends nothing to another, `apply` one gradient."""
+    mesh = make_mesh(*shape)
+    programs, state, batch = described(mesh)
+    machine = 8 // shape[0]
+    for follows in (False, True):
+        text = programs.lower(state, batch, follows).compile().as_text()
+        assert hlo.count_apart(text, machine)[0].network == 0
+    once, _ = hlo.count_apart(programs.lower_apply(state).compile().as_text(), machine)
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4.0 for x in jax.tree.leaves(state.params))
+    assert once.network == pytest.approx(2 * held * (shape[0] - 1) / shape[0], rel=0.01)
+
+
+def test_what_cannot_be_cut_into_parts_is_summed_over_data_at_once() -> None:
+    """A mixture of experts: `lax.ragged_dot` has no such rule."""
+    programs, state, batch = described(
+        make_mesh(2, 4), model_type="mixtral", num_local_experts=2, num_experts_per_tok=1
+    )
+    text = programs.lower(state, batch, False).compile().as_text()
+    assert hlo.count_apart(text, 4)[0].network > 0
