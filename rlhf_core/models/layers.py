@@ -62,6 +62,37 @@ def _product_backward(
 _rounded_product.defvjp(_product_forward, _product_backward)
 
 
+def expert_product(x: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
+    """Compute `product` for every expert's rows. x: [N, in], sorted by expert; kernel: [experts, in, out]; counts: int32
+    [experts], rows per expert.
+    """
+    weights = kernel.astype(x.dtype)
+    if x.dtype == kernel.dtype:
+        return lax.ragged_dot(x, weights, counts)
+    return _rounded_expert_product(x, kernel, weights, counts)
+
+
+@jax.custom_vjp
+def _rounded_expert_product(
+    x: jax.Array, kernel: jax.Array, weights: jax.Array, counts: jax.Array
+) -> jax.Array:
+    return lax.ragged_dot(x, weights, counts)
+
+
+def _expert_forward(x: jax.Array, kernel: jax.Array, weights: jax.Array, counts: jax.Array) -> Any:
+    return lax.ragged_dot(x, weights, counts), (x, weights, counts)
+
+
+def _expert_backward(residuals: tuple[jax.Array, ...], d_y: jax.Array) -> Any:
+    x, weights, counts = residuals
+    rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+    d_kernel = lax.ragged_dot_general(x, d_y, counts, rows, preferred_element_type=jnp.float32)
+    return lax.ragged_dot(d_y, weights.swapaxes(1, 2), counts), d_kernel, None, None
+
+
+_rounded_expert_product.defvjp(_expert_forward, _expert_backward)
+
+
 class Linear(nnx.Module):
     """y = x · kernel (+ bias). lead: (layers,) for stacked parameters, called one layer at a time.
 
@@ -142,11 +173,9 @@ class ExpertMLPs(nnx.Module):
     def __call__(self, x: jax.Array, counts: jax.Array) -> jax.Array:
         """Apply each expert to its rows. x: [N, D], sorted by expert; counts: int32 [experts], rows per expert."""
 
-        def apply(linear: Linear, x: jax.Array) -> jax.Array:
-            return lax.ragged_dot(x, linear.kernel[...].astype(x.dtype), counts)
-
-        gate = ACTIVATIONS[self.activation](apply(self.gate_proj, x))
-        return apply(self.down_proj, gate * apply(self.up_proj, x))
+        gate = ACTIVATIONS[self.activation](expert_product(x, self.gate_proj.kernel[...], counts))
+        inner = gate * expert_product(x, self.up_proj.kernel[...], counts)
+        return expert_product(inner, self.down_proj.kernel[...], counts)
 
 
 class Experts(nnx.Module):

@@ -234,6 +234,16 @@ def test_arrays_beside_the_units_are_no_traffic() -> None:
         ("%o = f32[16384] all-gather(%x), replica_groups=[1,16]<=[16]", 61440, 65536 / 2 / 8),
         ("%o = f32[16384] all-gather(%x), replica_groups=[2,8]<=[16]", 65536 * 7 / 8, 0),
         ("%o = f32[16384] all-gather(%x), replica_groups=[8,2]<=[2,8]T(1,0)", 65536 / 2, 65536 / 2),
+        # The same groups as axes of a mesh, in the order of devices or in another, and as a part of an axis.
+        ("%o = f32[16384] all-gather(%x), replica_groups=mesh['a'=2,'b'=8] {'b'}", 65536 * 7 / 8, 0),
+        ("%o = f32[16384] all-gather(%x), replica_groups=mesh['a'=2,'b'=8] {'a'}", 65536 / 2, 65536 / 2),
+        (
+            "%o = f32[16384] all-gather(%x), replica_groups=mesh['a'=8,'b'=2], device_ids=([2,8]T(1,0)) {'a'}",
+            65536 * 7 / 8,
+            0,
+        ),
+        ("%o = f32[16384] all-gather(%x), replica_groups=mesh['a'=16] {'a':(2)8}", 65536 * 7 / 8, 0),
+        ("%o = f32[16384] all-gather(%x), replica_groups=mesh['a'=16] {'a':(1)2}", 65536 / 2, 65536 / 2),
         ("%o = f32[1024] all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}", 2 * 4096 * 3 / 4, 0),
         ("%o = f32[1024] all-reduce(%x), replica_groups={{0,8},{1,9}}", 4096, 4096),
         ("%o = f32[1024] collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 4096, 0),

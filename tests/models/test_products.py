@@ -1,0 +1,41 @@
+"""Products in bfloat16: what is summed for a kernel's gradient is not rounded to bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.models.layers import expert_product, product
+
+DRAW = np.random.default_rng(2)
+COUNTS = np.array([30, 0, 90], np.int32)
+
+
+def draw(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(DRAW.normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_gradient_of_a_kernel_is_float32(experts: bool) -> None:
+    """Against float64, from the same bfloat16 inputs: rounding to bfloat16 would be wrong by up to 2⁻⁹."""
+    x, d_y = draw(120, 16), draw(120, 8)
+    kernel = draw(*((3,) if experts else ()), 16, 8, dtype=jnp.float32)
+    parts = np.split(np.arange(120), np.cumsum(COUNTS)[:-1]) if experts else [np.arange(120)]
+
+    def compute(x: Any, kernel: Any) -> Any:
+        return expert_product(x, kernel, jnp.asarray(COUNTS)) if experts else product(x, kernel)
+
+    y, pull = jax.vjp(compute, x, kernel)
+    d_x, d_kernel = pull(d_y)
+    assert (y.dtype, d_x.dtype, d_kernel.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    exact = [np.asarray(a, np.float64) for a in (x, kernel.astype(jnp.bfloat16), d_y)]
+    kernels = exact[1] if experts else exact[1][None]
+    expected = [(exact[0][at] @ k, exact[2][at] @ k.T) for at, k in zip(parts, kernels, strict=True)]
+    for found, wanted in zip((y, d_x), zip(*expected, strict=True), strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float64), np.concatenate(wanted), rtol=0.01, atol=0.02)
+    wanted = np.stack([exact[0][at].T @ exact[2][at] for at in parts])
+    np.testing.assert_allclose(d_kernel, wanted if experts else wanted[0], rtol=1e-5, atol=1e-5)
