@@ -168,13 +168,12 @@ def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     rows. Without this, the compiler sends them over `data`, too.
     """
     mesh = mesh_of_rows(tokens)
-    if mesh is not None and table.shape[1] % mesh.shape["fsdp"] == 0:
-        data = "data" if "data" in row_axes() else None
-        spread = [NamedSharding(mesh, PartitionSpec(data, *axes)) for axes in ((None,), (None, "fsdp"))]
-        all_tokens = jax.lax.with_sharding_constraint(tokens, spread[0])
-        columns = jax.lax.with_sharding_constraint(table.at[all_tokens].get(mode="clip"), spread[1])
-        return columns
-    return table.at[tokens].get(mode="clip")
+    if mesh is None or table.shape[1] % mesh.shape["fsdp"]:
+        return table.at[tokens].get(mode="clip")
+    data = "data" if "data" in row_axes() else None
+    rows, columns = (NamedSharding(mesh, PartitionSpec(data, *axes)) for axes in ((), (None, "fsdp")))
+    tokens = jax.lax.with_sharding_constraint(tokens, rows)
+    return jax.lax.with_sharding_constraint(table.at[tokens].get(mode="clip"), columns)
 
 
 def sum_over_tensor(x: jax.Array) -> jax.Array:

@@ -63,8 +63,9 @@ _rounded_product.defvjp(_product_forward, _product_backward)
 
 
 def expert_product(x: jax.Array, kernel: jax.Array, counts: jax.Array) -> jax.Array:
-    """Compute `product` for every expert's rows. x: [N, in], sorted by expert; kernel: [experts, in, out]; counts: int32
-    [experts], rows per expert.
+    """Compute `product` for the rows of every expert.
+
+    x: [N, in], sorted by expert. kernel: [experts, in, out]. counts: int32 [experts], rows per expert.
     """
     weights = kernel.astype(x.dtype)
     if x.dtype == kernel.dtype:

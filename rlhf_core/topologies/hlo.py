@@ -300,7 +300,9 @@ def _groups(attributes: str, devices: int) -> list[list[int]]:
         parts: list[tuple[int, bool]] = []
         for name, size in sizes.items():
             part = re.search(rf"'{name}'(?::\((\d+)\)(\d+))?", found[4])
-            before, inside = (1, size if part else 1) if part is None or part[2] is None else map(int, part.groups())
+            before, inside = (
+                (1, size if part else 1) if part is None or part[2] is None else map(int, part.groups())
+            )
             parts += [(before, False), (inside, part is not None), (size // before // inside, False)]
         order = order.reshape([size for size, _ in parts])
         together = [at for at, (_, inside) in enumerate(parts) if inside]

@@ -36,6 +36,8 @@ def test_the_gradient_of_a_kernel_is_float32(experts: bool) -> None:
     kernels = exact[1] if experts else exact[1][None]
     expected = [(exact[0][at] @ k, exact[2][at] @ k.T) for at, k in zip(parts, kernels, strict=True)]
     for found, wanted in zip((y, d_x), zip(*expected, strict=True), strict=True):
-        np.testing.assert_allclose(np.asarray(found, np.float64), np.concatenate(wanted), rtol=0.01, atol=0.02)
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), np.concatenate(wanted), rtol=0.01, atol=0.02
+        )
     wanted = np.stack([exact[0][at].T @ exact[2][at] for at in parts])
     np.testing.assert_allclose(d_kernel, wanted if experts else wanted[0], rtol=1e-5, atol=1e-5)

@@ -372,6 +372,39 @@ def test_the_real_compilers(platform: str, on: str, place: Any, rlhf: Any) -> No
 
 
 @pytest.mark.accelerators
+@pytest.mark.parametrize(
+    ("platform", "on", "data"), [("gpu", "h100:2x4", 2), ("tpu", "v5e:2x4", 8)], ids=["gpu", "tpu"]
+)
+def test_gradients_are_summed_once_and_in_float32(
+    platform: str, on: str, data: int, place: Any, rlhf: Any
+) -> None:
+    """On GPUs each machine gathers weights in bfloat16, twice, and scatters gradients in float32; a sum over machines,
+    and of all TPUs here, is left to the update.
+    """
+    compiler(platform)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 4}
+    table = ", ".join(f"{key} = {value}" for key, value in sizes.items())
+    model = f'model = {{ model_type = "llama", {table}, tokenizer = "model" }}\nremat = "full"'
+    place.settings("base.toml", f"{model}\ntotal_batch_size = 64")
+    mesh = ["--set", f"mesh.data={data}", "--set", f"mesh.fsdp={8 // data}"]
+    ended = rlhf("check", "base.toml", "--on", on, *mesh, "--json")
+    assert ended.code == cli.DONE, ended.message
+    accumulate, *_, apply = (p["call"] for p in json.loads(ended.out)["stages"]["base"]["programs"])
+    matrices = 10 * (
+        4 * 512 * 512 + 3 * 512 * 1024
+    )  # of the layers; embedding and head are small beside them
+    assert accumulate["network"] == 0
+    if platform == "gpu":
+        sent = accumulate["collectives"]
+        assert sent["all-gather"][1] == pytest.approx(2 * 2 * matrices, rel=0.1)
+        assert sent["reduce-scatter"][1] == pytest.approx(4 * matrices, rel=0.1)
+        assert apply["network"] == pytest.approx(4 * matrices / 4, rel=0.1)
+    else:
+        assert accumulate["collectives"] == {}
+        assert apply["collectives"]["all-reduce"][1] == pytest.approx(4 * matrices, rel=0.1)
+
+
+@pytest.mark.accelerators
 def test_every_gpu_of_the_table_compiles(place: Any, rlhf: Any) -> None:
     compiler("gpu")
     for chip in [name for name, chip in CHIPS.items() if chip.platform == "gpu"]:
