@@ -5,6 +5,7 @@ Objectives return sums, so that the result does not depend on how examples are s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf_core.errors import error_line
 from rlhf_core.mesh import abstract_rows, over_parts, put_rows, replicated_sharding, sum_over_parts
 from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
@@ -24,6 +26,8 @@ from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.state import TrainState
 
 __all__ = ["Objective"]
+
+log = logging.getLogger("rlhf_core")
 
 
 Loss: TypeAlias = Mean | Mapping[str, Mean]
@@ -224,9 +228,11 @@ class Programs:
         """Trace the first micro-batch of an update, and keep what it returns, without values."""
         try:
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
-        except Exception:  # of whatever cannot be mapped over parts, such as a mixture of experts
+        except Exception as error:
             if not self._in_parts:
                 raise
+            # JAX may not be able to map an operation over parts, such as the products of experts.
+            log.info("gradients are summed over data in every micro-batch (%s)", error_line(error))
             self._make(state, in_parts=False)
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
         counts = _counts(traced.out_info.loss)
