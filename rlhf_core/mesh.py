@@ -176,6 +176,22 @@ def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(table.at[tokens].get(mode="clip"), columns)
 
 
+def gathered(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+    """Gather the parts of a parameter that `fsdp` spreads; those of `tensor` stay where they are. axes: as RULES has them.
+
+    Otherwise the compiler gathers at every use, and may do so once more for each shape in which it uses the parameter.
+    """
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    if mesh.shape.get("fsdp", 1) == 1 or set(mesh.axis_types) != {AxisType.Auto}:
+        return x
+    spec = [RULES.get(name) if name is not None else None for name in axes]
+    spec = [
+        axis if axis == "tensor" and size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(spec, x.shape, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
 def sum_over_tensor(x: jax.Array) -> jax.Array:
     """Sum `x` over the devices that share a layer, within `jax.shard_map` over `tensor`; elsewhere return it as is."""
     return jax.lax.psum(x, "tensor") if "tensor" in jax.sharding.get_abstract_mesh().manual_axes else x

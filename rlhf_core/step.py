@@ -239,7 +239,7 @@ class Programs:
         if self._counts is None and counts is not None:
             everywhere = replicated_sharding(state.step.sharding.mesh)
             self._counts = {
-                name: jax.ShapeDtypeStruct(count.shape, count.dtype, sharding=everywhere)
+                name: jax.ShapeDtypeStruct((), count.dtype, sharding=everywhere)
                 for name, count in counts.items()
             }
             traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
@@ -296,7 +296,9 @@ def _by_parts(step: Callable[..., Accumulated], mesh: Mesh) -> Callable[..., Acc
     step: `accumulate` without its objective.
     """
 
-    def accumulate_parts(params: Any, batch: Any, before: Any, key: Any, counts: Any) -> Accumulated:
+    def accumulate_parts(
+        params: Any, batch: Any, before: Any, key: Any = None, counts: Any = None
+    ) -> Accumulated:
         def one(batch: Any, before: Any) -> Accumulated:
             return step(params, batch, before, key, counts)
 

@@ -6,7 +6,7 @@ A module is built once for all layers, its parameters float32 [layers, …], and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from rlhf_core.mesh import look_up, sum_over_tensor, with_rows_of
+from rlhf_core.mesh import gathered, look_up, sum_over_tensor, with_rows_of
 from rlhf_core.models.config import DecoderConfig
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.rope import rotate
@@ -29,13 +29,16 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def product(x: jax.Array, kernel: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     """Compute x · kernel, [N, in] · [in, out], in the dtype of `x`, and the gradient of a float32 kernel in float32.
 
-    Otherwise the sum over tokens, those of other devices included, would be rounded to the compute dtype.
+    Otherwise the sum over tokens, those of other devices included, would be rounded to the compute dtype. axes: the
+    kernel's logical axes, by which it is gathered.
     """
-    weights = kernel.astype(x.dtype)
-    return x @ weights if x.dtype == kernel.dtype else _rounded_product(x, kernel, weights)
+    rounded = kernel.astype(x.dtype)
+    weights = gathered(rounded, axes)
+    plain = x.dtype == kernel.dtype and weights is rounded
+    return x @ weights if plain else _rounded_product(x, kernel, weights)
 
 
 @jax.custom_vjp
@@ -123,7 +126,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         # Tokens are one axis: otherwise XLA on CPU copies the output's gradient, transposed, for the kernel's.
         kernel, flat = self.kernel[...], x.reshape(-1, x.shape[-1])
-        y = product(flat, kernel)
+        y = product(flat, kernel, self.kernel.get_metadata("axes")[-2:])
         if self.adapter is not None:
             y = y + self.adapter(flat)
         y = y.reshape(*x.shape[:-1], kernel.shape[-1])
@@ -149,7 +152,8 @@ class Adapter(nnx.Module):
         if self.lora_key is not None:
             key = self.lora_key[...]
             x = lax.cond(jnp.any(key != 0), self._dropped, lambda x, _: x, x, key)
-        return self.scale * product(product(x, self.lora_a[...]), self.lora_b[...])
+        a, b = ((each[...], each.get_metadata("axes")[-2:]) for each in (self.lora_a, self.lora_b))
+        return self.scale * product(product(x, *a), *b)
 
     def _dropped(self, x: jax.Array, key: jax.Array) -> jax.Array:
         mask = jax.random.bernoulli(jax.random.wrap_key_data(key), 1 - self.dropout, x.shape)

@@ -94,7 +94,7 @@ def test_the_train_step(name: str, devices: str) -> None:
     rows, state = put_rows(mesh, batch), abstract_state_of(made, mesh)
     programs: Any = Programs(objective, state)
     key = state.key if made.lora is not None else None
-    first = programs._accumulate.trace(state.params, rows, None, key)
+    first = programs._trace(state, rows, key)
     done = first.out_info
     second = programs._accumulate.trace(state.params, rows, done, key)
     # What goes by the platform, attention, is in the first; the second adds to its sums.
