@@ -177,9 +177,10 @@ def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def gathered(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-    """Gather the parts of a parameter that `fsdp` spreads; those of `tensor` stay where they are. axes: as RULES has them.
+    """Gather what `fsdp` spreads of a parameter; what `tensor` spreads stays where it is.
 
-    Otherwise the compiler gathers at every use, and may do so once more for each shape in which it uses the parameter.
+    Otherwise the compiler gathers where the parameter is used, and again wherever it is used in another shape.
+    axes: the parameter's logical axes.
     """
     mesh: AbstractMesh = jax.typeof(x).sharding.mesh
     if mesh.shape.get("fsdp", 1) == 1 or set(mesh.axis_types) != {AxisType.Auto}:

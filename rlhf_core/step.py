@@ -174,7 +174,8 @@ class Programs:
         mesh: Mesh = state.step.sharding.mesh
         everywhere: Any = replicated_sharding(mesh)
         step: Callable[..., Accumulated] = partial(accumulate, self._objective, fixed=state.fixed)
-        finish, placed = apply, Accumulated(shardings.params, everywhere, everywhere)
+        finish: Callable[..., Any] = apply
+        placed = Accumulated(shardings.params, everywhere, everywhere)
         if in_parts:
             step, finish, placed = _by_parts(step, mesh), apply_parts, _stacked(placed)
         self._in_parts = in_parts

@@ -291,28 +291,35 @@ def _as_reduce_scatter(counts: Counts) -> Counts:
 def _groups(attributes: str, devices: int) -> list[list[int]]:
     """Read the groups of devices that a collective works in."""
     if found := GROUPS.search(attributes):
-        return _device_order(found[2], found[3]).reshape(_integers(found[1])).tolist()  # type: ignore[no-any-return]
+        groups: list[list[int]] = _device_order(found[2], found[3]).reshape(_integers(found[1])).tolist()
+        return groups
     if found := MESH_GROUPS.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        shape = list(sizes.values())
-        order = _device_order(found[2] or str(math.prod(shape)), found[3])
-        # A part of an axis is written with what lies before it and its size: {'a':(2)4}.
-        parts: list[tuple[int, bool]] = []
-        for name, size in sizes.items():
-            part = re.search(rf"'{name}'(?::\((\d+)\)(\d+))?", found[4])
-            before, inside = (
-                (1, size if part else 1) if part is None or part[2] is None else map(int, part.groups())
-            )
-            parts += [(before, False), (inside, part is not None), (size // before // inside, False)]
-        order = order.reshape([size for size, _ in parts])
-        together = [at for at, (_, inside) in enumerate(parts) if inside]
-        apart = [at for at, (_, inside) in enumerate(parts) if not inside]
-        members = math.prod(parts[at][0] for at in together)
-        return order.transpose(apart + together).reshape(-1, members).tolist()  # type: ignore[no-any-return]
+        return _mesh_groups(*found.groups())
     listed = LISTED_GROUPS.search(attributes) or PAIRS.search(attributes)
     if listed:
         return [[int(n) for n in re.findall(r"\d+", group)] for group in listed[1].split("},{")]
     return [list(range(devices))]
+
+
+def _mesh_groups(axes: str, shape: str | None, transposed: str | None, along: str) -> list[list[int]]:
+    """Read groups along some axes of a mesh: `'a'=2,'b'=4`, the devices as for `_device_order`, and `'b'`.
+
+    Part of an axis is written with the product of what lies before it and its own size: `'b':(2)2`.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    split: list[int] = []
+    apart: list[int] = []
+    together: list[int] = []
+    for name, size in sizes.items():
+        found = re.search(rf"'{name}'(?::\((\d+)\)(\d+))?", along)
+        before, inside = (int(found[1]), int(found[2])) if found and found[1] else (1, size if found else 1)
+        apart += [len(split), len(split) + 2]
+        together.append(len(split) + 1)
+        split += [before, inside, size // before // inside]
+    order = _device_order(shape or str(math.prod(split)), transposed).reshape(split)
+    members = math.prod(split[at] for at in together)
+    groups: list[list[int]] = order.transpose(apart + together).reshape(-1, members).tolist()
+    return groups
 
 
 def _device_order(shape: str, transposed: str | None) -> Any:
