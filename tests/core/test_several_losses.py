@@ -107,6 +107,14 @@ def test_uneven_micro_batches(
     require_expected(*programs.apply(state, done))
 
 
+def test_a_micro_batch_that_is_the_whole_update_needs_no_counts(tiny: Any) -> None:
+    """Of two devices, each has half of the rows, and divides by the count of both."""
+    state = state_on(tiny, 2)
+    programs = Programs(objective, state)
+    done = programs.accumulate(state, put_rows(state.step.sharding.mesh, BATCH), None)
+    require_expected(*programs.apply(state, done))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3])
 def test_equal_splits_inside_one_program(splits: int, tiny: Any) -> None:
     state = state_on(tiny, 1)

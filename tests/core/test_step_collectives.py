@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -78,10 +79,15 @@ def test_devices_along_data_exchange_gradients_once_per_update(shape: tuple[int,
     assert once.network == pytest.approx(2 * held * (shape[0] - 1) / shape[0], rel=0.01)
 
 
-def test_what_cannot_be_cut_into_parts_is_summed_over_data_at_once() -> None:
+def test_what_cannot_be_cut_into_parts_is_summed_over_data_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A mixture of experts: `lax.ragged_dot` has no such rule."""
+    caplog.set_level(logging.INFO, logger="rlhf_core")
     programs, state, batch = described(
         make_mesh(2, 4), model_type="mixtral", num_local_experts=2, num_experts_per_tok=1
     )
     text = programs.lower(state, batch, False).compile().as_text()
     assert hlo.count_apart(text, 4)[0].network > 0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("gradients are summed over data in every micro-batch (raised NotImplementedError")
