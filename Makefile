@@ -15,11 +15,12 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test torture reproduce bench bench-peers
+.PHONY: help env demo lint test test-long torture reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
 	@echo "make test                               every check and every test"
+	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make torture                            what tries very many cases of one property, longer than make test"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
@@ -49,7 +50,10 @@ lint: env
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Installs nothing more than `make env`.
+# These two install nothing more than `make env`.
+test-long: env
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'long and not exhaustive'
+
 torture: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive
 
