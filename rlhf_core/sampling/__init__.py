@@ -16,12 +16,26 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
-from rlhf_core.contracts import PARAMETERS, ModelDefinition, Program, SamplerInputs, SamplingSettings
+from rlhf_core.contracts import (
+    PARAMETERS,
+    ModelDefinition,
+    Program,
+    ProgramShape,
+    SamplerInputs,
+    SamplingSettings,
+)
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.layout import abstract_weights, allowed_sizes, bring, plan_room, sampling_mesh
+from rlhf_core.sampling.layout import (
+    abstract_weights,
+    allowed_sizes,
+    bring,
+    plan_room,
+    sampling_mesh,
+    weight_bytes,
+)
 from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
@@ -198,7 +212,7 @@ class Sampler:
 
         params: shapes with shardings will do. `Program.calls` are those of a rollout.
         """
-        time = bucket(self.max_prompt_length, self.max_prompt_length)
+        time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
         calls = -(-prompts // self.prompts_per_call)
         weights, described = params, []
@@ -206,8 +220,12 @@ class Sampler:
             weights = abstract_weights(self.definition, self.mesh)
             # The weights in the sampler's layout lie beside those that are trained, until the rollout ends.
             moving = partial(bring(self.definition, self.mesh).lower, params)
-            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS))
-        steps = most_steps(sequences // row_multiple(self.mesh), self.room.slots, longest)
+            size = weight_bytes(self.definition, self.mesh, room.tensor)
+            shape = ProgramShape(self.definition, 0, 0, room.tensor, size)
+            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS, shape=shape))
+        groups = row_multiple(self.mesh)
+        steps = most_steps(sequences // groups, room.slots, longest)
+        shape = ProgramShape(self.definition, groups * room.slots, time + longest, room.tensor, room.bytes)
         return [
             *described,
             Program(
@@ -218,6 +236,7 @@ class Sampler:
                 tokens=prompts * self.num_generations * longest / calls,
                 steps=steps,
                 reads=() if self.shares_layers else PARAMETERS,
+                shape=shape,
             ),
         ]
 
