@@ -85,8 +85,7 @@ def rollout_programs(
     )
     tx, _ = optimizers.make_optimizer(config, stage.registry, total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
-    definition = model.definition
-    programs = training_programs(objective(definition), definition, state, batches, known=False)
+    programs = training_programs(objective(model.definition), model.definition, state, batches, known=False)
     held = resident(state)
     held |= dict.fromkeys(copies, state.trained().params)
     rollouts = 1 / updates_per_rollout
@@ -95,7 +94,7 @@ def rollout_programs(
         read = TokenReader(reader(model.definition), layout, mesh)
         programs += reading_programs(
             read.lower,
-            definition,
+            model.definition,
             dict.fromkeys(("policy", *copies), state.params),
             loads([pack(groups, layout)], read.shapes()),
             times=rollouts,

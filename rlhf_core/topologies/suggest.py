@@ -146,7 +146,7 @@ def suggest(
     began = time.monotonic()
     search = Search(job, find)
     results: dict[str, Any] = {"ranked": [], "compiled": [], "chosen": None, "lines": []}
-    tried = []
+    tried: list[list[str]] = []
     for topology in machines(job["on"]):
         while len(tried) < COMPILED:
             say(f"forecasting {topology.name}")
@@ -288,11 +288,10 @@ class Search:
 
     def correct(self, candidate: Candidate, verdicts: Sequence[StageVerdict]) -> None:
         """Learn from programs that the compiler made larger than they fit, or refused."""
-        usable = candidate.topology.chip.usable
-        ratios: dict[str, float] = {}
+        usable, ratios = candidate.topology.chip.usable, dict[str, float]()
         for verdict in verdicts:
-            forecast = candidate.stages.get(verdict.name)
-            for program in () if forecast is None else verdict.programs:
+            for program in verdict.programs:
+                forecast = candidate.stages[verdict.name]
                 if not program.fits and program.name in forecast.peaks:
                     estimated = max(forecast.peaks[program.name] - forecast.held, 1)
                     counted = max(program.peak, 1.05 * usable if program.error else 0) - forecast.held
