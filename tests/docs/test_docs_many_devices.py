@@ -153,7 +153,7 @@ def test_kubernetes(place: Path) -> None:
     found_each_other(*jobs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.make_model().save(tmp_path / "MODEL")
