@@ -95,7 +95,11 @@ class Candidate:
     def sets(self) -> list[str]:
         """Write the settings as `--set` takes them."""
         tables = {"mesh": self.mesh, **self.settings}
-        return [f"{name}.{key}={value}" for name, table in tables.items() for key, value in table.items()]
+        return [
+            f"{name}.{key}={to_value(value)}"
+            for name, table in tables.items()
+            for key, value in table.items()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the candidate as `--json` prints it."""

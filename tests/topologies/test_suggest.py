@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import pytest
 
-from rlhf_core import cli
+from rlhf_core import cli, plugins
 from rlhf_core.contracts import Program, ProgramShape, StagePrograms
 from rlhf_core.mesh import make_mesh, with_shardings
 from rlhf_core.models import DECODER, Definition
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.topologies import interpreters
 from rlhf_core.topologies.chips import CHIPS
@@ -180,7 +182,7 @@ def test_the_fastest_that_fits_comes_first() -> None:
     fast, slow, small, large = made(70 * GB, 1.0), made(10 * GB, 2.0), made(80 * GB, 9.0), made(90 * GB, 0.1)
     ordered = sorted([large, slow, small, fast], key=lambda each: each.order)
     assert ordered == [fast, slow, small, large]
-    assert fast.sets == ["mesh.data=1", "mesh.fsdp=2", "mesh.tensor=1", "base.remat=full"]
+    assert fast.sets == ["mesh.data=1", "mesh.fsdp=2", "mesh.tensor=1", 'base.remat="full"']
 
 
 def test_machines_have_ever_more_devices() -> None:
@@ -211,11 +213,12 @@ def test_the_first_that_fits_ends_the_search(place: Any) -> None:
 
     def compiled(job: Any, *, say: Any) -> dict[str, Any]:
         asked.append([job["on"], *job["sets"]])
+        assert plan(read("base.toml", sets=job["sets"]), plugins.load()).stages[0].preview.remat == "none"
         return {"on": job["on"], **results(True)}
 
     saved: list[dict[str, Any]] = []
     found = suggest(job("h100"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
-    assert asked == [["h100:1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "base.remat=none"]]
+    assert asked == [["h100:1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", 'base.remat="none"']]
     assert found["chosen"]["on"] == "h100:1"
     assert len(found["compiled"]) == 1
     assert saved[0]["compiled"] == [] or saved[0]["lines"]
