@@ -7,6 +7,11 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 WORK ?= W1
 MODEL ?= 10m
 ROUNDS ?= 3
+# The environments of XLA's compilers, about 6 GB; made where they are missing.
+COMPILERS ?= $(CURDIR)/.compilers
+GPU_PYTHON ?= $(COMPILERS)/gpu/bin/python
+TPU_PYTHON ?= $(COMPILERS)/tpu/bin/python
+JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the five distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
@@ -15,13 +20,14 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test test-long torture reproduce bench bench-peers
+.PHONY: help env demo lint test test-long test-accelerators torture reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
 	@echo "make test                               every check and every test"
 	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
+	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make torture                            what tries very many cases of one property, longer than make test"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
@@ -49,6 +55,16 @@ lint: env
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+$(COMPILERS)/gpu/bin/python: PACKAGE = jax[cuda13]
+$(COMPILERS)/tpu/bin/python: PACKAGE = jax[tpu]
+$(COMPILERS)/%/bin/python:
+	@echo "Installing $(PACKAGE) into $(COMPILERS)/$*, which takes some minutes."
+	$(PYTHON) -m venv $(COMPILERS)/$*
+	$@ -m pip install --quiet '$(PACKAGE)$(JAX:jax%=%)' || { rm -rf $(COMPILERS)/$*; exit 1; }
+
+test-accelerators: env $(GPU_PYTHON) $(TPU_PYTHON)
+	RLHF_GPU_PYTHON=$(GPU_PYTHON) RLHF_TPU_PYTHON=$(TPU_PYTHON) $(BIN)/python -m pytest -m accelerators
 
 # These two install nothing more than `make env`.
 test-long: env

@@ -77,6 +77,11 @@ TASKS = (
         "evaluation_step grpo_step",
     ),
     Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),
+    Task(
+        "Describe programs for devices that are not there",
+        "[Check before renting](../how-to/many_devices.md#check-before-renting) compiles them.",
+        "Program StagePrograms dataset_programs rollout_programs",
+    ),
     Task("Save and score", "", "Artifact save_model write_atomic Scorer scoring_contract"),
     Task(
         "Run trainers and pipelines from Python",

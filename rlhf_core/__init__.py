@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import PairwiseLoss as PairwiseLoss
     from rlhf_core.contracts import PolicyInputs as PolicyInputs
     from rlhf_core.contracts import PolicyLoss as PolicyLoss
+    from rlhf_core.contracts import Program as Program
     from rlhf_core.contracts import RewardInputs as RewardInputs
     from rlhf_core.contracts import Rollouts as Rollouts
     from rlhf_core.contracts import Rows as Rows
     from rlhf_core.contracts import SamplerInputs as SamplerInputs
+    from rlhf_core.contracts import StagePrograms as StagePrograms
     from rlhf_core.contracts import Trainer as Trainer
     from rlhf_core.errors import InputError as InputError
     from rlhf_core.errors import RunError as RunError
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 _CONTRACTS = (
     "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
     "Advantage AdvantageInputs Artifact Forecast Kind LossOutput ModelFamily PairInputs PairwiseLoss PolicyInputs "
-    "PolicyLoss RewardInputs Rollouts Rows SamplerInputs Trainer"
+    "PolicyLoss Program RewardInputs Rollouts Rows SamplerInputs StagePrograms Trainer"
 )
 _HOMES = {
     **dict.fromkeys(_CONTRACTS.split(), "contracts"),

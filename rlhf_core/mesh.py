@@ -149,6 +149,13 @@ def fetch_array(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Describe arrays of these shapes and dtypes, a tree, with the shardings of an equal tree."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+
+
 def abstract_rows(mesh: Mesh, batch: Any) -> Any:
     """Describe the arrays that `put_rows` would return, so that programs can be compiled before there is a batch."""
     sharding = row_sharding(mesh)

@@ -401,7 +401,7 @@ class Scorer:
         layout = self._layout_for([each.size for each in trees], max(map(len, sequences)), group)
         for batch in pack(trees, layout, sequence_names=("place",)):
             scores = np.asarray(
-                _scores(self.model.definition, self.model.mesh)(
+                scoring_function(self.model.definition, self.model.mesh)(
                     self.model.params, put_rows(self.model.mesh, batch)
                 )
             )
@@ -412,20 +412,30 @@ class Scorer:
     def _layout_for(self, sizes: Sequence[int], longest: int, group: int) -> Layout:
         """Return the shapes chosen first while every sequence fits; a tree that does not fit is split."""
         if self.layout is None or longest > self.layout.time[-1]:
-            self.layout = choose_layout(
-                sizes,
-                group,
-                hidden_size=self.model.definition.hidden_size,
-                max_tokens=MICRO_BATCH_TOKENS,
-                row_multiple=row_multiple(self.model.mesh),
-                longest=max(longest, self.contract.max_length or 0),
+            longest = max(longest, self.contract.max_length or 0)
+            self.layout = scoring_layout(
+                self.model.definition, self.model.mesh, sizes, group, longest=longest
             )
         return self.layout
 
 
+def scoring_layout(
+    definition: Definition, mesh: Mesh, sizes: Sequence[int], group: int, *, longest: int
+) -> Layout:
+    """Choose the rows for groups of `group` sequences; sizes: tokens per group. longest: tokens of a sequence."""
+    return choose_layout(
+        sizes,
+        group,
+        hidden_size=definition.hidden_size,
+        max_tokens=MICRO_BATCH_TOKENS,
+        row_multiple=row_multiple(mesh),
+        longest=longest,
+    )
+
+
 @functools.cache
-def _scores(definition: Definition, mesh: Mesh) -> Any:
-    """Compile (params, Packed) -> float32 [rows, sequences], replicated on every process."""
+def scoring_function(definition: Definition, mesh: Mesh) -> Any:
+    """Return a jitted (params, Packed) → float32 [rows, sequences], replicated on every process."""
 
     def scores(params: Any, batch: Packed) -> jax.Array:
         return sequence_scores(definition, params, batch)

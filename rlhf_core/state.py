@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.mesh import AnyMesh, replicated_sharding
+from rlhf_core.mesh import AnyMesh, replicated_sharding, with_shardings
 from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.models.params import Path, join, matching, named, paths, split
 
@@ -86,6 +86,8 @@ def create_state(
 ) -> TrainState:
     """Make a state at step 0 that shares its parameter buffers with `model` and shards its optimizer state like them.
 
+    A model of shapes alone, as `rlhf_core.training.programs.planned_model` makes it, gives a state of shapes alone.
+
     model: one model, or several by name, {"policy": …, "critic": …}: the state's `params` and `model` are then also
         keyed by name, and the rules below hold for each model.
     tx: one for all models, or one per name. It sees only the parameters that are trained.
@@ -125,8 +127,13 @@ def create_state(
         }
     else:
         opt_shardings = optimizer_shardings(jax.eval_shape(tx.init, trained), trained, shardings, mesh)
-    opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
     replicated = replicated_sharding(mesh)
+    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+        scalar, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(seed))
+        opt_state = with_shardings(jax.eval_shape(tx.init, trained), opt_shardings)
+        step, guard, key = with_shardings((scalar, scalar, key), (replicated,) * 3)
+        return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
+    opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
     step, guard = jax.device_put((np.int32(0), np.int32(-1)), (replicated, replicated))
     key = jax.jit(lambda: jax.random.key(seed), out_shardings=replicated)()
     return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)

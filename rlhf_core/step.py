@@ -174,27 +174,43 @@ class Programs:
         calls: micro-batches, read for shapes and dtypes only, and whether each follows another in its update; see
         `rlhf_core.fit.batches.expected_calls`. Programs that are compiled or being compiled are skipped.
         """
-        mesh = state.step.sharding.mesh
-        key = _dropout_key(state, 0) if self._noise else None
         for batch, follows in calls:
-            rows, follows = abstract_rows(mesh, batch), follows or self._from_zero
-            if (name := _program_name(rows, follows)) in self._ahead:
+            follows = follows or self._from_zero
+            if (name := _program_name(batch, follows)) in self._ahead:
                 continue
-            if self._done is None or not follows:
-                traced = self._trace(state, rows, key)
-            if follows:
-                traced = self._accumulate.trace(state.params, rows, self._done, key, self._counts)
-            self._ahead.compile(name, traced.lower())
-            if self._counts is not None and (name := _program_name(rows, "count")) not in self._ahead:
-                self._ahead.compile(name, self._count.lower(state.params, rows))
+            self._ahead.compile(name, self.lower(state, batch, follows))
+            if self._counts is not None and (name := _program_name(batch, "count")) not in self._ahead:
+                self._ahead.compile(name, self.lower_count(state, batch))
             if "apply" not in self._ahead:
-                self._ahead.compile("apply", self._apply.lower(state.trained(), self._done))
+                self._ahead.compile("apply", self.lower_apply(state))
+
+    def lower(self, state: TrainState, batch: Any, follows: bool) -> jax.stages.Lowered:
+        """Lower `accumulate` for a micro-batch, read for shapes and dtypes only.
+
+        state: shapes with shardings will do. follows: whether it follows another micro-batch in its update.
+        """
+        rows, key = abstract_rows(state.step.sharding.mesh, batch), None
+        if self._noise:
+            key = state.key if isinstance(state.key, jax.ShapeDtypeStruct) else _dropout_key(state, 0)
+        if self._done is None or not follows:
+            traced = self._trace(state, rows, key)
+        if follows:
+            traced = self._accumulate.trace(state.params, rows, self._done, key, self._counts)
+        return traced.lower()
+
+    def lower_count(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lower `count` for a micro-batch of several losses, read for shapes and dtypes only."""
+        return self._count.lower(state.params, abstract_rows(state.step.sharding.mesh, batch))
+
+    def lower_apply(self, state: TrainState) -> jax.stages.Lowered:
+        """Lower `apply` for the sums of the last `lower`."""
+        return self._apply.lower(state.trained(), self._done)
 
     def wait(self) -> None:
         """Wait until every program that was started is compiled."""
         self._ahead.wait_for_all()
 
-    def _trace(self, state: TrainState, batch: Any, key: jax.Array | None) -> Any:
+    def _trace(self, state: TrainState, batch: Any, key: Any) -> Any:
         """Trace the first micro-batch of an update, and keep what it returns, without values."""
         traced = self._accumulate.trace(state.params, batch, None, key, self._counts)
         counts = _counts(traced.out_info.loss)

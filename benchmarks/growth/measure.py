@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hlo
 import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
@@ -28,6 +27,7 @@ from rlhf_core.models.attention_blocks import block_size
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.layout import longest_groups
 from rlhf_core.step import Programs
+from rlhf_core.topologies import hlo
 
 sys.path.insert(0, str(SPEED))
 import ours_steps

@@ -30,11 +30,37 @@ def check(
     plugins: Sequence[Path] = (),
     dir: Path | None = None,
     devices: int | None = None,
+    on: str | None = None,
+    suggest: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
 
-    devices: number of devices to forecast memory for, per device; None: memory in total.
+    devices: number of devices to forecast memory for, per device; None: memory in total. on: devices to compile every
+    program for, such as "h100:8". suggest: search for a mesh and settings that fit these, or a chip's fewest.
+    as_json: print what was found about these devices, and nothing else, as JSON.
     """
+    for flag in [
+        name for name, asked in (("--json", as_json), ("--suggest", suggest)) if asked and on is None
+    ]:
+        raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
+    if on is not None and suggest:
+        from rlhf_core.topologies.names import machines
+
+        if devices is not None:
+            raise InputError(
+                f"rlhf check: leave out --devices {devices}; --suggest takes them from --on {on}"
+            )
+        machines(on)
+    elif on is not None:
+        from rlhf_core.topologies.names import parse
+
+        named = parse(on)
+        if devices not in (None, named.count):
+            raise InputError(
+                f"rlhf check: --on {on} has {named.count} devices; leave out --devices {devices}"
+            )
+        devices = named.count
     from rlhf_core.pipeline import stage_requests
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.recorded_run import refusals
@@ -75,8 +101,15 @@ def check(
     for stage in planned.stages:
         lines = [inputs_line(stage), f"{states[stage.name]}, seed {stage.seed}", *components(stage.written)]
         table.add_row(stage.name, "\n".join([*lines, *forecasts[stage.name].printed()]))
-    echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
-    show(table)
+    if not as_json:
+        echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
+        show(table)
+    if on is not None:
+        from rlhf_core.topologies import check_on, suggest_on
+
+        (suggest_on if suggest else check_on)(
+            pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json
+        )
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:

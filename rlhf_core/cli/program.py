@@ -36,6 +36,14 @@ Devices = Annotated[
         "--devices", min=1, metavar="N", help="Forecast memory per device on N devices, which need not exist."
     ),
 ]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="DEVICES",
+        help="Compile every program for these devices, which need not exist, such as h100:8, h200:2x8 or v5p:2x2x4.",
+    ),
+]
 Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=False)]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
@@ -156,11 +164,30 @@ def check(
     plugin: Plugins = None,
     dir: RunDirectory = None,
     devices: Devices = None,
+    on: On = None,
+    suggest: Annotated[
+        bool,
+        typer.Option(
+            "--suggest",
+            help="With --on: search for a mesh and settings that fit, within 10 minutes; --on h100 takes the fewest "
+            "devices of a machine.",
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --on: for programs.")] = False,
 ) -> None:
     """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
     from rlhf_core.cli import commands
 
-    commands.check(pipeline, sets=sets or (), plugins=plugin or (), dir=dir, devices=devices)
+    commands.check(
+        pipeline,
+        sets=sets or (),
+        plugins=plugin or (),
+        dir=dir,
+        devices=devices,
+        on=on,
+        suggest=suggest,
+        as_json=json,
+    )
 
 
 @app.command(

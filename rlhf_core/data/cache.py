@@ -39,8 +39,7 @@ ENDS, ROWS = "_ends", "_rows"
 
 def cache_directory() -> Path:
     """Return `$RLHF_CACHE/tokens`, by default beside the user's compiled programs. It may be deleted at any time."""
-    root = os.environ.get("RLHF_CACHE")
-    return (Path(root).expanduser() if root else runtime.cache_directory().parent) / "tokens"
+    return runtime.cache_root() / "tokens"
 
 
 class TokenCache:

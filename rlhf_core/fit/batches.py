@@ -17,6 +17,7 @@ from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import Layout, Packed, Tree, choose_layout, pack
 from rlhf_core.packing.trees import most_branches, sizes_of, trained_of
+from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -186,7 +187,7 @@ def choose_row_layout(
 def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
     """Return whether attention skips the blocks of a row that no token sees, which it does on one device only."""
     name = config.attention.name
-    return mesh.size == 1 and (name == "blocks" or (name == "auto" and jax.default_backend() == "cpu"))
+    return mesh.size == 1 and (name == "blocks" or (name == "auto" and platform() == "cpu"))
 
 
 def pack_chunks(

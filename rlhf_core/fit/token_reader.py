@@ -54,9 +54,14 @@ class TokenReader:
 
     def compile(self, params: Any) -> None:
         """Start to compile, in the background, for parameters that are placed like these."""
-        for batch in self._shapes():
-            lowered = self._compute.lower(params, abstract_rows(self.mesh, batch))
-            self._compiler.compile(batch.rows.tokens.shape, lowered)
+        for batch in self.shapes():
+            self._compiler.compile(
+                batch.rows.tokens.shape, self.lower(params, abstract_rows(self.mesh, batch))
+            )
+
+    def lower(self, params: Any, batch: Any) -> jax.stages.Lowered:
+        """Lower the program for a micro-batch of one of `shapes`; shapes with shardings will do."""
+        return self._compute.lower(params, batch)
 
     def __call__(self, params: Any, trees: Sequence[Tree]) -> Any:
         """Return one array per branch, in the order of the trees and of their branches, in a list.
@@ -84,7 +89,7 @@ class TokenReader:
                 ):  # no branch, one empty piece
                     values[branch] = piece
         if structure is None:  # no tree, no batch
-            structure = jax.tree.structure(jax.eval_shape(self._compute, params, self._shapes()[0]))
+            structure = jax.tree.structure(jax.eval_shape(self._compute, params, self.shapes()[0]))
             lists = [[] for _ in range(structure.num_leaves)]
         return jax.tree.unflatten(structure, lists)
 
@@ -92,6 +97,7 @@ class TokenReader:
         self._compiler.wait(batch.rows.tokens.shape)
         return self._compute(params, batch)
 
-    def _shapes(self) -> list[Packed]:
+    def shapes(self) -> list[Packed]:
+        """Return an empty micro-batch of every shape that is read."""
         names = (*self.sequence_names, BRANCH)
         return empty_batches(self.layout, token_names=self.token_names, sequence_names=names)

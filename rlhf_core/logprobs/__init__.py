@@ -17,6 +17,7 @@ from rlhf_core.logprobs.by_tokens import over_tokens
 from rlhf_core.logprobs.by_vocabulary import over_vocabulary
 from rlhf_core.logprobs.logits import Settings
 from rlhf_core.logprobs.logits import unembed as unembed
+from rlhf_core.runtime.devices import device_count, platform
 
 __all__ = ["logps_from_logits", "token_logps"]
 
@@ -72,7 +73,7 @@ def token_logps(
     if chunk is not None and block is not None:
         raise ValueError("give chunk or block, not both")
     (rows, length, _), words = hidden.shape, kernel.shape[1]
-    blocks = block is not None or (chunk is None and jax.device_count() == 1)
+    blocks = block is not None or (chunk is None and device_count() == 1)
     if blocks:
         size = block_size(rows * length, words) if block is None else min(block, words)
     else:
@@ -96,13 +97,13 @@ def chunk_size(rows: int, length: int, vocab: int) -> int:
     rows, length, vocab: global sizes, on a mesh of all devices. Chunks of one call have nearly equal sizes, so that
     padding the last one costs little.
     """
-    tokens = max(CHUNK_TOKENS, _budget() // (4 * vocab)) * jax.device_count()
+    tokens = max(CHUNK_TOKENS, _budget() // (4 * vocab)) * device_count()
     largest = max(1, tokens // max(rows, 1))
     return max(1, math.ceil(length / math.ceil(max(length, 1) / largest)))
 
 
 def _budget() -> int:
-    return CHUNK_BYTES.get(jax.default_backend(), CHUNK_BYTES_ACCELERATOR)
+    return CHUNK_BYTES.get(platform(), CHUNK_BYTES_ACCELERATOR)
 
 
 def logps_from_logits(logits: jax.Array, targets: jax.Array | np.ndarray) -> jax.Array:

@@ -25,6 +25,7 @@ from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
 from rlhf_core.models.rope import rotation, shared_rotation
+from rlhf_core.runtime.devices import device_count, platform
 
 Params = dict[str, Any]
 UNROLLED_LAYERS = 8
@@ -61,7 +62,7 @@ class Decoder(nnx.Module):
 
 
 def compute_dtype(config: DecoderConfig) -> Any:
-    return jnp.dtype(config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    return jnp.dtype(config.dtype or ("float32" if platform() == "cpu" else "bfloat16"))
 
 
 def _check_length(config: DecoderConfig, length: int) -> None:
@@ -284,7 +285,7 @@ def _merged(config: DecoderConfig, params: Params, i: int) -> Params:
 
 def _joins() -> bool:
     """Whether `prepare` joins projections: on several devices, their shards would not lie side by side."""
-    return jax.device_count() == 1
+    return device_count() == 1
 
 
 JOINED = (

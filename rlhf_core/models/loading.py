@@ -174,16 +174,19 @@ def _tokenizer(directory: Path | None) -> Any | None:
     return load_tokenizer(directory)
 
 
-def check_model(path: str | Path, head: Head = "lm", *, registry: Registry | None = None) -> None:
+def check_model(
+    path: str | Path, head: Head = "lm", *, registry: Registry | None = None, needs_weights: bool = True
+) -> None:
     """Raise InputError where `load_model` would, from config.json and the headers of the weights.
 
-    Weights are checked for core's families only.
+    Weights are checked for core's families only. needs_weights: whether it is wrong that there are none.
     """
     directory, beside, _ = model_directories(path, None)
     definition, _ = _define(directory, head, registry, None)
     if beside is not None:
         Adapter(beside)
-    if definition.family.load is weights.load:
+    absent = not needs_weights and not any(directory.glob("*.safetensors"))
+    if definition.family.load is weights.load and not absent:
         weights.check(definition.config, directory)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from rlhf_core.models.config import Rope
+from rlhf_core.runtime.devices import device_count
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -63,7 +64,7 @@ def shared_rotation(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[ja
     barriers. A branch that is always taken, but not known to be at compile time, keeps the result.
     """
     compute = functools.partial(rotation, rope, head_dim)
-    if jax.device_count() > 1:  # the branch would be decided across devices
+    if device_count() > 1:  # the branch would be decided across devices
         return compute(positions)
 
     def in_branch(positions: jax.Array) -> tuple[jax.Array, jax.Array]:

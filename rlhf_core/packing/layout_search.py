@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +18,7 @@ from rlhf_core.packing.layout import (
     rows_used,
     smallest_class,
 )
+from rlhf_core.runtime.devices import platform
 
 MAX_CLASSES = 3
 WORTH_A_CLASS = 0.02
@@ -131,7 +131,7 @@ class _Search:
         self.counts, self.trained, self.branches, self.crossover = counts, trained, branches, crossover
         self.max_tokens, self.row_multiple, self.top = max_tokens, row_multiple, top
         self.program = 0.0 if updates is None else PROGRAM_UPDATES / max(updates, 1)
-        self.overhead = OVERHEAD.get(jax.default_backend(), OVERHEAD_ACCELERATOR)
+        self.overhead = OVERHEAD.get(platform(), OVERHEAD_ACCELERATOR)
         self.updates = self._sample(per_update or len(counts))
         self.totals = [int(counts[update].sum()) for update in self.updates]
         self._fits: dict[tuple[int, ...], list[Fit]] = {}

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import Component
-from rlhf_core.contracts import TRAINER, Forecast
+from rlhf_core.contracts import TRAINER, Forecast, StagePrograms
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 
 if TYPE_CHECKING:
-    from jax.sharding import AbstractMesh
+    from jax.sharding import AbstractMesh, Mesh
 
     from rlhf_core.config import TrainerConfig
     from rlhf_core.pipeline.plan import Plan, StagePlan
     from rlhf_core.plugins import Host
+
+T = TypeVar("T")
 
 
 def stage_forecasts(
@@ -32,7 +35,44 @@ def stage_forecasts(
     Raises InputError with every problem that the trainers find, such as malformed rows, and for every trainer whose
     `forecast` itself fails.
     """
-    forecasts: dict[str, Forecast] = {}
+    return each_stage(plan, host, partial(_forecast, host=host), without=without, planned_mesh=mesh)
+
+
+def stage_programs(plan: Plan, host: Host, mesh: Mesh) -> dict[str, StagePrograms | None]:
+    """Return {stage: its trainer's programs on a mesh of devices that need not exist}; None: it does not say.
+
+    Raises InputError with every problem that the trainers find.
+    """
+
+    def programs(planned: StagePlan, stage: Stage) -> StagePrograms | None:
+        describe = planned.trainer.programs
+        if describe is None:
+            return None
+        described = _called(planned, host, describe, stage, "describe its programs")
+        return described if isinstance(described, StagePrograms) else StagePrograms(tuple(described))
+
+    return each_stage(plan, host, programs, mesh=mesh)
+
+
+def each_stage(
+    plan: Plan,
+    host: Host,
+    function: Callable[[StagePlan, Stage], T],
+    *,
+    without: Collection[str] = (),
+    mesh: Mesh | None = None,
+    planned_mesh: AbstractMesh | None = None,
+) -> dict[str, T]:
+    """Return {stage: what `function` makes of its plan and a `Stage` that is only checked}, but for those in `without`.
+
+    Raises InputError with the problems of all stages.
+    """
+    results: dict[str, T] = {}
+    trained = {
+        str(planned.dir / "artifacts" / name): planned.preview.model
+        for planned in plan.stages
+        for name in planned.trainer.outputs
+    }
     problems: list[str] = []
     sources: dict[str, str | None] = {}
     templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
@@ -43,36 +83,65 @@ def stage_forecasts(
         earlier = planned.written.model.partition(".")[0] if isinstance(planned.written.model, str) else ""
         inherited = templates.get(earlier)
         templates[name] = planned.preview.chat_template or inherited
-        inputs: dict[str, Any] = {}
+        inputs: dict[str, Any] = {"sources": trained}
         try:
             if source is not None:
                 sources[name] = None  # until it loads, so that later stages do not repeat the error
                 inputs["tokenizer"] = _tokenizer(source, planned, inherited)
                 sources[name] = source
             stage = Stage(
-                name, planned.dir, planned.seed, None, True, host.registry, host.hook, inputs, mesh, day
+                name,
+                planned.dir,
+                planned.seed,
+                mesh,
+                mesh is None,
+                host.registry,
+                host.hook,
+                inputs,
+                planned_mesh,
+                day,
             )
             if name in without:
                 continue
-            forecasts[name] = _forecast(planned, stage, host)
+            results[name] = function(planned, stage)
         except InputError as error:
             prefix = f"stage '{name}'"
             problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
     if problems:
         raise InputError(*dict.fromkeys(problems))
-    return forecasts
+    return results
 
 
 def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
-    """Call the trainer's `forecast`. Raises InputError that names the plugin and the line where it fails itself."""
+    """Call the trainer's `forecast`, whose result may be its lines alone."""
     forecast = planned.trainer.forecast
     if forecast is None:
         return Forecast()
-    try:
-        made = forecast(planned.preview, stage)
+
+    def lines(config: TrainerConfig, stage: Stage) -> Forecast:
+        made = forecast(config, stage)
         if isinstance(made, Forecast):
             return made
         return Forecast(tuple(line if isinstance(line, str) else str(line) for line in made))
+
+    return _called(planned, host, lines, stage, "forecast", module=forecast)
+
+
+def _called(
+    planned: StagePlan,
+    host: Host,
+    function: Callable[[TrainerConfig, Stage], T],
+    stage: Stage,
+    what: str,
+    *,
+    module: Any = None,
+) -> T:
+    """Call a trainer's function. Raises InputError that names the plugin and the line where it fails itself.
+
+    what: it does. module: a function in the trainer's package; default: the one called.
+    """
+    try:
+        return function(planned.preview, stage)
     except (InputError, RunError, Stopped):
         raise
     except Exception as error:
@@ -80,14 +149,14 @@ def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
             raise
         owner = host.registry.owner(TRAINER, planned.trainer_name)
         raise InputError(
-            f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to forecast: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, forecast)}"
+            f"stage '{planned.name}'.trainer: '{planned.trainer_name}' (from {owner}) failed to {what}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error, module or function)}"
         ) from error
 
 
-def _place(error: Exception, forecast: Any) -> str:
-    """Return ` (FILE line N)`, the innermost line in the package that defines `forecast`."""
-    package = str(getattr(forecast, "__module__", "")).partition(".")[0]
+def _place(error: Exception, function: Any) -> str:
+    """Return ` (FILE line N)`, the innermost line in the package that defines `function`."""
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
     frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)

@@ -7,6 +7,7 @@ from rlhf_core.rollouts.collector import open_collector as open_collector
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.forecast import forecast_rollouts as forecast_rollouts
 from rlhf_core.rollouts.layout import choose_rollout_rows as choose_rollout_rows
+from rlhf_core.rollouts.programs import rollout_programs as rollout_programs
 from rlhf_core.rollouts.rollout import Rollout as Rollout
 from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates
 
@@ -20,4 +21,5 @@ __all__ = [
     "choose_rollout_rows",
     "forecast_rollouts",
     "open_collector",
+    "rollout_programs",
 ]

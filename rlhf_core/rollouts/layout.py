@@ -86,9 +86,13 @@ def longest_groups(
     config: TrainerConfig, prompt_sizes: NDArray[np.integer], *, group: int, length: int
 ) -> list[Tree]:
     """Return the groups of one update at their largest: what rows will look like."""
+    return full_groups(prompt_sizes[: max(1, config.total_batch_size // group)], group=group, length=length)
+
+
+def full_groups(prompt_sizes: NDArray[np.integer], *, group: int, length: int) -> list[Tree]:
+    """Return a group of completions of the full length for each prompt."""
     completion = np.zeros(length, np.int32)
-    prompts = prompt_sizes[: max(1, config.total_batch_size // group)]
-    return [Tree(np.zeros(size, np.int32), (completion,) * group) for size in prompts]
+    return [Tree(np.zeros(size, np.int32), (completion,) * group) for size in prompt_sizes]
 
 
 def _group_cost(prompt: float, length: int, group: int, together: int, crossover: int) -> float:

@@ -90,6 +90,12 @@ def cache_directory() -> Path:
     return root / "rlhf" / "compilation"
 
 
+def cache_root() -> Path:
+    """Return `$RLHF_CACHE`, by default the directory that compiled programs are in. It may be deleted at any time."""
+    root = os.environ.get("RLHF_CACHE")
+    return Path(root).expanduser() if root else cache_directory().parent
+
+
 def computes_on_cpu() -> bool:
     """Predict whether jax will pick the CPU, from its setting or what is installed, without starting a backend."""
     import jax

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from rlhf_core.runtime.agreement import gather_maximum
+from rlhf_core.runtime.devices import planned
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -30,6 +31,8 @@ def machine_memory() -> int | None:
 
 def device_memory() -> int | None:
     """Return the bytes that a program may use of the smallest of all processes' devices; None where they do not say."""
+    if (devices := planned()) is not None:
+        return devices.memory
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     least = min(stats.get("bytes_limit", 0) for stats in statistics)
     return -int(gather_maximum([-least])[0]) or None

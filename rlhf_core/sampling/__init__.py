@@ -8,6 +8,7 @@ Each sequence has its own key: its tokens depend neither on its neighbours nor o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
@@ -15,13 +16,27 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
-from rlhf_core.contracts import ModelDefinition, SamplerInputs, SamplingSettings
+from rlhf_core.contracts import (
+    PARAMETERS,
+    ModelDefinition,
+    Program,
+    ProgramShape,
+    SamplerInputs,
+    SamplingSettings,
+)
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.layout import abstract_weights, allowed_sizes, bring, plan_room, sampling_mesh
-from rlhf_core.sampling.loop import SamplingProgram, generate, read_completions
+from rlhf_core.sampling.layout import (
+    abstract_weights,
+    allowed_sizes,
+    bring,
+    plan_room,
+    sampling_mesh,
+    weight_bytes,
+)
+from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
 if TYPE_CHECKING:
@@ -185,18 +200,58 @@ class Sampler:
         """
         lengths = np.asarray(lengths, np.int32)
         self._check(lengths)
-        rows, weights = self.prompts_per_call, params
+        weights = params
         if self.shares_layers:
-            lowered = bring(self.definition, self.mesh).lower(params)
-            self._ahead.compile("weights", lowered)
+            self._ahead.compile("weights", bring(self.definition, self.mesh).lower(params))
             weights = abstract_weights(self.definition, self.mesh)
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
-            tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
-            ids = np.zeros(rows * self.num_generations, np.uint32)
-            batch = abstract_rows(self.mesh, (tokens, none, none, ids))
-            key_data, program = self._program(jax.random.key(0))
-            lowered = generate.lower(weights, *batch, key_data, self._stop_table, program=program)
-            self._ahead.compile(time, lowered)
+            self._ahead.compile(time, self._lower(weights, time))
+
+    def programs(self, params: Any, prompts: int) -> list[Program]:
+        """Describe the programs of a rollout of `prompts` of the greatest length, with completions of full length.
+
+        params: shapes with shardings will do. `Program.calls` are those of a rollout.
+        """
+        time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
+        longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
+        calls = -(-prompts // self.prompts_per_call)
+        weights, described = params, []
+        if self.shares_layers:
+            weights = abstract_weights(self.definition, self.mesh)
+            # The weights in the sampler's layout lie beside those that are trained, until the rollout ends.
+            moving = partial(bring(self.definition, self.mesh).lower, params)
+            size = weight_bytes(self.definition, self.mesh, room.tensor)
+            shape = ProgramShape(self.definition, 0, 0, room.tensor, size)
+            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS, shape=shape))
+        groups = row_multiple(self.mesh)
+        steps = most_steps(sequences // groups, room.slots, longest)
+        shape = ProgramShape(self.definition, groups * room.slots, time + longest, room.tensor, room.bytes)
+        return [
+            *described,
+            Program(
+                f"generate {self.prompts_per_call} × {self.num_generations}, {time + 1} + {longest} tokens",
+                partial(self._lower, weights, time),
+                "sample",
+                calls=calls,
+                tokens=prompts * self.num_generations * longest / calls,
+                steps=steps,
+                reads=() if self.shares_layers else PARAMETERS,
+                shape=shape,
+            ),
+        ]
+
+    def _lower(self, weights: Any, time: int) -> Any:
+        """Lower the program for prompts padded to `time` tokens. weights: as the program reads them."""
+        rows = self.prompts_per_call
+        tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
+        ids = np.zeros(rows * self.num_generations, np.uint32)
+        batch = abstract_rows(self.mesh, (tokens, none, none, ids))
+        key_data, program = self._program(jax.random.key(0))
+        table = self._stop_table
+        shape = None
+        if table is not None:
+            shape = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(self.mesh))
+        return generate.lower(weights, *batch, key_data, shape, program=program)
 
     def _brought(self, params: Any) -> Any:
         """Return the parameters as the program reads them."""
@@ -211,7 +266,7 @@ class Sampler:
         key_data, program = self._program(key)
         rows = put_rows(self.mesh, batch)
         written, step, slot = jax.device_get(
-            generate(params, *rows, key_data, self._stop_table, program=program)
+            generate(params, *rows, key_data, self._stop_table_on_devices, program=program)
         )
         return read_completions(written, step, slot, self.options.max_completion_length)
 
@@ -231,8 +286,17 @@ class Sampler:
         )
         return np.asarray(jax.random.key_data(key)), program
 
-    def _table(self, tokenizer: Any) -> jax.Array | None:
-        """Put the table of the stop strings on every device of the mesh; None where there are none."""
+    @cached_property
+    def _stop_table_on_devices(self) -> jax.Array | None:
+        table = self._stop_table
+        if table is None:
+            return None
+        return jax.make_array_from_callback(
+            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
+        )
+
+    def _table(self, tokenizer: Any) -> np.ndarray | None:
+        """Make the table of the stop strings; None where there are none."""
         if unknown := [i for i in self.options.stop_token_ids if i >= self.definition.vocab_size]:
             raise InputError(
                 f"sampling.stop_token_ids: the model has no token {', '.join(map(str, unknown))}; its ids end at "
@@ -245,10 +309,7 @@ class Sampler:
                 "sampling.stop_strings: there is no tokenizer to turn tokens into text; give one, or use "
                 "sampling.stop_token_ids"
             )
-        table = stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
-        return jax.make_array_from_callback(
-            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
-        )
+        return stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
 
     def _check(self, lengths: np.ndarray) -> None:
         problems = [f"prompt {i + 1} has no tokens" for i in np.flatnonzero(lengths == 0)]

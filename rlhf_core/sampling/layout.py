@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import AnyMesh, make_mesh, param_shardings, planned_mesh, row_multiple
+from rlhf_core.mesh import AnyMesh, make_mesh, param_shardings, planned_mesh, row_multiple, with_shardings
+from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -114,7 +115,7 @@ def plan_room(
 
 def most_slots(memory: int | None) -> int:
     """Return the most sequences that a device decodes at once, if it has the memory; memory None: unknown."""
-    return SLOTS.get(jax.default_backend(), UNKNOWN_MEMORY_SLOTS) if memory is None else SLOTS_ACCELERATOR
+    return SLOTS.get(platform(), UNKNOWN_MEMORY_SLOTS) if memory is None else SLOTS_ACCELERATOR
 
 
 def weight_bytes(definition: ModelDefinition, mesh: AnyMesh, tensor: int) -> int:
@@ -205,11 +206,7 @@ def abstract_weights(definition: ModelDefinition, mesh: AnyMesh) -> Any:
     assert parallel is not None
     prepare = functools.partial(parallel.prepare, definition.config)
     abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract,
-        shardings(definition, mesh),
-    )
+    return with_shardings(abstract, shardings(definition, mesh))
 
 
 def param_specs(definition: ModelDefinition, mesh: AnyMesh) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,9 +58,7 @@ class _Hashes:
 
     @classmethod
     def open(cls) -> _Hashes:
-        root = os.environ.get("RLHF_CACHE")
-        directory = Path(root).expanduser() if root else runtime.cache_directory().parent
-        file = directory / "hashes.json"
+        file = runtime.cache_root() / "hashes.json"
         try:
             cached = unseal(file.read_bytes())["files"]
         except (OSError, ValueError, KeyError):  # missing or damaged: hashes are computed again

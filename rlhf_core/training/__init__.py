@@ -10,6 +10,7 @@ from rlhf_core.training.open import open_texts as open_texts
 from rlhf_core.training.open import try_loss as try_loss
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective
 from rlhf_core.training.padded import named_loss as named_loss
+from rlhf_core.training.programs import dataset_programs as dataset_programs
 from rlhf_core.training.python import python_trainer as python_trainer
 from rlhf_core.training.reference import Reference as Reference
 from rlhf_core.training.updates import dataset_updates as dataset_updates
@@ -18,6 +19,7 @@ __all__ = [
     "HeldOut",
     "PaddedObjective",
     "Reference",
+    "dataset_programs",
     "dataset_updates",
     "forecast_lines",
     "named_loss",

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.models import DECODER
 from rlhf_core.models.attention_blocks import attend_blocks, in_blocks
 from rlhf_core.packing.rows import Packed, pack
+from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -48,7 +48,7 @@ def choose_attention(
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
     # Several devices would have to agree in every layer on the blocks to visit.
-    elif jax.default_backend() != "cpu" or stage.devices().size > 1 or model.definition.family is not DECODER:
+    elif platform() != "cpu" or stage.devices().size > 1 or model.definition.family is not DECODER:
         return model
     else:
         chosen = attend_blocks

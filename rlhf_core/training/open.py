@@ -153,7 +153,8 @@ def require_model(config: TrainerConfig, stage: Stage, *, head: Head) -> None:
     source = _model_source(config, stage)
     if isinstance(source, str) and Path(source).exists():
         with error_context(stage, "model"):
-            check_model(source, head, registry=stage.registry)
+            # Devices that need not exist are chosen before weights are fetched.
+            check_model(source, head, registry=stage.registry, needs_weights=stage.planned_mesh is None)
 
 
 def try_loss(stage: Stage, measure: Callable[..., Any], *inputs: Any) -> None:

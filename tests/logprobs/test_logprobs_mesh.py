@@ -28,11 +28,12 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing.rows import Layout, pack, tree
 from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, accumulate
+from rlhf_core.topologies import hlo
 from rlhf_core.training.memory import definition_of
 
 FILE = Path(__file__)
 cases: Any = load_file(FILE.parents[1] / "shared" / "logprob_cases.py")
-hlo: Any = load_file(FILE.parents[2] / "benchmarks" / "growth" / "hlo.py")
+
 SHAPES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 1, 2), (1, 2, 4), (2, 2, 2))
 """Of meshes: data, fsdp, tensor."""
 HALF = jnp.bfloat16

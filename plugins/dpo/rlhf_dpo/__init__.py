@@ -34,9 +34,9 @@ __all__ = [
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     from rlhf_dpo.losses import LOSSES
-    from rlhf_dpo.train import forecast, run
+    from rlhf_dpo.train import forecast, programs, run
 
-    registry.add(TRAINER, "dpo", Trainer(DPOConfig, {"model": "language_model"}, run, forecast))
+    registry.add(TRAINER, "dpo", Trainer(DPOConfig, {"model": "language_model"}, run, forecast, programs))
     for name, loss in LOSSES.items():
         registry.add(DPO_LOSS, name, loss)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from rlhf_core.fit import fit
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.training import (
     HeldOut,
+    dataset_programs,
     dataset_updates,
     forecast_lines,
     open_model,
@@ -26,15 +27,21 @@ from rlhf_core.training import (
 from rlhf_dpo.config import DPOConfig
 from rlhf_dpo.evaluation import Evaluation
 from rlhf_dpo.losses import DPO_LOSS, DPOInputs
-from rlhf_dpo.objective import SAME, objective, pair_loss
+from rlhf_dpo.objective import SAME, objective, pair_loss, sequence_logps
 from rlhf_dpo.reference import PairSet, PairUpdates, Reader, Reference
 
 if TYPE_CHECKING:
-    from rlhf_core import Forecast, Stage
+    from rlhf_core import Forecast, Stage, StagePrograms
     from rlhf_core.models import Model
     from rlhf_dpo.objective import Measure
 
 OPEN_PAIRS = partial(open_pairs, completions=True, margins=False)
+ROWS: dict[str, Any] = {
+    "reads_tokens": True,
+    "sequence_names": ("reference", "tokens", SAME),
+    "group": 2,
+}
+"""How pairs lie in rows."""
 
 
 def run(config: DPOConfig, stage: Stage) -> None:
@@ -43,10 +50,7 @@ def run(config: DPOConfig, stage: Stage) -> None:
     train = OPEN_PAIRS(config, stage, model.tokenizer, "train_data")
     assert train is not None
     pairs = PairSet.of(train)
-    names = ("reference", "tokens", SAME)
-    model, updates = dataset_updates(
-        model, config, stage, train, pairs.trees, reads_tokens=True, sequence_names=names, group=2
-    )
+    model, updates = dataset_updates(model, config, stage, train, pairs.trees, **ROWS)
     definition, mesh = model.definition, stage.devices()
     readers = {"train_data": Reader(definition, mesh, pairs, updates.layout, updates.rows_reached())}
     if (held_out := _held_out(config, stage, model)) is not None:
@@ -93,6 +97,20 @@ def forecast(config: DPOConfig, stage: Stage) -> Forecast:
         line = "loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
         return replace(made, warnings=(*made.warnings, line))
     return made
+
+
+def programs(config: DPOConfig, stage: Stage) -> StagePrograms:
+    """Describe the programs of `run` from shapes alone."""
+    return dataset_programs(
+        config,
+        stage,
+        head="lm",
+        open_data=OPEN_PAIRS,
+        objective=partial(objective, measure=_measure(config, stage), beta=config.beta),
+        trees=lambda pairs: PairSet.of(pairs).trees,
+        reader=lambda definition: partial(sequence_logps, definition),
+        **ROWS,
+    )
 
 
 DPOTrainer = python_trainer("dpo", DPOConfig, __name__)

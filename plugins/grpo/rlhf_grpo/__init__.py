@@ -42,11 +42,11 @@ __all__ = [
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
     from rlhf_grpo.advantages import ADVANTAGES
-    from rlhf_grpo.forecast import forecast
+    from rlhf_grpo.forecast import forecast, programs
     from rlhf_grpo.losses import LOSSES
     from rlhf_grpo.train import run
 
-    registry.add(TRAINER, "grpo", Trainer(GRPOConfig, {"model": "language_model"}, run, forecast))
+    registry.add(TRAINER, "grpo", Trainer(GRPOConfig, {"model": "language_model"}, run, forecast, programs))
     for name, loss in LOSSES.items():
         registry.add(POLICY_LOSS, name, loss)
     for name, advantage in ADVANTAGES.items():

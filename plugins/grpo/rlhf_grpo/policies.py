@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,37 +19,61 @@ if TYPE_CHECKING:
     from rlhf_grpo.config import GRPOConfig
 
 
+Logps: TypeAlias = Callable[[Any, "Packed"], tuple[jax.Array, jax.Array]]
+"""(params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]."""
+
+
+def values_read(config: GRPOConfig, *, reference: bool) -> tuple[str, ...]:
+    """Name the values per token that policies are read for: `old_logps` where the policy moves during a rollout.
+
+    reference: whether there is one.
+    """
+    return (
+        *(("old_logps",) if config.updates_per_rollout > 1 else ()),
+        *(("ref_logps",) if reference else ()),
+        *(("entropies",) if config.top_entropy_quantile < 1 else ()),
+    )
+
+
+def policies_read(names: Sequence[str]) -> tuple[str, ...]:
+    """Name the policies that these values of `values_read` are computed with."""
+    policy = ("policy",) if {"old_logps", "entropies"} & set(names) else ()
+    return (*policy, *(("reference",) if "ref_logps" in names else ()))
+
+
+def read_function(
+    logps: Logps, names: Sequence[str]
+) -> Callable[[Mapping[str, Any], Packed], dict[str, jax.Array]]:
+    """Make what a `TokenReader` computes: ({policy: params}, batch) → {name: float32 [rows, trained]}."""
+
+    def values(params: Mapping[str, Any], batch: Packed) -> dict[str, jax.Array]:
+        # What is not returned is not computed: the compiler leaves it out.
+        old, entropies = logps(params["policy"], batch)
+        every = {"old_logps": old, "entropies": entropies}
+        if "reference" in params:
+            every["ref_logps"] = logps(params["reference"], batch)[0]
+        return {name: every[name] for name in names}
+
+    return values
+
+
 class PolicyReader:
     """Reads rollouts with the policy of their start and with the reference, as far as the config needs that.
 
-    names: what `read` returns. `old_logps` is read only where the policy moves while a rollout is in use.
+    names: what `read` returns, see `values_read`.
     """
 
     def __init__(
         self,
         config: GRPOConfig,
-        logps: Callable[[Any, Packed], tuple[jax.Array, jax.Array]],
+        logps: Logps,
         reference: Reference | None,
         layout: Layout,
         mesh: Mesh,
     ) -> None:
-        """logps: (params, batch) → log-probabilities and entropies, nats, float32 [rows, trained]."""
         self.reference, self.moves = reference, config.sync_ref_model
-        self.names = (
-            *(("old_logps",) if config.updates_per_rollout > 1 else ()),
-            *(("ref_logps",) if reference is not None else ()),
-            *(("entropies",) if config.top_entropy_quantile < 1 else ()),
-        )
-
-        def values(params: Mapping[str, Any], batch: Packed) -> dict[str, jax.Array]:
-            # What is not returned is not computed: the compiler leaves it out.
-            old, entropies = logps(params["policy"], batch)
-            every = {"old_logps": old, "entropies": entropies}
-            if "reference" in params:
-                every["ref_logps"] = logps(params["reference"], batch)[0]
-            return {name: every[name] for name in self.names}
-
-        self._reader = TokenReader(values, layout, mesh)
+        self.names = values_read(config, reference=reference is not None)
+        self._reader = TokenReader(read_function(logps, self.names), layout, mesh)
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""

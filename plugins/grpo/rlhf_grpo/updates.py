@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,20 @@ SAMPLED = ("sampling_logps",)
 """Per-token values that every micro-batch carries, also when the policies read it."""
 PER_SEQUENCE = ("index", "reward")
 """Per-sequence values: a completion's number in its rollout, and its total reward."""
+
+
+def batch_values(config: GRPOConfig, read: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Name the values that micro-batches carry, as `empty_batches` takes them; read: from `values_read`."""
+    names = [name for name in read if name != "entropies"]
+    return {
+        "token_names": (
+            *SAMPLED,
+            "advantages",
+            *names,
+            *(("kept",) if config.top_entropy_quantile < 1 else ()),
+        ),
+        "sequence_names": (*PER_SEQUENCE, *(("entropy_scale",) if config.entropy_coef else ())),
+    }
 
 
 class GRPOUpdates(RolloutUpdates):
@@ -50,12 +64,7 @@ class GRPOUpdates(RolloutUpdates):
         self.keeps_share = config.top_entropy_quantile < 1
 
     def shapes(self) -> list[Packed]:
-        names = [name for name in self.policies.names if name != "entropies"]
-        return empty_batches(
-            self.layout,
-            token_names=(*SAMPLED, "advantages", *names, *(("kept",) if self.keeps_share else ())),
-            sequence_names=(*PER_SEQUENCE, *(("entropy_scale",) if self.config.entropy_coef else ())),
-        )
+        return empty_batches(self.layout, **batch_values(self.config, self.policies.names))
 
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config

@@ -22,9 +22,9 @@ __all__ = ["RewardConfig", "RewardTrainer", "evaluation_step", "pairwise_loss", 
 def rlhf_register(registry: Registry) -> None:
     from rlhf_reward.losses import LOSSES
     from rlhf_reward.model_reward import ModelReward
-    from rlhf_reward.train import forecast, run
+    from rlhf_reward.train import forecast, programs, run
 
-    registry.add(TRAINER, "reward", Trainer(RewardConfig, {"model": "reward_model"}, run, forecast))
+    registry.add(TRAINER, "reward", Trainer(RewardConfig, {"model": "reward_model"}, run, forecast, programs))
     for name, loss in LOSSES.items():
         registry.add(PAIRWISE_LOSS, name, loss)
     registry.add(REWARD, "model", ModelReward)

@@ -15,6 +15,7 @@ from rlhf_core.objective import sequence_scores
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.training import (
     HeldOut,
+    dataset_programs,
     dataset_updates,
     forecast_lines,
     open_model,
@@ -28,10 +29,14 @@ from rlhf_reward.evaluation import Evaluation, Preview, finite
 from rlhf_reward.objective import SAME, mark_equal_pairs, objective, pair_loss
 
 if TYPE_CHECKING:
-    from rlhf_core import Forecast, Stage
+    from rlhf_core import Forecast, Stage, StagePrograms
     from rlhf_core.data import Pairs
     from rlhf_core.models import Model
     from rlhf_reward.objective import Measure
+
+
+ROWS: dict[str, Any] = {"reads_tokens": False, "sequence_names": ("margin", SAME), "group": 2}
+"""How pairs lie in rows."""
 
 
 def run(config: RewardConfig, stage: Stage) -> None:
@@ -40,9 +45,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     train = _open_pairs(config, stage, model.tokenizer, "train_data")
     assert train is not None
     trees = mark_equal_pairs(train.trees())
-    model, updates = dataset_updates(
-        model, config, stage, train, trees, reads_tokens=False, sequence_names=("margin", SAME), group=2
-    )
+    model, updates = dataset_updates(model, config, stage, train, trees, **ROWS)
     measure = _measure(config, stage)
     loss = objective(model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
@@ -88,6 +91,19 @@ def forecast(config: RewardConfig, stage: Stage) -> Forecast:
     measure, pairs = _measure(config, stage), jax.ShapeDtypeStruct((2,), jnp.float32)
     try_loss(stage, lambda x: measure(PairInputs(x, x, x), x > 0), pairs)
     return forecast_lines(config, stage, unit="pairs", head="score", open_data=_open_pairs)
+
+
+def programs(config: RewardConfig, stage: Stage) -> StagePrograms:
+    """Describe the programs of `run` from shapes alone."""
+    return dataset_programs(
+        config,
+        stage,
+        head="score",
+        open_data=_open_pairs,
+        objective=partial(objective, measure=_measure(config, stage)),
+        trees=lambda pairs: mark_equal_pairs(pairs.trees()),
+        **ROWS,
+    )
 
 
 def _open_pairs(

@@ -16,9 +16,9 @@ __all__ = ["SFTConfig", "SFTTrainer"]
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_sft.train import forecast, run
+    from rlhf_sft.train import forecast, programs, run
 
-    registry.add(TRAINER, "sft", Trainer(SFTConfig, {"model": "language_model"}, run, forecast))
+    registry.add(TRAINER, "sft", Trainer(SFTConfig, {"model": "language_model"}, run, forecast, programs))
 
 
 def __getattr__(name: str) -> object:

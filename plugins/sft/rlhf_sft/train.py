@@ -10,6 +10,7 @@ from rlhf_core.fit import fit
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.training import (
     HeldOut,
+    dataset_programs,
     dataset_updates,
     forecast_lines,
     open_model,
@@ -20,7 +21,7 @@ from rlhf_sft.config import SFTConfig
 from rlhf_sft.objective import objective
 
 if TYPE_CHECKING:
-    from rlhf_core import Forecast, Stage
+    from rlhf_core import Forecast, Stage, StagePrograms
 
 
 def run(config: SFTConfig, stage: Stage) -> None:
@@ -42,6 +43,13 @@ def run(config: SFTConfig, stage: Stage) -> None:
 def forecast(config: SFTConfig, stage: Stage) -> Forecast:
     """Forecast `run` from the data alone."""
     return forecast_lines(config, stage, unit="demonstrations", head="lm", open_data=open_texts)
+
+
+def programs(config: SFTConfig, stage: Stage) -> StagePrograms:
+    """Describe the programs of `run` from shapes alone."""
+    return dataset_programs(
+        config, stage, head="lm", open_data=open_texts, objective=objective, reads_tokens=True
+    )
 
 
 SFTTrainer = python_trainer("sft", SFTConfig, __name__)

@@ -1,0 +1,178 @@
+"""Describe the programs of a stage that samples, from its prompts and the shapes of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlhf_core import data, optimizers
+from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
+from rlhf_core.fit.batches import empty_batches
+from rlhf_core.fit.token_reader import TokenReader
+from rlhf_core.packing.rows import pack
+from rlhf_core.rollouts.layout import full_groups, group_layout, longest_groups
+from rlhf_core.scoring import scoring_function, scoring_layout
+from rlhf_core.state import create_state
+from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.memory import definition_of, sampling_memory
+from rlhf_core.training.open import open_prompts, open_sampler
+from rlhf_core.training.programs import (
+    NOT_HERE,
+    loads,
+    planned_model,
+    planned_params,
+    reading_programs,
+    resident,
+    token_weights,
+    training_programs,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from rlhf_core.config import Component, TrainerConfig
+    from rlhf_core.models import Definition
+    from rlhf_core.packing.rows import Tree
+    from rlhf_core.rewards.reward import WeightedReward
+    from rlhf_core.sampling import SamplingOptions
+    from rlhf_core.stage import Stage
+    from rlhf_core.step import Objective
+
+
+def rollout_programs(
+    config: TrainerConfig,
+    stage: Stage,
+    *,
+    objective: Callable[[Definition], Objective],
+    token_names: Sequence[str] = (),
+    sequence_names: Sequence[str] = (),
+    rewards: Sequence[WeightedReward],
+    max_prompt_length: int,
+    num_generations: int,
+    sampling: SamplingOptions,
+    sampler: Component | None = None,
+    updates_per_rollout: int = 1,
+    minibatches: int = 1,
+    copies: Sequence[str] = (),
+    reader: Callable[[Definition], Any] | None = None,
+    policies: Sequence[str] = (),
+) -> StagePrograms:
+    """Describe the programs of a trainer that samples, with completions of full length; its `programs` calls it.
+
+    objective: makes the objective for a model; its micro-batches carry the values `token_names` and `sequence_names`.
+    copies: names of copies of the trained parameters, such as "reference". reader: makes the function of a
+    `TokenReader` for a model, which reads every rollout; its params are {name: parameters}, of "policy" and `copies`.
+    policies: those of them that it uses. The rest: see `forecast_rollouts` and `open_collector`.
+    """
+    model = planned_model(config, stage, "lm")
+    if model is None:
+        return StagePrograms(note=NOT_HERE)
+    prompts = open_prompts(config, stage, model.tokenizer, "train_data", max_prompt_length=max_prompt_length)
+    mesh, width = stage.devices(), model.definition.hidden_size
+    sizes = np.array([len(ids) for ids in prompts.ids])
+    group = {"group": num_generations, "length": sampling.max_completion_length}
+    layout = group_layout(config, sizes, width, mesh, **group)
+    longest = longest_groups(config, sizes, **group)
+    model = choose_attention(model, config, stage, longest, layout)
+    shapes = empty_batches(layout, token_names=token_names, sequence_names=sequence_names)
+    batches = loads([pack(longest, layout)], shapes)
+    per_rollout = config.total_batch_size * minibatches // num_generations
+    total = config.max_training_steps or updates_per_rollout * data.count_updates(
+        len(prompts), per_rollout, config.num_train_epochs, None
+    )
+    tx, _ = optimizers.make_optimizer(config, stage.registry, total)
+    state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
+    programs = training_programs(objective(model.definition), model.definition, state, batches, known=False)
+    held = resident(state)
+    held |= dict.fromkeys(copies, state.trained().params)
+    rollouts = 1 / updates_per_rollout
+    groups = full_groups(sizes[:per_rollout], **group)
+    if reader is not None and policies:
+        read = TokenReader(reader(model.definition), layout, mesh)
+        programs += reading_programs(
+            read.lower,
+            model.definition,
+            dict.fromkeys(("policy", *copies), state.params),
+            loads([pack(groups, layout)], read.shapes()),
+            times=rollouts,
+            # Copies share the frozen parameters.
+            reads=[
+                part
+                for name in policies
+                for part in (name if name in copies else PARAMETERS[0], PARAMETERS[1])
+            ],
+        )
+    draws = open_sampler(
+        stage,
+        model,
+        prompts,
+        sampling,
+        num_generations=num_generations,
+        prompts_per_call=per_rollout,
+        sampler=sampler,
+        memory=sampling_memory(config, stage, model, list(_reward_sources(rewards, stage).values())),
+    )
+    notes = []
+    if hasattr(draws, "programs"):
+        programs += [
+            replace(each, calls=each.calls * rollouts) for each in draws.programs(state.params, per_rollout)
+        ]
+    else:
+        notes.append("sampling is not compiled: its sampler does not describe its programs")
+    for name, definition in _reward_models(rewards, stage, model.tokenizer).items():
+        if definition is None:
+            notes.append(f"{name} is not compiled: its model is not on this machine yet")
+            continue
+        params = planned_params(definition, mesh)
+        held[name] = params
+        programs += _scoring(name, definition, params, groups, rollouts, mesh)
+    note = "; ".join(notes) or None
+    return StagePrograms(tuple(programs), held, token_weights(model.definition), note)
+
+
+def _reward_models(
+    rewards: Sequence[WeightedReward], stage: Stage, tokenizer: Any
+) -> Mapping[str, Definition | None]:
+    """Return {label: definition} of the models that rewards read; None where nothing local describes one."""
+    described: dict[str, Definition | None] = {}
+    for label, source in _reward_sources(rewards, stage).items():
+        found = definition_of(source, "score", tokenizer, stage.registry)
+        described[label] = None if found is None else found[0]
+    return described
+
+
+def _reward_sources(rewards: Sequence[WeightedReward], stage: Stage) -> dict[str, Any]:
+    """Return {label: model} of the models that rewards read.
+
+    One that an earlier stage has yet to train is described by what that stage starts from.
+    """
+    sources = stage.inputs.get("sources", {})
+    named = {f"reward {reward.label or reward.name}": reward.options.get("model") for reward in rewards}
+    return {label: sources.get(model, model) for label, model in named.items() if isinstance(model, str)}
+
+
+def _scoring(
+    name: str,
+    definition: Definition,
+    params: Any,
+    groups: Sequence[Tree],
+    rollouts: float,
+    mesh: Mesh,
+) -> list[Program]:
+    """Describe the scoring of a rollout's groups."""
+    branches = len(groups[0].branches)
+    longest = max(len(tree.prefix) + max(map(len, tree.branches)) for tree in groups)
+    layout = scoring_layout(definition, mesh, [tree.size for tree in groups], branches, longest=longest)
+    batches = loads([pack(groups, layout)], empty_batches(layout, sequence_names=("place",)))
+    return reading_programs(
+        scoring_function(definition, mesh).lower,
+        definition,
+        params,
+        [load for load in batches if load.calls],
+        times=rollouts,
+        name=f"score by {name.removeprefix('reward ')}",
+        reads=(name,),
+    )

@@ -1,0 +1,213 @@
+"""Compile the programs of a pipeline's stages, in an environment that has the compiler; see `interpreters.run`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from rlhf_core import plugins, runtime
+from rlhf_core.contracts import Program, StagePrograms
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.forecast import stage_programs
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime.devices import Planned, plan_for
+from rlhf_core.runtime.files import write_atomic
+from rlhf_core.topologies import hlo
+from rlhf_core.topologies.chips import target_config
+from rlhf_core.topologies.names import Topology, parse
+
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+"""Distributions whose versions decide what a program becomes."""
+
+
+def main(file: str) -> None:
+    """Do the job that a JSON file describes, and write its results or the problems as JSON."""
+    job = json.loads(Path(file).read_text(encoding="utf-8"))
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    def save(results: Mapping[str, Any]) -> None:
+        write_atomic(Path(job["results"]), json.dumps(results))
+
+    try:
+        if job.get("suggest"):
+            from rlhf_core.topologies.suggest import suggest
+
+            save(suggest(job, say=say, save=save))
+        else:
+            save(compile_pipeline(job, say=say))
+    except InputError as error:
+        save({"problems": list(error.problems)})
+
+
+def compile_pipeline(
+    job: Mapping[str, Any], *, devices: list[Any] | None = None, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Compile every program of a pipeline.
+
+    job: `on`, the devices' name; `pipeline`, `sets`, `dir` and `plugins` as `rlhf check` takes them. devices: others
+    than `on` names, for tests.
+
+    Raises InputError with every problem of the pipeline.
+    """
+    topology = parse(job["on"])
+    devices = find_devices(topology) if devices is None else devices
+    plan_for(Planned(topology.chip.platform, len(devices), topology.chip.usable))
+    try:
+        host = plugins.load(files=[Path(file) for file in job["plugins"]])
+        planned = plan(read(job["pipeline"], sets=job["sets"], dir=job["dir"]), host)
+        mesh = make_mesh(**planned.mesh, devices=devices)
+        described = stage_programs(planned, host, mesh)
+        cache = Cache(topology)
+        stages = {
+            name: None
+            if programs is None
+            else _stage(name, programs, topology, cache, say, whole="suggest" not in job)
+            for name, programs in described.items()
+        }
+        for stage in planned.stages:
+            if (facts := stages[stage.name]) is not None:
+                facts["remat"] = stage.preview.remat
+    finally:
+        plan_for(None)
+    return {"on": topology.name, "mesh": dict(mesh.shape), "stages": stages, "compiler": cache.versions}
+
+
+def find_devices(topology: Topology) -> list[Any]:
+    """Return the devices that the compiler makes programs for. Raises InputError for a shape that it does not know."""
+    chip = topology.chip
+    shape = "x".join(map(str, topology.shape))
+    try:
+        if chip.platform == "tpu":
+            described = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip.name}:{shape}")
+        else:
+            described = topologies.get_topology_desc(
+                platform="cuda", topology_name="", target_config=target_config(chip), topology=shape
+            )
+    except Exception as error:  # of the compiler's own kinds
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"--on {topology.name}: the compiler does not know these devices: {reason}"
+        ) from error
+    return list(described.devices)
+
+
+def _stage(
+    name: str,
+    described: StagePrograms,
+    topology: Topology,
+    cache: Cache,
+    say: Callable[[str], None],
+    *,
+    whole: bool,
+) -> dict[str, Any]:
+    """Compile the programs of one stage. whole: also those after one that does not fit."""
+    resident = {key: device_bytes(tree) for key, tree in described.resident.items()}
+    programs = []
+    for program in described.programs:
+        facts = cache.compiled(program, f"{name}: {program.name}", topology, say)
+        programs.append(
+            {
+                "name": program.name,
+                "work": program.work,
+                "calls": program.calls,
+                "tokens": program.tokens,
+                "steps": program.steps,
+                "beside": sum(resident.values()) - sum(resident.get(key, 0) for key in program.reads),
+                **facts,
+            }
+        )
+        memory = facts.get("memory", {"arguments": math.inf})
+        size = sum(memory.values()) - 2 * memory.get("aliased", 0) + programs[-1]["beside"]
+        if not whole and size > topology.chip.usable:
+            break
+    return {
+        "note": described.note,
+        "resident": resident,
+        "weights": described.weights,
+        "programs": programs,
+    }
+
+
+def device_bytes(tree: Any) -> int:
+    """Count the bytes of each device's part of arrays described with shardings."""
+
+    def one(x: Any) -> int:
+        item = getattr(x.dtype, "itemsize", 4)
+        return math.prod(x.sharding.shard_shape(x.shape)) * item
+
+    return sum(map(one, jax.tree.leaves(tree)))
+
+
+class Cache:
+    """Facts about compiled programs, kept under the suite's cache by program, compiler and devices."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.directory = runtime.cache_root() / "compiled"
+        self.versions = {name: version for name in COMPILERS if (version := _version(name))}
+        chip = topology.chip
+        described = target_config(chip) if chip.platform == "gpu" else chip.name
+        self._compiler = json.dumps(
+            [self.versions, topology.name, described, hlo.VERSION, os.environ.get("LIBTPU_INIT_ARGS", "")]
+        )
+
+    def compiled(
+        self, program: Program, name: str, topology: Topology, say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Return a program's memory and counts, compiled now or before."""
+        lowered = program.lower()
+        key = hashlib.sha256(f"{self._compiler}\0{lowered.as_text()}".encode()).hexdigest()
+        file = self.directory / f"{key}.json"
+        try:
+            facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return {**facts, "seconds": 0.0}
+        except (OSError, ValueError):
+            say(f"compiling {name}")
+        began = time.perf_counter()
+        facts = _facts(lowered, topology)
+        if "error" not in facts:
+            with suppress(OSError):  # not writable: compile every time
+                self.directory.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, json.dumps(facts))
+        return {**facts, "seconds": time.perf_counter() - began}
+
+
+def _facts(lowered: Any, topology: Topology) -> dict[str, Any]:
+    """Compile a program; return its memory, bytes per device, and what it does, or why it cannot be compiled."""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": " ".join(str(error).split())[:600]}
+    memory = compiled.memory_analysis()
+    once, loops = hlo.count_apart(compiled.as_text(), topology.machine)
+    return {
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporary": memory.temp_size_in_bytes,
+        },
+        "once": once.to_dict(),
+        "loops": [loop.to_dict() for loop in loops],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

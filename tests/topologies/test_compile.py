@@ -1,0 +1,397 @@
+"""Programs from shapes alone: those that a run compiles, on devices that are there; and `rlhf check --on`."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from rlhf_core import cli, create_state, plugins
+from rlhf_core.mesh import make_mesh
+from rlhf_core.metrics import Mean
+from rlhf_core.models import load_model
+from rlhf_core.objective import trained_logps, trained_weight
+from rlhf_core.optimizers import make_optimizer
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.forecast import each_stage, stage_programs
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime import devices
+from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.topologies import interpreters
+from rlhf_core.topologies.chips import CHIPS
+from rlhf_core.topologies.compile import compile_pipeline, device_bytes
+from rlhf_core.training import dataset_programs, open_texts
+from rlhf_core.training.programs import planned_model
+
+CHAIN = """
+dir = "run"
+mesh = { data = 2, fsdp = 2, tensor = 2 }
+[[stage]]
+name = "base"
+trainer = "sft"
+model = "model"
+train_data = "corpus.jsonl"
+max_sequence_length = 32
+[[stage]]
+name = "rm"
+trainer = "reward"
+model = "base.model"
+train_data = "pairs.jsonl"
+max_sequence_length = 32
+[[stage]]
+name = "direct"
+trainer = "dpo"
+model = "base.model"
+train_data = "pairs.jsonl"
+max_sequence_length = 32
+[[stage]]
+name = "policy"
+trainer = "grpo"
+model = "base.model"
+train_data = "prompts.jsonl"
+max_prompt_length = 16
+rewards = [{ name = "model", model = "rm.model" }]
+num_generations = 2
+total_batch_size = 8
+sampling = { max_completion_length = 4, stop_strings = ["kite"] }
+"""
+SAMPLING = ["train", "update", "read", "sample", "sample"]
+"""What programs do of a trainer that samples: the last two bring the weights, and generate."""
+WITHOUT_COMPILER = {platform: interpreters.variable(platform) for platform in interpreters.PACKAGES}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("RLHF_CACHE", str(directory))
+    return directory
+
+
+def planned(name: str) -> tuple[Any, Any]:
+    host = plugins.load()
+    return plan(read(name), host), host
+
+
+@pytest.mark.parametrize("name", ["base", "rm", "policy"])
+def test_a_run_compiles_the_programs_that_were_described(
+    name: str, place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: set[str] = set()
+    compile_later = BackgroundCompiler.compile
+
+    def record(self: Any, key: Any, lowered: Any) -> None:
+        compiled.add(lowered.as_text())
+        compile_later(self, key, lowered)
+
+    monkeypatch.setattr(BackgroundCompiler, "compile", record)
+    described = stage_programs(*planned(f"{name}.toml"), make_mesh())[name]
+    assert described is not None
+    programs = [program for program in described.programs if program.calls]
+    kinds = {"base": ["train", "update"], "rm": ["train", "update"]}
+    assert [program.work for program in programs] == kinds.get(name, SAMPLING)
+    ended = rlhf("run", f"{name}.toml")
+    assert ended.code == cli.DONE, ended.message
+    assert [program.name for program in programs if program.lower().as_text() not in compiled] == []
+
+
+def test_a_state_of_shapes_is_that_of_arrays(place: Any) -> None:
+    checked, host = planned("base.toml")
+    mesh = make_mesh(2, 2, 2)
+
+    def states(planned: Any, stage: Any) -> Any:
+        tx, _ = make_optimizer(planned.config, host.registry, 2)
+        model = planned_model(planned.config, stage, "lm")
+        assert model is not None
+        return create_state(model, tx), create_state(load_model(place.path / "model", "lm", mesh=mesh), tx)
+
+    shapes, arrays = each_stage(checked, host, states, mesh=mesh)["base"]
+    described = jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), (shapes.params, shapes.opt_state, shapes.step)
+    )
+    assert described == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), (arrays.params, arrays.opt_state, arrays.step)
+    )
+    held = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(arrays.params)
+        for shard in leaf.addressable_shards
+        if shard.device == jax.devices()[0]
+    )
+    assert device_bytes(shapes.params) == held
+
+
+def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
+    """On eight devices of this machine in place of GPUs: bfloat16 and 256 slots all the same."""
+    place.write("chain.toml", CHAIN)
+    job = {"on": "h100:8", "pipeline": "chain.toml", "sets": [], "dir": None, "plugins": []}
+    said: list[str] = []
+    results = compile_pipeline(job, devices=jax.devices(), say=said.append)
+    assert devices.planned() is None
+    assert results["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert list(results["stages"]) == ["base", "rm", "direct", "policy"]
+    policy = {program["name"].split()[0]: program for program in results["stages"]["policy"]["programs"]}
+    assert list(policy) == ["accumulate", "apply", "read", "bring", "generate", "score"]
+    assert set(results["stages"]["policy"]["resident"]) == {
+        "parameters", "optimizer", "reference", "reward model",
+    }  # fmt: skip
+    held = results["stages"]["policy"]["resident"]
+    assert policy["bring"]["beside"] == sum(held.values()) - held["parameters"]
+    assert policy["generate"]["beside"] == sum(held.values())
+    assert policy["read"]["beside"] == sum(held.values()) - held["reference"]
+    assert policy["score"]["beside"] == sum(held.values()) - held["reward model"]
+    assert policy["apply"]["beside"] == held["reference"] + held["reward model"]
+    assert policy["generate"]["steps"] == 4
+    assert policy["generate"]["tokens"] == 8 * 4
+    assert policy["read"]["calls"] == policy["accumulate"]["calls"] == 1
+    assert policy["accumulate"]["once"]["products"].get("bf16", 0) > 0
+    assert policy["apply"]["memory"]["aliased"] > 0
+    assert any(loop["products"] for loop in policy["generate"]["loops"])
+    direct = [program["name"].split()[0] for program in results["stages"]["direct"]["programs"]]
+    assert direct == ["accumulate", "apply", "read"]
+    programs = sum(len(stage["programs"]) for stage in results["stages"].values())
+    assert len(said) == len(list((cache / "compiled").glob("*.json"))) <= programs
+    assert "compiling policy: apply" in said
+    again: list[str] = []
+    second = compile_pipeline(job, devices=jax.devices(), say=again.append)
+    assert again == []
+    for stage in (*results["stages"].values(), *second["stages"].values()):
+        for program in stage["programs"]:
+            program.pop("seconds")
+    assert second == results
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) -> None:
+    """Arguments and what lies beside them are the stage's residents and what the program alone is given.
+
+    Two policies read every rollout; with adapters they share the frozen parameters, which are given twice.
+    """
+    place.settings("policy.toml", "num_iterations = 2" + ("\nlora = { rank = 2 }" if adapters else ""))
+    job = {"on": "h100:8", "pipeline": "policy.toml", "sets": [], "dir": None, "plugins": []}
+    stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
+    held = stage["resident"]
+    assert ("frozen parameters" in held) == adapters
+    total = sum(held.values())
+    own = {
+        program["name"].split()[0]: program["memory"]["arguments"] + program["beside"] - total
+        for program in stage["programs"]
+    }
+    assert own["bring"] == 0
+    assert own["apply"] == pytest.approx(held["parameters"], abs=1000)  # gradients, and the metrics
+    for name in ("accumulate", "read"):  # rows, and for accumulate no sums yet
+        assert 0 < own[name] < held.get("frozen parameters", held["parameters"]) / 2
+
+
+def test_sampling_takes_what_the_chip_has(place: Any) -> None:
+    """With less memory, as many completions in more calls; the weights are brought once per rollout all the same."""
+    place.settings("policy.toml", "total_batch_size = 32")
+    described = []
+    for memory in (10**9, 10**5):
+        devices.plan_for(devices.Planned("gpu", 2, memory))
+        try:
+            found = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
+        finally:
+            devices.plan_for(None)
+        assert found is not None
+        described.append([program for program in found.programs if program.work == "sample"])
+    (bring, once), (again, often) = described
+    assert bring.calls == again.calls == once.calls < often.calls
+    assert once.calls * once.tokens == often.calls * often.tokens
+
+
+def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> None:
+    checked, host = planned("base.toml")
+
+    def losses(model: Any) -> Any:
+        def compute(params: Any, batch: Any) -> Any:
+            logps, _ = trained_logps(model, params, batch)
+            return {name: Mean.of(-logps, trained_weight(batch)) for name in ("first", "second")}, {}
+
+        return compute
+
+    def describe(planned: Any, stage: Any) -> Any:
+        return dataset_programs(
+            planned.config, stage, head="lm", open_data=open_texts, objective=losses, reads_tokens=True
+        )
+
+    programs = each_stage(checked, host, describe, mesh=make_mesh())["base"].programs
+    assert [program.name.split()[0] for program in programs] == ["accumulate", "count", "apply"]
+    accumulate, count, _ = programs
+    assert count.calls == accumulate.calls
+    assert (count.work, count.tokens, count.reads) == ("update", 0, ())
+    texts = [program.lower().as_text() for program in programs]
+    assert "dot_general" in texts[0]
+    assert "dot_general" not in texts[1]
+
+
+def test_a_reward_model_that_is_not_here_is_named(place: Any) -> None:
+    place.settings("policy.toml", 'rewards = [{ name = "model", model = "someone/reward-model" }]')
+    described = stage_programs(*planned("policy.toml"), make_mesh())["policy"]
+    assert described is not None
+    assert described.note == "reward model is not compiled: its model is not on this machine yet"
+    assert [program.work for program in described.programs] == SAMPLING
+
+
+def test_products_of_a_step_by_hand(place: Any) -> None:
+    """Six per weight and trained token at the head, and for every token in the layers; the backward pass takes the
+    larger part. Attention is small beside it, here.
+    """
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    table = ", ".join(f"{key} = {value}" for key, value in wide.items())
+    place.settings(
+        "base.toml", f'model = {{ model_type = "llama", {table}, tokenizer = "model" }}\nremat = "none"'
+    )
+    job = {"on": "h100:1", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []}
+    results = compile_pipeline(job, devices=jax.devices()[:1], say=lambda _: None)
+    stage = results["stages"]["base"]
+    accumulate = stage["programs"][0]
+    rows, time = map(int, accumulate["name"].split()[1::2])
+    layers = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+    assert stage["weights"] - layers == 256 * (stage["weights"] - layers) // 256  # the head's
+    counted = sum(accumulate["once"]["products"].values())
+    least = 6 * layers * rows * time
+    assert least < counted < 1.5 * (least + 6 * (stage["weights"] - layers) * rows * time)
+
+
+def test_a_model_without_weights_is_enough(place: Any) -> None:
+    for file in (place.path / "model").glob("*.safetensors"):
+        file.unlink()
+    job = {"on": "h100:1", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []}
+    results = compile_pipeline(job, devices=jax.devices()[:1], say=lambda _: None)
+    assert len(results["stages"]["base"]["programs"]) == 2
+
+
+@pytest.mark.parametrize(("on", "package"), [("h100:8", "jax[cuda13]"), ("v5e:2x4", "jax[tpu]")])
+def test_without_a_compiler_the_commands_that_install_it(
+    on: str, package: str, place: Any, rlhf: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in WITHOUT_COMPILER.values():
+        monkeypatch.delenv(variable, raising=False)
+    ended = rlhf("check", "base.toml", "--on", on)
+    assert ended.code == cli.BAD_INPUT
+    platform = "tpu" if "tpu" in package else "gpu"
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    directory = cache / "compilers" / platform
+    assert f"{python} -m venv {directory}" in ended.message
+    assert f"{directory}/bin/python -m pip install '{package}=={jax.__version__}'" in ended.message
+    assert f"or set RLHF_{platform.upper()}_PYTHON" in ended.message
+
+
+def fake_python(directory: Path, answer: str) -> Path:
+    """An interpreter that gives one answer."""
+    file = directory / "python"
+    file.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (json.dumps([[3, 9], jax.__version__, True]), "is Python 3.9, and this is"),
+        (json.dumps([list(sys.version_info[:2]), "0.1.0", True]), "has jax 0.1.0, not"),
+        (json.dumps([list(sys.version_info[:2]), None, True]), "has no jax, not"),
+        (json.dumps([list(sys.version_info[:2]), jax.__version__, False]), "has no jax_cuda13_plugin"),
+        ("nothing", "is not a Python that runs"),
+    ],
+)
+def test_an_environment_that_does_not_fit(
+    answer: str, words: str, place: Any, rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_GPU_PYTHON", str(fake_python(tmp_path, answer)))
+    ended = rlhf("check", "base.toml", "--on", "h100:8")
+    assert ended.code == cli.BAD_INPUT
+    assert f"RLHF_GPU_PYTHON={tmp_path / 'python'} {words}" in ended.message
+    assert "pip install" in ended.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--on", "h1000:8"], "no device 'h1000'"),
+        (["--json"], "--json goes with --on"),
+        (["--on", "h100:8", "--devices", "4"], "--on h100:8 has 8 devices; leave out --devices 4"),
+        (["--on", "h100:8", "--set", "mesh.fsdp=3"], "mesh.fsdp: 3 does not fit 8 device(s)"),
+    ],
+)
+def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: Any) -> None:
+    ended = rlhf("check", "base.toml", *flags)
+    assert ended.code == cli.BAD_INPUT
+    assert words in ended.message
+
+
+def test_what_the_other_environment_finds_wrong_is_said(place: Any) -> None:
+    """Its packages are this one's, after its own; a pipeline's problems come back, and so does why it ended."""
+    with pytest.raises(interpreters.InputError, match="--on h100:8: the compiler does not know"):
+        interpreters.run(
+            Path(sys.executable),
+            {"on": "h100:8", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []},
+        )
+    with pytest.raises(interpreters.RunError, match=r"ended with code 1:\n(.|\n)*KeyError"):
+        interpreters.run(Path(sys.executable), {})
+
+
+def compiler(platform: str) -> None:
+    """Skip without the compiler of a platform."""
+    if not os.environ.get(WITHOUT_COMPILER[platform]):
+        pytest.skip(
+            "set RLHF_GPU_PYTHON and RLHF_TPU_PYTHON, or run make test-accelerators, which installs them"
+        )
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize(("platform", "on"), [("gpu", "h100:8"), ("gpu", "a100:2x4"), ("tpu", "v5e:2x4")])
+def test_the_real_compilers(platform: str, on: str, place: Any, rlhf: Any) -> None:
+    compiler(platform)
+    place.write("chain.toml", CHAIN)
+    ended = rlhf("check", "chain.toml", "--on", on, "--json")
+    assert ended.code == cli.DONE, ended.message
+    found = json.loads(ended.out)
+    assert found["devices"] == 8
+    stages = found["stages"]
+    assert list(stages) == ["base", "rm", "direct", "policy"]
+    for stage in stages.values():
+        assert stage["fits"]
+        assert stage["update_seconds"] > 0
+        for program in stage["programs"]:
+            assert program["error"] is None
+            assert 0 < program["peak"] < found["chip"]["usable"]
+    generate = stages["policy"]["programs"][4]
+    assert generate["step"]["flops"] > 0
+    assert generate["steps"] == 4
+    shown = rlhf("check", "chain.toml", "--on", on)
+    assert "compiling" not in shown.message  # it was kept
+    assert "sampling: at most" in shown.out
+    assert "fits: at most" in shown.out
+
+
+@pytest.mark.accelerators
+def test_every_gpu_of_the_table_compiles(place: Any, rlhf: Any) -> None:
+    compiler("gpu")
+    for chip in [name for name, chip in CHIPS.items() if chip.platform == "gpu"]:
+        ended = rlhf("check", "base.toml", "--on", f"{chip}:1")
+        assert ended.code == cli.DONE, ended.message
+
+
+@pytest.mark.accelerators
+def test_what_does_not_fit_ends_with_what_to_change(place: Any, rlhf: Any) -> None:
+    """A state of 13 billion float32 parameters with two moments each does not fit a device of 80 GB."""
+    compiler("gpu")
+    sizes = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 64,
+    }
+    table = ", ".join(f"{key} = {value}" for key, value in sizes.items())
+    place.settings("base.toml", f'model = {{ model_type = "llama", {table}, tokenizer = "model" }}')
+    ended = rlhf("check", "base.toml", "--on", "h100:2", "--set", "mesh.data=2")
+    assert ended.code == cli.BAD_INPUT
+    assert "stage 'base' does not fit h100:2" in ended.message
+    assert "set mesh = { fsdp = 2 }" in ended.message

@@ -1,0 +1,165 @@
+"""The roofline against NumPy, and what is said of programs that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.topologies.chips import CHIPS
+from rlhf_core.topologies.hlo import Counts
+from rlhf_core.topologies.judge import judge
+from rlhf_core.topologies.names import parse
+from rlhf_core.topologies.roofline import bound, main_loop
+from rlhf_core.topologies.table import as_json, lines, program_table
+
+MESH = {"data": 1, "fsdp": 8, "tensor": 1}
+GB = 10**9
+
+
+def counts(
+    bf16: float = 0.0, f32: float = 0.0, size: float = 0.0, sent: float = 0.0, network: float = 0.0
+) -> Counts:
+    made = Counts(bytes=size, sent=sent, network=network)
+    made.products.update({"bf16": bf16, "f32": f32})
+    return made
+
+
+def program(name: str = "accumulate 8 × 512", work: str = "train", **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "work": work,
+        "calls": 2.0,
+        "tokens": 4000.0,
+        "steps": 0,
+        "beside": 8 * GB,
+        "memory": {"arguments": 6 * GB, "outputs": 5 * GB, "aliased": 4 * GB, "temporary": 10 * GB},
+        "once": counts(bf16=1e14, size=1e11).to_dict(),
+        "loops": [],
+        **changes,
+    }
+
+
+def stage(*programs: Any, resident: dict[str, int] | None = None) -> dict[str, Any]:
+    held = resident or {"parameters": 4 * GB, "optimizer": 8 * GB}
+    return {"note": None, "remat": "auto", "resident": held, "weights": 7 * GB, "programs": list(programs)}
+
+
+@pytest.mark.parametrize("by", ["compute", "memory", "link", "network"])
+def test_the_slowest_part_sets_the_bound(by: str) -> None:
+    chip = CHIPS["h100"]
+    work = {"bf16": 2e12, "f32": 1e12, "size": 1e9, "sent": 1e8, "network": 1e7}
+    larger = {"compute": "bf16", "memory": "size", "link": "sent", "network": "network"}[by]
+    work[larger] *= 1e4
+    found = bound(counts(**work), chip)
+    seconds = {
+        "compute": np.float64(work["bf16"]) / 989.4e12 + np.float64(work["f32"]) / 494.7e12,
+        "memory": np.float64(work["size"]) / 3.35e12,
+        "link": np.float64(work["sent"]) / 450e9,
+        "network": np.float64(work["network"]) / 50e9,
+    }
+    for name, value in seconds.items():
+        assert getattr(found, name) == pytest.approx(value)
+    assert (found.by, found.seconds) == (by, pytest.approx(seconds[by]))
+
+
+def test_a_dtype_that_the_table_lacks_is_no_faster_than_float32() -> None:
+    chip = CHIPS["h100"]
+    assert bound(Counts(products={"s32": 1e12}), chip).compute == pytest.approx(1e12 / 494.7e12)
+
+
+def test_the_main_loop_is_the_one_that_moves_most() -> None:
+    few, much = counts(size=1.0), counts(size=2.0)
+    assert main_loop([few, much]) is much
+    assert main_loop([]) == Counts()
+
+
+def test_speed_at_most() -> None:
+    """Two micro-batches and an update; sampling of 64 steps of 1 ms after 100 ms of prefill."""
+    chip = CHIPS["h100"]
+    step = counts(size=chip.memory_bandwidth * 1e-3)
+    made = judge(
+        "policy",
+        stage(
+            program(once=counts(bf16=989.4e12).to_dict()),
+            program("apply", "update", calls=1.0, tokens=0.0, once=counts(size=3.35e12).to_dict()),
+            program(
+                "generate",
+                "sample",
+                calls=0.5,
+                tokens=1000.0,
+                steps=64,
+                once=counts(bf16=98.94e12).to_dict(),
+                loops=[counts(size=1.0).to_dict(), step.to_dict()],
+            ),
+        ),
+        parse("h100:8"),
+        MESH,
+    )
+    assert made.fits
+    assert made.training_seconds == pytest.approx(2 * 1.0 + 1.0)
+    assert made.sampling_seconds == pytest.approx(0.5 * (0.1 + 64 * 1e-3))
+    assert made.update_seconds == pytest.approx(made.training_seconds + made.sampling_seconds)
+    peak = 8 * 989.4e12
+    assert made.training_mfu == pytest.approx(6 * 7 * GB * 8000 / (3.0 * peak))
+    assert made.sampling_mfu == pytest.approx(2 * 7 * GB * 500 / (made.sampling_seconds * peak))
+    assert made.programs[2].by == "compute"
+    shown = "\n".join(lines(made))
+    assert f"training: at most {8000 / 3:,.0f} tokens/s" in shown
+    assert "in memory all the time: parameters 4.0 GB, optimizer 8.0 GB" in shown
+    assert "fits: at most 25.0 GB of 76.5 GB" in shown
+    assert program_table(made).row_count == 4  # a row for the steps
+    data = as_json(parse("h100:8"), {"mesh": MESH, "compiler": {}}, [made])
+    assert data["stages"]["policy"]["programs"][2]["step"]["bytes"] == step.bytes
+
+
+def test_memory_is_what_a_program_takes_and_what_lies_beside_it() -> None:
+    """6 + 10 + (5 − 4) + 8 GB."""
+    (found,) = judge("base", stage(program()), parse("h100:8"), MESH).programs
+    assert found.peak == 25 * GB
+    assert found.parts == {"arguments": 6 * GB, "temporary": 10 * GB, "outputs": GB, "beside": 8 * GB}
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ("train", ['remat = "full"', "gradient_accumulation_steps"]),
+        ("sample", ["sampling.mesh.tensor", "max_completion_length"]),
+        ("read", ["shorter rows"]),
+        ("update", ["mesh.fsdp"]),
+    ],
+)
+def test_what_to_change_where_something_does_not_fit(work: str, words: list[str]) -> None:
+    large = program("big", work, memory={"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB})
+    made = judge("base", stage(large), parse("h100:8"), MESH)
+    assert not made.fits
+    for word in words:
+        assert word in " ".join(made.advice)
+    assert "does not fit: 78.0 GB of 76.5 GB in big" in lines(made)
+    already = judge("base", {**stage(large), "remat": "full"}, parse("h100:8"), MESH)
+    assert "remat" not in " ".join(already.advice)
+
+
+def test_a_state_that_is_too_large_is_to_be_spread() -> None:
+    state = {"parameters": 20 * GB, "optimizer": 40 * GB}
+    large = program("apply", "update", beside=70 * GB)
+    (advice,) = judge("base", stage(large, resident=state), parse("h100:8"), {**MESH, "fsdp": 1}).advice
+    assert "parameters, optimizer: set mesh = { fsdp = 8 }" in advice
+    (advice,) = judge("base", stage(large, resident=state), parse("h100:8"), MESH).advice
+    assert "use more devices, or train adapters" in advice
+
+
+def test_a_compiler_that_refuses_for_memory_gets_the_same_advice() -> None:
+    refused = {key: value for key, value in program().items() if key not in ("memory", "once", "loops")}
+    made = judge("base", stage({**refused, "error": "RESOURCE_EXHAUSTED: used 20G"}), parse("v5e:2x4"), MESH)
+    assert not made.fits
+    assert 'remat = "full"' in " ".join(made.advice)
+    other = judge("base", stage({**refused, "error": "INTERNAL: a bug"}), parse("v5e:2x4"), MESH)
+    assert other.advice == ("accumulate 8 × 512: the compiler says: INTERNAL: a bug",)
+
+
+def test_a_trainer_that_does_not_describe_its_programs() -> None:
+    made = judge("base", None, parse("h100:8"), MESH)
+    assert made.fits
+    assert lines(made) == ["not compiled: its trainer does not describe its programs"]
