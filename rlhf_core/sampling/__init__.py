@@ -1,7 +1,8 @@
 """Sample completions from a policy, with the log-probability of every token.
 
-A prompt is prefilled once, however many completions it gets. Sequences are decoded in a few slots; one that ends makes
-room for the next. Prompts are padded on the left to one of a few lengths. Prefill and decoding are one program.
+A prompt is prefilled once, however many completions it gets. Where every sequence of a call has a slot, completions
+share their prompt's cache; otherwise a sequence that ends makes room for the next. Prompts are padded on the left to
+one of a few lengths. Prefill and decoding are one program.
 Each sequence has its own key: its tokens depend neither on its neighbours nor on how prompts are split into calls.
 """
 
@@ -86,8 +87,8 @@ class Sampler:
     definition: a language model; every call takes its parameters, which may be spread over `mesh`. On several devices
         a call first brings them into the layout of `sampling.layout`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
-    prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        take turns in slots. memory: bytes per device for all that; None: unknown. `room` is what was made of it.
+    prompts_per_call: prompts that are sampled at once if they fit, rounded up to a multiple of the mesh's rows.
+        memory: bytes per device for that; None: unknown. `room` is what was made of both.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
@@ -253,7 +254,7 @@ class Sampler:
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
         slots = self.room.slots
-        fewer = slots // 4 // self.room.tensor * self.room.tensor
+        fewer = slots // 4
         program = SamplingProgram(
             self.definition,
             self.options,
@@ -264,6 +265,8 @@ class Sampler:
             fewer if fewer >= LAST_SLOTS else 0,
             str(jax.random.key_impl(key)),
             self.shares_layers,
+            self.room.shares_prompts,
+            self.room.prefill_tokens,
         )
         return np.asarray(jax.random.key_data(key)), program
 
