@@ -36,6 +36,8 @@ LAST_SLOTS = 4
 """The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
+ALIGNED = 8
+"""Prompts are padded to a multiple of this: products over another number of keys make XLA copy the cache on GPUs."""
 
 
 class SamplingMesh(Options):
@@ -201,7 +203,7 @@ class Sampler:
         """
         time = bucket(self.max_prompt_length, self.max_prompt_length)
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
-        calls = -(-prompts // self.prompts_per_call)
+        calls, lengths = -(-prompts // self.prompts_per_call), f"{self.max_prompt_length} + {longest}"
         weights, described = params, []
         if self.shares_layers:
             weights = abstract_weights(self.definition, self.mesh)
@@ -212,7 +214,7 @@ class Sampler:
         return [
             *described,
             Program(
-                f"generate {self.prompts_per_call} × {self.num_generations}, {time + 1} + {longest} tokens",
+                f"generate {self.prompts_per_call} × {self.num_generations}, {lengths} tokens",
                 partial(self._lower, weights, time),
                 "sample",
                 calls=calls,
@@ -332,14 +334,14 @@ class Sampler:
 
 
 def bucket(length: int, longest: int) -> int:
-    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`.
+    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most that of the longest.
 
     A prompt's last token is not prefilled.
     """
     size = SHORTEST_BUCKET
     while size < length - 1:
         size *= 2
-    return min(size, max(longest - 1, 1))
+    return min(size, -(-max(longest - 1, 1) // ALIGNED) * ALIGNED)
 
 
 def make_sampler(inputs: SamplerInputs) -> Sampler:
