@@ -24,7 +24,7 @@ BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
-	@echo "make test                               every check and every test"
+	@echo "make test                               every check, and every test but the long and exhaustive ones"
 	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
