@@ -20,11 +20,12 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test test-accelerators torture reproduce bench bench-peers
+.PHONY: help env demo lint test test-long test-accelerators torture reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
-	@echo "make test                               every check and every test"
+	@echo "make test                               every check, and every test but the long and exhaustive ones"
+	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make torture                            what tries very many cases of one property, longer than make test"
@@ -65,7 +66,10 @@ $(COMPILERS)/%/bin/python:
 test-accelerators: env $(GPU_PYTHON) $(TPU_PYTHON)
 	RLHF_GPU_PYTHON=$(GPU_PYTHON) RLHF_TPU_PYTHON=$(TPU_PYTHON) $(BIN)/python -m pytest -m accelerators
 
-# Installs nothing more than `make env`.
+# These two install nothing more than `make env`.
+test-long: env
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'long and not exhaustive'
+
 torture: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive
 

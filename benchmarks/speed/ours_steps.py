@@ -18,9 +18,9 @@ import numpy as np
 import optax
 import works
 from rlhf_grpo import GRPOConfig
-from rlhf_grpo.objective import Terms, reader
+from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as grpo_objective
-from rlhf_grpo.policies import PolicyReader, Reference
+from rlhf_grpo.policies import PolicyReader
 from rlhf_grpo.updates import GRPOUpdates
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as reward_objective
@@ -57,6 +57,7 @@ from rlhf_core.stage.execute import execute
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
+from rlhf_core.training import Reference
 from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.open import open_prompts, open_rewards
 
@@ -200,13 +201,14 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         config.sampling,
     )
     model, layout = choose_rollout_rows(model, config, stage, collector)
-    reference = Reference(model.params, frozenset(), mesh) if config.keeps_reference else None
+    reference = Reference(model.params, (), mesh) if config.keeps_reference else None
+    logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)
     updates = GRPOUpdates(
         stage,
         config,
         collector,
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
-        PolicyReader(config, reader(model.definition, temperature=1.0), reference, model.params, mesh),
+        PolicyReader(config, logps, reference, layout, mesh),
         layout,
         POLICY_LOSS.attribute(loss, "aggregation"),
     )

@@ -31,16 +31,28 @@ def check(
     dir: Path | None = None,
     devices: int | None = None,
     on: str | None = None,
+    suggest: bool = False,
     as_json: bool = False,
 ) -> None:
     """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
 
     devices: number of devices to forecast memory for, per device; None: memory in total. on: devices to compile every
-    program for, such as "h100:8". as_json: print what was found about these devices, and nothing else, as JSON.
+    program for, such as "h100:8". suggest: search for a mesh and settings that fit these, or a chip's fewest.
+    as_json: print what was found about these devices, and nothing else, as JSON.
     """
-    if as_json and on is None:
-        raise InputError("rlhf check: --json goes with --on, such as --on h100:8")
-    if on is not None:
+    for flag in [
+        name for name, asked in (("--json", as_json), ("--suggest", suggest)) if asked and on is None
+    ]:
+        raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
+    if on is not None and suggest:
+        from rlhf_core.topologies.names import machines
+
+        if devices is not None:
+            raise InputError(
+                f"rlhf check: leave out --devices {devices}; --suggest takes them from --on {on}"
+            )
+        machines(on)
+    elif on is not None:
         from rlhf_core.topologies.names import parse
 
         named = parse(on)
@@ -93,9 +105,11 @@ def check(
         echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
         show(table)
     if on is not None:
-        from rlhf_core.topologies import check_on
+        from rlhf_core.topologies import check_on, suggest_on
 
-        check_on(pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json)
+        (suggest_on if suggest else check_on)(
+            pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json
+        )
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:

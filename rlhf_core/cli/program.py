@@ -165,13 +165,28 @@ def check(
     dir: RunDirectory = None,
     devices: Devices = None,
     on: On = None,
+    suggest: Annotated[
+        bool,
+        typer.Option(
+            "--suggest",
+            help="With --on: search for a mesh and settings that fit, within 10 minutes; --on h100 takes the fewest "
+            "devices of a machine.",
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="With --on: for programs.")] = False,
 ) -> None:
     """Print everything that is wrong with a pipeline, or what it would do. Uses no device."""
     from rlhf_core.cli import commands
 
     commands.check(
-        pipeline, sets=sets or (), plugins=plugin or (), dir=dir, devices=devices, on=on, as_json=json
+        pipeline,
+        sets=sets or (),
+        plugins=plugin or (),
+        dir=dir,
+        devices=devices,
+        on=on,
+        suggest=suggest,
+        as_json=json,
     )
 
 

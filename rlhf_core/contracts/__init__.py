@@ -329,6 +329,21 @@ PARAMETERS = ("parameters", "frozen parameters")
 """Residents of a stage that are all parameters of the model that is trained."""
 
 
+class ProgramShape(NamedTuple):
+    """What a program computes with, for a forecast of its memory and time without compiling it.
+
+    model: a `rlhf_core.models.Definition`. rows, time: of a call's batch, padding included; of a sampler the sequences
+    that all devices decode at once, and the tokens of each. tensor: devices that share each layer; None: as the
+    stage's mesh has it. memory: bytes per device beside the stage's residents; None: they follow from the rest.
+    """
+
+    model: Any
+    rows: int
+    time: int
+    tensor: int | None = None
+    memory: int | None = None
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that a stage runs, to be compiled from shapes alone.
@@ -339,6 +354,7 @@ class Program:
     calls: per update, on average. tokens: that a call reads, or samples, without padding.
     steps: at most so often per call runs the loop whose number of rounds depends on data, such as decoding; 0: no loop.
     reads: those of `StagePrograms.resident` that are among its arguments, each as often as it is.
+    shape: for `--suggest`, which ranks by arithmetic before it compiles; None: counted as if it took nothing.
     """
 
     name: str
@@ -348,6 +364,7 @@ class Program:
     tokens: float = 0.0
     steps: int = 0
     reads: tuple[str, ...] = ()
+    shape: ProgramShape | None = None
 
 
 @dataclass(frozen=True)

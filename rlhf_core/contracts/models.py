@@ -142,6 +142,28 @@ class Decode(Protocol):
     ) -> tuple[jax.Array, Any]: ...
 
 
+class DecodeGroups(Protocol):
+    """Do what `Decode` does for rows whose prompts have one cache each: B = P · G rows, row b continues prompt b // G.
+
+    prompts: the cache that `Prefill` made of P rows of `time` tokens; used: bool [P, time], those that are not padding.
+    cache: of the rows' own tokens, with the shapes of `RingCache`. The token is written to its entry `step`, and sees
+    its prompt's used tokens and the entries up to `step`.
+    """
+
+    def __call__(
+        self,
+        config: Any,
+        params: Any,
+        prompts: Any,
+        used: jax.Array,
+        cache: Any,
+        tokens: jax.Array,
+        positions: jax.Array,
+        step: jax.Array | int,
+        /,
+    ) -> tuple[jax.Array, Any]: ...
+
+
 class LoadParams(Protocol):
     """Read the parameters from a Hugging Face directory, float32, sharded so; leave out a missing score head."""
 
@@ -193,6 +215,7 @@ class ModelFamily:
     load, save: the files of a Hugging Face directory.
     adapt: None where the family takes no adapters. hidden_at: None where `hidden` is as fast. tensor_parallel: None
     where sampling uses the shardings of training, whose compiler may then send weights for every token.
+    decode_groups: None where every completion has a copy of its prompt's cache.
     """
 
     name: tuple[str, ...]
@@ -212,6 +235,7 @@ class ModelFamily:
     adapt: AdaptConfig | None = None
     hidden_at: HiddenStatesAt | None = None
     tensor_parallel: TensorParallel | None = None
+    decode_groups: DecodeGroups | None = None
 
 
 class ModelDefinition(Protocol):
@@ -235,4 +259,7 @@ class ModelDefinition(Protocol):
     def prepare(self, params: Any) -> Any: ...
     def decode(
         self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
+    ) -> tuple[jax.Array, Any]: ...
+    def decode_groups(
+        self, params: Any, prompts: Any, used: Any, cache: Any, tokens: Any, positions: Any, step: Any
     ) -> tuple[jax.Array, Any]: ...

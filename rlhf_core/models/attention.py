@@ -95,6 +95,42 @@ def attend_cached(
     return mixed.reshape(q.shape[0], -1)
 
 
+def attend_groups(
+    q: jax.Array,
+    prompts: tuple[jax.Array, jax.Array, jax.Array],
+    own: tuple[jax.Array, jax.Array, jax.Array],
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute `attend_cached` for B = P · G rows, of which G in a row share a cache beside their own.
+
+    q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
+    the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], which all rows see alike. One softmax covers both.
+    A shared cache is read once per group, whose queries are the rows of one product.
+    """
+    (read_keys, read_values, read), (keys, values, visible) = prompts, own
+    rows, kv_heads, repeats, _ = q.shape
+    grouped = (len(read_keys), -1, kv_heads, repeats)
+
+    def by_prompt(x: jax.Array) -> jax.Array:
+        """[B, K, R, …] → [P, K, G, R, …]."""
+        return x.reshape(*grouped, *x.shape[3:]).swapaxes(1, 2)
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return x.swapaxes(1, 2).reshape(rows, kv_heads, repeats, *x.shape[4:])
+
+    shared = jnp.einsum("pkgrh,pkhs->pkgrs", by_prompt(q), read_keys, preferred_element_type=jnp.float32)
+    shared = jnp.where(read[:, None, :, None], capped(shared, softcap), MASKED)
+    alone = jnp.einsum("bkrh,bkht->bkrt", q, keys, preferred_element_type=jnp.float32)
+    alone = jnp.where(visible, capped(alone, softcap), MASKED)
+    highest = jnp.maximum(by_row(shared.max(-1)), alone.max(-1))
+    shared = jnp.exp(shared - by_prompt(highest)[..., None])
+    alone = jnp.exp(alone - highest[..., None])
+    total = by_row(shared.sum(-1)) + alone.sum(-1)
+    mixed = by_row(_weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
+    mixed += _weighted(alone, values, "bkrt,bkth->bkrh")
+    return (mixed / total[..., None]).astype(values.dtype).reshape(rows, -1)
+
+
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
@@ -103,5 +139,8 @@ def _mix(logits: jax.Array, values: jax.Array, spec: str) -> jax.Array:
     """Compute softmax(logits) · values; dividing by the sum at the end saves a pass over the largest array."""
     weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
     total = weights.sum(-1, keepdims=True)
-    mixed = jnp.einsum(spec, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return (mixed / total).astype(values.dtype)
+    return (_weighted(weights, values, spec) / total).astype(values.dtype)
+
+
+def _weighted(weights: jax.Array, values: jax.Array, spec: str) -> jax.Array:
+    return jnp.einsum(spec, weights.astype(values.dtype), values, preferred_element_type=jnp.float32)

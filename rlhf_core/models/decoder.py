@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from jax import lax
 from rlhf_core.contracts import TensorParallel
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_parts
-from rlhf_core.models.attention import attend, attend_at, attend_cached
+from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_groups
 from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
@@ -322,21 +322,72 @@ def decode(
     params: from `prepare`, or plain ones. tokens, positions: int32 [B]. visible: bool [B, cache_length], the slots that
     a row's token sees, its own included.
     """
+    cache = _noted(cache, positions, slot)
+
+    def mix(q: jax.Array, i: int, keys: jax.Array, values: jax.Array, window: int | None) -> jax.Array:
+        seen = visible & (positions[:, None] - cache.positions < window) if window else visible
+        return attend_cached(q, keys, values, seen, config.attention_softcap)
+
+    return _decode(config, params, cache, tokens, positions, slot, mix)
+
+
+def decode_groups(
+    config: DecoderConfig,
+    params: Params,
+    prompts: Cache,
+    used: jax.Array,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    step: jax.Array | int,
+) -> tuple[jax.Array, Cache]:
+    """Decode one token per row, P · G rows in groups of G that share their prompt's cache: (hidden [B, hidden], cache).
+
+    prompts: from `prefill`; used: bool [P, time], its tokens that are not padding. cache: the rows' own tokens, of
+    which entry s is written at step s. The rest as in `decode`.
+    """
+    entries = jnp.arange(cache.positions.shape[1])
+    _check_length(config, used.shape[1] + len(entries))
+    own, read = entries <= step, used[:, None]
+    age = positions.reshape(len(used), -1, 1) - prompts.positions[:, None]  # [P, G, time]
+
+    def mix(q: jax.Array, i: int, keys: jax.Array, values: jax.Array, window: int | None) -> jax.Array:
+        near, recent = (read & (age < window), own & (step - entries < window)) if window else (read, own)
+        before = (prompts.keys[i], prompts.values[i], near)
+        return attend_groups(q, before, (keys, values, recent), config.attention_softcap)
+
+    return _decode(config, params, _noted(cache, positions, step), tokens, positions, step, mix)
+
+
+def _noted(cache: Cache, positions: jax.Array, slot: jax.Array | int) -> Cache:
+    """Write the positions, int32 [B], of the tokens in `slot`."""
+    return cache._replace(positions=lax.dynamic_update_slice(cache.positions, positions[:, None], (0, slot)))
+
+
+def _decode(
+    config: DecoderConfig,
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    slot: jax.Array | int,
+    mix: Callable[[jax.Array, int, jax.Array, jax.Array, int | None], jax.Array],
+) -> tuple[jax.Array, Cache]:
+    """Do what `decode` does, for a cache that has the tokens' positions.
+
+    mix: (scaled queries [B, K, G, h], layer, its keys and values, window or None) → attention's output [B, K·G·h].
+    """
     weights = params if isinstance(params["layers"], tuple) else prepare(config, params)
     embed, norm, layers = _modules(config, weights)
-    at = positions[:, None]
-    ropes = [rotation(rope, config.head_dim, at) for rope in config.ropes]
-    known = lax.dynamic_update_slice(cache.positions, at, (0, slot))
+    ropes = [rotation(rope, config.head_dim, positions[:, None]) for rope in config.ropes]
     x = embed(tokens[:, None], compute_dtype(config))
     keys, values = [], []
     for i, (layer, window, rope) in enumerate(layers):
         q, k, v = layer.project(x, ropes[rope])
         keys.append(lax.dynamic_update_slice(cache.keys[i], k.swapaxes(2, 3), (0, 0, 0, slot)))
         values.append(lax.dynamic_update_slice(cache.values[i], v, (0, 0, slot, 0)))
-        seen = visible & (at - known < window) if window else visible
-        mixed = attend_cached(q[:, :, :, 0], keys[-1], values[-1], seen, config.attention_softcap)
-        x = layer.finish(x, mixed[:, None])
-    return norm(x)[:, 0], Cache(tuple(keys), tuple(values), known)
+        x = layer.finish(x, mix(q[:, :, :, 0], i, keys[-1], values[-1], window)[:, None])
+    return norm(x)[:, 0], Cache(tuple(keys), tuple(values), cache.positions)
 
 
 def _tensor_divides(config: DecoderConfig) -> int:

@@ -34,6 +34,7 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
         save=weights.save,
         adapt=decoder.adapt,
         tensor_parallel=decoder.TENSOR_PARALLEL,
+        decode_groups=decoder.decode_groups,
     )
 
 

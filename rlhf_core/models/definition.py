@@ -120,6 +120,13 @@ class Definition:
         """Decode one token per row, written at `slot`: (hidden [B, hidden], cache)."""
         return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
 
+    def decode_groups(
+        self, params: Any, prompts: Any, used: Any, cache: Any, tokens: Any, positions: Any, step: Any
+    ) -> tuple[jax.Array, Any]:
+        """Do what `decode` does for rows whose prompts have one cache each, see `DecodeGroups`."""
+        assert self.family.decode_groups is not None
+        return self.family.decode_groups(self.config, params, prompts, used, cache, tokens, positions, step)
+
 
 def define(
     family: ModelFamily,

@@ -11,7 +11,7 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
 from rlhf_core.rollouts.layout import require_whole_groups
-from rlhf_core.sampling.layout import cache_bytes, most_slots
+from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import memory_forecast, scoring_bytes
@@ -80,7 +80,10 @@ def forecast_rollouts(
             parts[name] = parts["gradients"]  # as large as what is trained
         prompts = rows_per_device(stage.planned_mesh, per_rollout)
         slots = min(prompts * num_generations, most_slots(None))
-        cache = cache_bytes(definition, slots, longest + length) + cache_bytes(definition, prompts, longest)
+        own = (
+            length if shares_prompts(definition) and slots == prompts * num_generations else longest + length
+        )
+        cache = cache_bytes(definition, slots, own) + cache_bytes(definition, prompts, longest)
         parts["rollout cache"] = cache
         if stage.planned_mesh is None:
             # Decoding joins projections, so that each token reads the weights in fewer pieces.

@@ -85,7 +85,7 @@ def rollout_programs(
     )
     tx, _ = optimizers.make_optimizer(config, stage.registry, total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
-    programs = training_programs(objective(model.definition), state, batches, known=False)
+    programs = training_programs(objective(model.definition), model.definition, state, batches, known=False)
     held = resident(state)
     held |= dict.fromkeys(copies, state.trained().params)
     rollouts = 1 / updates_per_rollout
@@ -94,6 +94,7 @@ def rollout_programs(
         read = TokenReader(reader(model.definition), layout, mesh)
         programs += reading_programs(
             read.lower,
+            model.definition,
             dict.fromkeys(("policy", *copies), state.params),
             loads([pack(groups, layout)], read.shapes()),
             times=rollouts,
@@ -168,6 +169,7 @@ def _scoring(
     batches = loads([pack(groups, layout)], empty_batches(layout, sequence_names=("place",)))
     return reading_programs(
         scoring_function(definition, mesh).lower,
+        definition,
         params,
         [load for load in batches if load.calls],
         times=rollouts,

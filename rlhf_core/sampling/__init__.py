@@ -1,7 +1,8 @@
 """Sample completions from a policy, with the log-probability of every token.
 
-A prompt is prefilled once, however many completions it gets. Sequences are decoded in a few slots; one that ends makes
-room for the next. Prompts are padded on the left to one of a few lengths. Prefill and decoding are one program.
+A prompt is prefilled once, however many completions it gets. Where every sequence of a call has a slot, completions
+share their prompt's cache; otherwise a sequence that ends makes room for the next. Prompts are padded on the left to
+one of a few lengths. Prefill and decoding are one program.
 Each sequence has its own key: its tokens depend neither on its neighbours nor on how prompts are split into calls.
 """
 
@@ -16,12 +17,26 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Options
-from rlhf_core.contracts import PARAMETERS, ModelDefinition, Program, SamplerInputs, SamplingSettings
+from rlhf_core.contracts import (
+    PARAMETERS,
+    ModelDefinition,
+    Program,
+    ProgramShape,
+    SamplerInputs,
+    SamplingSettings,
+)
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.layout import abstract_weights, allowed_sizes, bring, plan_room, sampling_mesh
+from rlhf_core.sampling.layout import (
+    abstract_weights,
+    allowed_sizes,
+    bring,
+    plan_room,
+    sampling_mesh,
+    weight_bytes,
+)
 from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
 
@@ -35,6 +50,8 @@ LAST_SLOTS = 4
 """The remaining sequences move into a quarter of the slots once that holds them, unless it is fewer than this."""
 SHORTEST_BUCKET = 32
 """Tokens; prompts are padded to this times a power of two, or to the longest allowed."""
+ALIGNED = 8
+"""Prompts are padded to a multiple of this: products over another number of keys make XLA copy the cache on GPUs."""
 
 
 class SamplingMesh(Options):
@@ -86,8 +103,8 @@ class Sampler:
     definition: a language model; every call takes its parameters, which may be spread over `mesh`. On several devices
         a call first brings them into the layout of `sampling.layout`.
     stop_ids: tokens that end a completion, besides options.stop_token_ids.
-    prompts_per_call: prompts that are prefilled at once, rounded up to a multiple of the mesh's rows; their completions
-        take turns in slots. memory: bytes per device for all that; None: unknown. `room` is what was made of it.
+    prompts_per_call: prompts that are sampled at once if they fit, rounded up to a multiple of the mesh's rows.
+        memory: bytes per device for that; None: unknown. `room` is what was made of both.
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
@@ -198,26 +215,31 @@ class Sampler:
 
         params: shapes with shardings will do. `Program.calls` are those of a rollout.
         """
-        time = bucket(self.max_prompt_length, self.max_prompt_length)
+        time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
-        calls = -(-prompts // self.prompts_per_call)
+        calls, lengths = -(-prompts // self.prompts_per_call), f"{self.max_prompt_length} + {longest}"
         weights, described = params, []
         if self.shares_layers:
             weights = abstract_weights(self.definition, self.mesh)
             # The weights in the sampler's layout lie beside those that are trained, until the rollout ends.
             moving = partial(bring(self.definition, self.mesh).lower, params)
-            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS))
-        steps = most_steps(sequences // row_multiple(self.mesh), self.room.slots, longest)
+            size = weight_bytes(self.definition, self.mesh, room.tensor)
+            shape = ProgramShape(self.definition, 0, 0, room.tensor, size)
+            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS, shape=shape))
+        groups = row_multiple(self.mesh)
+        steps = most_steps(sequences // groups, room.slots, longest)
+        shape = ProgramShape(self.definition, groups * room.slots, time + longest, room.tensor, room.bytes)
         return [
             *described,
             Program(
-                f"generate {self.prompts_per_call} × {self.num_generations}, {time + 1} + {longest} tokens",
+                f"generate {self.prompts_per_call} × {self.num_generations}, {lengths} tokens",
                 partial(self._lower, weights, time),
                 "sample",
                 calls=calls,
                 tokens=prompts * self.num_generations * longest / calls,
                 steps=steps,
                 reads=() if self.shares_layers else PARAMETERS,
+                shape=shape,
             ),
         ]
 
@@ -253,7 +275,7 @@ class Sampler:
 
     def _program(self, key: jax.Array) -> tuple[np.ndarray, SamplingProgram]:
         slots = self.room.slots
-        fewer = slots // 4 // self.room.tensor * self.room.tensor
+        fewer = slots // 4
         program = SamplingProgram(
             self.definition,
             self.options,
@@ -264,6 +286,8 @@ class Sampler:
             fewer if fewer >= LAST_SLOTS else 0,
             str(jax.random.key_impl(key)),
             self.shares_layers,
+            self.room.shares_prompts,
+            self.room.prefill_tokens,
         )
         return np.asarray(jax.random.key_data(key)), program
 
@@ -329,14 +353,14 @@ class Sampler:
 
 
 def bucket(length: int, longest: int) -> int:
-    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most `longest`.
+    """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most that of the longest.
 
     A prompt's last token is not prefilled.
     """
     size = SHORTEST_BUCKET
     while size < length - 1:
         size *= 2
-    return min(size, max(longest - 1, 1))
+    return min(size, -(-max(longest - 1, 1) // ALIGNED) * ALIGNED)
 
 
 def make_sampler(inputs: SamplerInputs) -> Sampler:

@@ -38,10 +38,13 @@ ENOUGH_SLOTS = 128
 """Sequences per device above which no more devices share layers: their weights are then read for enough tokens."""
 UNKNOWN_MEMORY_SLOTS = 256
 """The most per device of an accelerator whose memory is not known."""
-PREFILL_SHARE = 0.25
-"""Of the memory for sequences: at most this much is for prompts that are prefilled at once."""
 PREFILL_WIDTHS = 16
 """Values per token that prefill holds beside the cache, in multiples of the hidden size."""
+PREFILL_TOKENS = {"cpu": 0}
+"""Tokens that are prefilled at once; 0: all prompts of a call."""
+PREFILL_TOKENS_ACCELERATOR = 16_384
+"""The same: enough to keep a device busy, few enough that what prefill holds, 2 GB with a hidden size of 4,096, is
+little beside the weights."""
 
 
 LOGITS = 4
@@ -56,9 +59,13 @@ class Room(NamedTuple):
     slots: int
     """Sequences that the devices of one group decode at once."""
     prompts: int
-    """Prompts that all devices prefill in one call."""
+    """Prompts of one call, on all devices."""
     bytes: int | None
     """Bytes per device for weights, caches and logits, from their shapes; None where memory is not known."""
+    shares_prompts: bool = False
+    """Whether the cache of a prompt is held once for its completions, which all have a slot then."""
+    prefill_tokens: int = 0
+    """Tokens that a group prefills at once; 0: all prompts of a call."""
 
     def line(self, devices: int, what: str) -> str:
         """Say it in one line. what: the field of the prompts."""
@@ -83,34 +90,63 @@ def plan_room(
 ) -> Room:
     """Choose the fewest devices per group, of `sizes`, that have the memory for enough sequences, and how many fit.
 
+    Where not all prompts fit, they are dealt out to equal calls, as few as have a slot for every completion.
     memory: bytes per device for weights, caches and logits; None: unknown. prompts: wanted per call. prompt_length:
     tokens of the longest padded prompt; length: of it and a completion.
     Returns the last of `sizes`, with at least one sequence and prompt per group, where nothing fits.
     """
     shared = definition.family.tensor_parallel is not None and mesh.size > 1
+    shares = shares_prompts(definition)
+    # Otherwise the rows of one program lie on several devices, and a part of them would not.
+    part = prefill_tokens() if shared or mesh.size == 1 else 0
     if memory is None:
         tensor = sizes[0]
         in_group = -(-prompts // (groups := mesh.size // tensor if shared else row_multiple(mesh)))
-        slots = min(in_group * num_generations, most_slots(None) * tensor)
-        return Room(tensor, -(-slots // tensor) * tensor, in_group * groups, None)
+        most = most_slots(None) * tensor
+        # On a CPU slots are few because that is faster, see docs/results/benchmarks.md.
+        count = in_group if platform() in SLOTS else _equal(in_group, max(most // num_generations, 1))
+        slots = min(count * num_generations, most)
+        return Room(tensor, slots, count * groups, None, shares and slots == count * num_generations, part)
+    logits = LOGITS * 4 * definition.vocab_size
+    per_ring = cache_bytes(definition, 1, length) + logits
+    per_slot = cache_bytes(definition, 1, length - prompt_length) + logits if shares else per_ring
     per_prompt = cache_bytes(definition, 1, prompt_length)
-    per_prompt += prompt_length * definition.hidden_size * PREFILL_WIDTHS * 2
-    per_slot = cache_bytes(definition, 1, length) + LOGITS * 4 * definition.vocab_size
+    prefill = prompt_length * definition.hidden_size * PREFILL_WIDTHS * 2
     for tensor in sizes:
         groups = mesh.size // tensor if shared else row_multiple(mesh)
         in_group = -(-prompts // groups)
         weights = weight_bytes(definition, mesh, tensor) if shared else prepared_bytes(definition)
-        free = max(memory - weights, 0) * tensor
-        prefilled = max(min(in_group, int(free * PREFILL_SHARE) // per_prompt), 1)
-        slots = min(in_group * num_generations, most_slots(memory) * tensor)
-        slots = max(min(slots, (free - prefilled * per_prompt) // per_slot), 1)
-        # The devices of a group sample for equal shares of its slots.
-        slots = max(slots // tensor, 1) * tensor
-        size = weights + (slots * per_slot + prefilled * per_prompt) // tensor
-        room = Room(tensor, slots, prefilled * groups, size)
+        most = most_slots(memory) * tensor
+        at_once = min(in_group, max(part // prompt_length, 1)) * prefill if part else 0
+        free = max(memory - weights, 0) * tensor - at_once
+        held = per_prompt if part else per_prompt + prefill
+        group = held + num_generations * per_slot
+        if whole := (fitting := min(in_group, most // num_generations, free // group)) > 0:
+            count = _equal(in_group, fitting)
+            slots, caches = count * num_generations, count * group
+        else:
+            count, slots = 1, max(min(num_generations, most, (free - held) // per_ring), 1)
+            caches = held + slots * per_ring
+        size = weights + (at_once + caches) // tensor
+        room = Room(tensor, slots, count * groups, size, shares and whole, part)
         if size <= memory and slots >= min(in_group * num_generations // tensor, ENOUGH_SLOTS) * tensor:
             break
     return room
+
+
+def _equal(count: int, most: int) -> int:
+    """Return the size of as few equal parts of `count` as have at most `most`."""
+    return -(-count // -(-count // most))
+
+
+def shares_prompts(definition: ModelDefinition) -> bool:
+    """Whether completions of a model share their prompt's cache where all of them have a slot."""
+    return definition.family.decode_groups is not None
+
+
+def prefill_tokens() -> int:
+    """Return how many tokens a group of devices prefills at once; 0: all of a call."""
+    return PREFILL_TOKENS.get(platform(), PREFILL_TOKENS_ACCELERATOR)
 
 
 def most_slots(memory: int | None) -> int:
@@ -235,8 +271,9 @@ class Peers(NamedTuple):
             return tree
 
         def one(x: jax.Array) -> jax.Array:
-            size = x.shape[0] // self.size
-            return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * size, size, axis=0)
+            whole = self._padded(x)
+            size = len(whole) // self.size
+            return lax.dynamic_slice_in_dim(whole, lax.axis_index("tensor") * size, size, axis=0)
 
         return jax.tree.map(one, tree)
 
@@ -249,12 +286,16 @@ class Peers(NamedTuple):
 
     def exchange(self, logits: jax.Array) -> jax.Array:
         """Exchange this device's columns of all rows, [B, V / size], for all columns of its rows, [B / size, V]."""
-        return lax.all_to_all(logits, "tensor", split_axis=0, concat_axis=1, tiled=True)
+        return lax.all_to_all(self._padded(logits), "tensor", split_axis=0, concat_axis=1, tiled=True)
 
-    def join(self, tokens: jax.Array, logps: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Collect int32 and float32 [B / size] of every device: [B]."""
+    def join(self, tokens: jax.Array, logps: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Collect int32 and float32 [B / size] of every device: [B], of which the first `rows` are rows."""
         if self.size == 1:
             return tokens, logps
         words = jnp.stack([tokens, lax.bitcast_convert_type(logps, jnp.int32)])
         words = lax.all_gather(words, "tensor", axis=1, tiled=True)
-        return words[0], lax.bitcast_convert_type(words[1], jnp.float32)
+        return words[0, :rows], lax.bitcast_convert_type(words[1, :rows], jnp.float32)
+
+    def _padded(self, x: jax.Array) -> jax.Array:
+        """Add rows to arrays [B, …] until every device has as many."""
+        return jnp.pad(x, [(0, -len(x) % self.size), *[(0, 0)] * (x.ndim - 1)])

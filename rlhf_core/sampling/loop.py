@@ -150,6 +150,11 @@ class SamplingProgram:
     shared_layers: bool = False
     """Whether the parameters have the layout of `sampling.layout`. Each shard of rows then runs a loop of its own,
     whose devices send each other activations and logits alone."""
+    shares_prompts: bool = False
+    """Whether the cache of a prompt is held once for its completions, see `DecodeGroups`. Slots are then as many as the
+    sequences of a shard, one for each."""
+    prefill_tokens: int = 0
+    """Prompts are prefilled in parts of at most so many tokens per shard, padding included; 0: at once."""
 
 
 class _Slots(NamedTuple):
@@ -165,7 +170,10 @@ class _Slots(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """The state of the loop. The KV cache is a ring: step s writes slot s mod length."""
+    """The state of the loop. The KV cache is a ring: step s writes slot s mod length.
+
+    With `shares_prompts` it is that of the completions alone, and step s writes entry s.
+    """
 
     step: jax.Array  # int32
     slots: _Slots
@@ -235,14 +243,15 @@ def _sample(
 
     used = jnp.arange(prompts.shape[1]) >= prompts.shape[1] - (lengths[:, None] - 1)
     positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)
-    _, read = model.prefill(params, prompts, positions, jnp.where(used, prompts.shape[1], 0))
+    until = jnp.where(used, prompts.shape[1], 0)
+    read = _prefill(model, params, (prompts, positions, until), program.prefill_tokens)
     prepared = params if program.shared_layers else model.prepare(params)
     kernel, softcap = model.unembedding(params)
     peers = Peers(program.mesh.shape["tensor"] if program.shared_layers else 1)
     kernel = peers.own_columns(kernel, model.vocab_size)
     key = jax.random.wrap_key_data(key_data, impl=program.key_type)
 
-    def begin(queue: Queue, index: jax.Array, slot: jax.Array) -> tuple[_Slots, Any]:
+    def begin(queue: Queue, index: jax.Array) -> _Slots:
         """Set up sequences `index` of each shard, int32 [shards, n], to decode their prompts' last tokens."""
         prompt = index // groups
         own_ids, length, token = take(ids, index), take(lengths, prompt), take(last, prompt)
@@ -251,7 +260,7 @@ def _sample(
             none = jnp.zeros((len(token), model.vocab_size), jnp.bool_)
             seen = _mark(_mark(none, *take((prompts, used), prompt)), token[:, None], True)
         waiting = (index < queue.wanted[:, None]).reshape(-1)
-        slots = _Slots(
+        return _Slots(
             jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(own_ids),
             jnp.zeros_like(token),
             length - 1,
@@ -260,7 +269,10 @@ def _sample(
             seen,
             None if stop_table is None else jnp.zeros_like(token),
         )
-        return slots, model.ring(take(read, prompt), cache_length, slot)
+
+    def rings(index: jax.Array, slot: jax.Array | int) -> Any:
+        """Copy the caches of the prompts of sequences `index` of each shard; their next token is written to `slot`."""
+        return model.ring(take(read, index // groups), cache_length, slot)
 
     def fill(carry: _Carry) -> _Carry:
         """Give one free slot of each shard the next sequence of its queue."""
@@ -269,7 +281,7 @@ def _sample(
         needed = free.any(1) & queue.waits()
         slot = jnp.argmax(free, axis=1).astype(jnp.int32)
         index = jnp.minimum(queue.begun, sequences - 1)
-        new = begin(queue, index[:, None], carry.step % cache_length)
+        new = begin(queue, index[:, None]), rings(index[:, None], carry.step % cache_length)
         slots, cache = put((carry.slots, carry.cache), slot, new, needed)
         note = each_shard(lambda x, i, value, use: x.at[i].set(jnp.where(use, value, x[i])))
         when = jnp.broadcast_to(carry.step, (shards,))
@@ -284,18 +296,26 @@ def _sample(
     def fillable(carry: _Carry) -> jax.Array:
         return (carry.slots.free.reshape(shards, -1).any(1) & carry.queue.waits()).any()
 
-    def step(carry: _Carry, columns: jax.Array | None = None) -> _Carry:
-        """Decode a token per slot. columns: int32 [shards, slots], the slot of each column of `written`; None: same."""
-        slots, slot = carry.slots, carry.step % cache_length
+    def decode_rings(cache: Any, slots: _Slots, count: jax.Array) -> tuple[jax.Array, Any]:
+        slot = count % cache_length
         age = slot - place + jnp.where(place > slot, cache_length, 0)  # steps since the slot was written
         visible = age <= slots.position[:, None]
-        hidden, cache = model.decode(prepared, carry.cache, slots.last, slots.position, visible, slot)
+        return model.decode(prepared, cache, slots.last, slots.position, visible, slot)
+
+    def decode_groups(cache: Any, slots: _Slots, count: jax.Array) -> tuple[jax.Array, Any]:
+        return model.decode_groups(prepared, read, used, cache, slots.last, slots.position, count)
+
+    def step(carry: _Carry, decode: Any = decode_rings, columns: jax.Array | None = None) -> _Carry:
+        """Decode a token per slot. columns: int32 [shards, slots], the slot of each column of `written`; None: same."""
+        slots = carry.slots
+        hidden, cache = decode(carry.cache, slots, carry.step)
         if kernel.shape[1] < model.vocab_size:
             logits = peers.exchange(unembed(hidden, kernel.astype(hidden.dtype), softcap))
         else:
             logits = unembed(peers.own_rows(hidden), kernel.astype(hidden.dtype), softcap)
         keys, drawn, seen = peers.own_rows((slots.keys, slots.drawn, slots.seen))
-        token, logp = peers.join(*_choose(logits, _uniforms(keys, drawn, program.key_type), options, seen))
+        sampled = _choose(logits, _uniforms(keys, drawn, program.key_type), options, seen)
+        token, logp = peers.join(*sampled, len(slots.last))
         stopped = (token[:, None] == stops).any(-1)
         matched = slots.matched
         if stop_table is not None:
@@ -325,7 +345,9 @@ def _sample(
         return carry.queue.waits().any() | (left > program.last_slots).any()
 
     def step_full(carry: _Carry) -> _Carry:
-        return step(lax.while_loop(fillable, fill, carry))
+        if program.shares_prompts:
+            return step(carry, decode_groups)
+        return step(carry if sequences <= program.slots else lax.while_loop(fillable, fill, carry))
 
     wanted = (lengths > 0).reshape(shards, -1).sum(1, dtype=jnp.int32) * groups
     first = jnp.broadcast_to(jnp.arange(program.slots, dtype=jnp.int32), (shards, program.slots))
@@ -340,7 +362,10 @@ def _sample(
     )
     steps = most_steps(sequences, program.slots, longest)
     written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
-    slots, cache = begin(queue, first, jnp.int32(0))
+    slots = begin(queue, first)
+    cache = (
+        _empty_cache(model, read, rows, cache_length, longest) if program.shares_prompts else rings(first, 0)
+    )
     if not program.shared_layers:
         slots, cache = spread(program.mesh, (slots, cache))
     end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
@@ -349,13 +374,53 @@ def _sample(
         columns = jnp.minimum(
             jnp.argsort(order, axis=1), program.last_slots - 1
         )  # those that ended are never read again
-        slots, cache = take((end.slots, end.cache), order[:, : program.last_slots])
+        chosen = order[:, : program.last_slots]
+        slots, cache = take((end.slots, end.cache), chosen)
+        if program.shares_prompts:
+            # Step s of these rings wrote slot s, and the prompts are at their ends.
+            cache = jax.tree.map(
+                lambda ring, own: lax.dynamic_update_slice(ring, own, (0,) * own.ndim),
+                rings(chosen, 0),
+                cache,
+            )
         end = lax.while_loop(
             lambda carry: ~carry.slots.free.all(),
             functools.partial(step, columns=columns),
             end._replace(slots=slots, cache=cache),
         )
     return end.written, end.queue.step.reshape(-1), end.queue.slot.reshape(-1)
+
+
+def _prefill(model: ModelDefinition, params: Any, prompts: tuple[jax.Array, ...], tokens: int) -> Any:
+    """Compute the cache of prompts, three arrays [P, time] as `Prefill` takes them, in equal parts of at most `tokens`
+    tokens if they have that many prompts; 0: at once.
+    """
+    rows, time = prompts[0].shape
+    parts = -(-rows // max(tokens // time, 1)) if tokens else 1
+    if parts == 1:
+        return model.prefill(params, *prompts)[1]
+    size = -(-rows // parts)
+
+    def part(i: jax.Array, cache: Any) -> Any:
+        start = jnp.minimum(
+            i * size, rows - size
+        )  # the last part computes some prompts again, to be as large
+        chosen = (lax.dynamic_slice_in_dim(x, start, size) for x in prompts)
+        read = model.prefill(params, *chosen)[1]
+        return jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), cache, read)
+
+    shapes = jax.eval_shape(model.prefill, params, *prompts)[1]
+    return lax.fori_loop(0, parts, part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+
+def _empty_cache(model: ModelDefinition, read: Any, rows: int, whole: int, length: int) -> Any:
+    """Make the cache of `rows` rows with `length` entries. read: that of prompts; whole: the length of a ring of it."""
+
+    def one(x: jax.Array, ring: jax.ShapeDtypeStruct) -> jax.Array:
+        sizes = (n if n == m else length for n, m in zip(x.shape[1:], ring.shape[1:], strict=True))
+        return jnp.zeros((rows, *sizes), x.dtype)
+
+    return jax.tree.map(one, read, jax.eval_shape(lambda cache: model.ring(cache, whole, 0), read))
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:

@@ -38,7 +38,7 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     packing: other sequences in a row change nothing, and two sequences may share a prefix.
     later tokens: no token sees later ones.
     some tokens: `hidden_at` returns the same states as `hidden`.
-    cache: `prefill`, `ring` and `decode` give the same states as `hidden` on the whole sequence.
+    cache: `prefill`, `ring` and `decode`, and `decode_groups`, give the same states as `hidden` on the whole sequence.
     score: one number per position.
     saving: `load` returns what `save` wrote, bit for bit.
     mesh: all available devices give the same.
@@ -167,19 +167,26 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), read)
     cache = jax.jit(definition.ring, static_argnums=1)(twice, length, np.int32(first))
     prepared, decode = definition.prepare(params), jax.jit(definition.decode)
+    own = jax.tree.map(jnp.zeros_like, definition.ring(twice, FIRST - prompt, 0))
+    shared = jax.jit(definition.decode_groups)
     for i in range(prompt, FIRST):
         slot = (first + i - prompt) % length
         visible = (slot - np.arange(length)) % length <= i
+        pair = np.full(2, tokens[i], np.int32), np.full(2, i, np.int32)
         state, cache = decode(
             prepared,
             cache,
-            np.full(2, tokens[i], np.int32),
-            np.full(2, i, np.int32),
+            *pair,
             np.stack([visible, visible]),
             np.int32(slot),
         )
         for row in state:
             require_close(row, whole[i], f"decode of token {i}, in slot {slot} of {length}", rtol=1e-4)
+        if definition.family.decode_groups is None:
+            continue
+        state, own = shared(prepared, read, until > 0, own, *pair, np.int32(i - prompt))
+        for row in state:
+            require_close(row, whole[i], f"decode_groups of token {i}", rtol=1e-4)
     kernel, softcap = definition.unembedding(params)
     logits = unembed(state, kernel.astype(state.dtype), softcap)
     if logits.shape != (2, definition.vocab_size):

@@ -36,11 +36,22 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 def main(file: str) -> None:
     """Do the job that a JSON file describes, and write its results or the problems as JSON."""
     job = json.loads(Path(file).read_text(encoding="utf-8"))
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    def save(results: Mapping[str, Any]) -> None:
+        write_atomic(Path(job["results"]), json.dumps(results))
+
     try:
-        results = compile_pipeline(job, say=lambda line: print(line, flush=True))
+        if job.get("suggest"):
+            from rlhf_core.topologies.suggest import suggest
+
+            save(suggest(job, say=say, save=save))
+        else:
+            save(compile_pipeline(job, say=say))
     except InputError as error:
-        results = {"problems": list(error.problems)}
-    write_atomic(Path(job["results"]), json.dumps(results))
+        save({"problems": list(error.problems)})
 
 
 def compile_pipeline(
@@ -63,7 +74,9 @@ def compile_pipeline(
         described = stage_programs(planned, host, mesh)
         cache = Cache(topology)
         stages = {
-            name: None if programs is None else _stage(name, programs, topology, cache, say)
+            name: None
+            if programs is None
+            else _stage(name, programs, topology, cache, say, whole="suggest" not in job)
             for name, programs in described.items()
         }
         for stage in planned.stages:
@@ -99,8 +112,10 @@ def _stage(
     topology: Topology,
     cache: Cache,
     say: Callable[[str], None],
+    *,
+    whole: bool,
 ) -> dict[str, Any]:
-    """Compile the programs of one stage."""
+    """Compile the programs of one stage. whole: also those after one that does not fit."""
     resident = {key: device_bytes(tree) for key, tree in described.resident.items()}
     programs = []
     for program in described.programs:
@@ -116,6 +131,10 @@ def _stage(
                 **facts,
             }
         )
+        memory = facts.get("memory", {"arguments": math.inf})
+        size = sum(memory.values()) - 2 * memory.get("aliased", 0) + programs[-1]["beside"]
+        if not whole and size > topology.chip.usable:
+            break
     return {
         "note": described.note,
         "resident": resident,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,10 @@ def _advice(topology: Topology, problem: str) -> str:
     )
 
 
-def run(python: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -> dict[str, Any]:
     """Run `rlhf_core.topologies.compile` on a job in another environment; return its results.
+
+    seconds: after so many, return the results that it has written until then.
 
     The environment's own packages come first on its path, then those of this process. Raises RunError where it ends
     without results; InputError with the problems that it finds.
@@ -138,16 +141,19 @@ def run(python: Path, job: Mapping[str, Any]) -> dict[str, Any]:
         results = Path(directory) / "results.json"
         file.write_text(json.dumps({**job, "results": str(results)}), encoding="utf-8")
         messages = Path(directory) / "stderr"
-        with messages.open("wb") as stderr:
-            ended = subprocess.run(
+        with messages.open("wb") as stderr, suppress(subprocess.TimeoutExpired):
+            code: int | None = None
+            code = subprocess.run(
                 [python, "-c", START, str(file), json.dumps(_import_paths())],
                 env=_environment_variables(),
                 stdout=STDERR,  # its progress
                 stderr=stderr,  # where compilers talk of what is not there
-            )
+                timeout=seconds,
+            ).returncode
         if not results.exists():
             last = messages.read_text(encoding="utf-8", errors="replace").strip()[-3000:]
-            raise RunError(f"the compiler's process ended with code {ended.returncode}:\n{last}")
+            ended = f"was stopped after {seconds:.0f} seconds" if code is None else f"ended with code {code}"
+            raise RunError(f"the compiler's process {ended}:\n{last}")
         written: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     if "problems" in written:
         raise InputError(*written["problems"])

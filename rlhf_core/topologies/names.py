@@ -13,6 +13,13 @@ FORMS = {
     "gpu": "CHIP:[[SLICESx]HOSTSx]DEVICES, such as {chip}:8, or {chip}:2x8 for two machines of eight",
     "tpu": "CHIP:XxY or XxYxZ as the TPU's documentation writes it, such as {chip}:{example}",
 }
+MACHINES = {
+    "gpu": ((1,), (2,), (4,), (8,)),
+    "v5e": ((1, 1), (2, 2), (2, 4)),
+    "v6e": ((1, 1), (2, 2), (2, 4)),
+    "v5p": ((2, 2, 1), (2, 2, 2)),
+}
+"""Shapes from which `--suggest` takes the smallest where no number of devices is asked for."""
 AXES = {"v5e": 2, "v6e": 2, "v5p": 3}
 """Dimensions of a TPU's interconnect."""
 
@@ -58,3 +65,13 @@ def parse(name: str) -> Topology:
     if len(shape) not in wanted or 0 in shape:
         raise InputError(f"--on {name}: write {form}")
     return Topology(chip, (1,) * (3 - len(shape)) + shape if chip.platform == "gpu" else shape)
+
+
+def machines(name: str) -> list[Topology]:
+    """Read the name of devices, or of a chip alone, which stands for machines with ever more of them."""
+    kind = name.strip().lower()
+    if kind not in CHIPS:
+        return [parse(name)]
+    chip = CHIPS[kind]
+    shapes = MACHINES["gpu" if chip.platform == "gpu" else kind]
+    return [parse(f"{kind}:{'x'.join(map(str, shape))}") for shape in shapes]

@@ -5,11 +5,18 @@ Each is taken at the data sheet's full speed, and all of them at the same time (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlhf_core.topologies.chips import Chip
 from rlhf_core.topologies.hlo import Counts
+from rlhf_core.training.memory import remat_of
+from rlhf_core.training.programs import token_weights
+
+if TYPE_CHECKING:
+    from rlhf_core.contracts import Program, ProgramShape
+    from rlhf_core.topologies.names import Topology
 
 
 @dataclass(frozen=True)
@@ -46,3 +53,65 @@ def speed(chip: Chip, dtype: str) -> float:
 def main_loop(loops: Sequence[Counts]) -> Counts:
     """Return the loop that moves most: the decoding of tokens, beside what fills slots. Empty where there is none."""
     return max(loops, key=lambda loop: loop.bytes, default=Counts())
+
+
+SCORES = {"train": 20, "read": 6}
+"""Times that a pass reads or writes attention's logits, float32."""
+WIDTHS = {"train": 120, "read": 40}
+"""Values per token that each layer reads or writes besides, in multiples of the hidden size."""
+
+
+def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], topology: Topology) -> Bound:
+    """Estimate the bound of a program from its shape alone, to compare settings before anything is compiled.
+
+    mesh: {axis: devices}. Counted are the products of weights and of attention, what is read and written for them, and
+    what devices send: gathered weights, reduced gradients and sums of activations.
+    """
+    config, weights = shape.model.config, token_weights(shape.model)
+    layers, heads = getattr(config, "num_layers", 1), getattr(config, "num_heads", 1)
+    width, tensor = shape.model.hidden_size, shape.tensor or mesh["tensor"]
+    if program.work == "sample" and not program.steps:  # it brings the weights
+        return _bound(topology, {"tensor": shape.memory or 0}, {"tensor": topology.machine})
+    if program.work == "sample":
+        rows = program.steps * shape.rows / topology.count
+        sums = 4 * layers * width * rows * (tensor - 1)  # two of bfloat16 per layer
+        once = program.steps * (shape.memory or 0)  # every step reads all weights and caches
+        return _bound(topology, {"tensor": sums}, {"tensor": tensor}, 2 * weights * rows, once)
+    trains = program.work == "train"
+    again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"
+    passes = 3 + again if trains else 1
+    rows = -(-shape.rows // (mesh["data"] * mesh["fsdp"]))
+    tokens = rows * shape.time
+    logits = rows * shape.time**2 / 2 * layers * heads / tensor  # causal
+    size = getattr(config, "head_dim", width // heads)
+    memory = passes * 2 * weights / tensor + 2 * WIDTHS[program.work] * tokens * width * layers / tensor
+    if getattr(config, "attention", None) is None:  # other kernels keep logits out of memory
+        memory += 4 * SCORES[program.work] * logits
+    sent = {
+        "tensor": 8 * layers * tokens * width * (passes - trains),
+        "fsdp": 2 * weights / tensor * (3 if trains else 1),
+        "data": 8 * weights / tensor / mesh["fsdp"] if trains else 0,
+    }
+    sent = {axis: size * (mesh[axis] - 1) / mesh[axis] for axis, size in sent.items()}
+    return _bound(topology, sent, mesh, passes * (2 * weights / tensor * tokens + 4 * size * logits), memory)
+
+
+def _bound(
+    topology: Topology,
+    sent: Mapping[str, float],
+    mesh: Mapping[str, int],
+    flops: float = 0.0,
+    memory: float = 0.0,
+) -> Bound:
+    """Bound the time of what a device computes, reads and sends along the axes of a mesh.
+
+    An axis that reaches beyond a machine sends through the network.
+    """
+    chip, reach, link, network = topology.chip, 1, 0.0, 0.0
+    for axis in ("tensor", "fsdp", "data"):
+        reach *= mesh.get(axis, 1)
+        if reach > topology.machine and chip.network:
+            network += sent.get(axis, 0) / chip.network
+        else:
+            link += sent.get(axis, 0) / chip.link
+    return Bound(flops / chip.flops["bf16"], memory / chip.memory_bandwidth, link, network)

@@ -149,3 +149,20 @@ def as_json(topology: Topology, results: Mapping[str, Any], stages: Sequence[Sta
         "compiler": results["compiler"],
         "stages": {stage.name: stage.to_dict() for stage in stages},
     }
+
+
+def candidate_table(candidates: Sequence[Mapping[str, Any]], most: int = 8) -> Table:
+    """List what `--suggest` ranked, best first, a row each."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(("devices", "mesh", "settings", "memory", "an update")):
+        table.add_column(column, justify="right" if number > 2 else "left", overflow="fold")
+    for each in candidates[:most]:
+        settings = "; ".join(
+            f"{stage}: {', '.join(f'{key} {value}' for key, value in chosen.items())}"
+            for stage, chosen in each["settings"].items()
+            if chosen
+        )
+        memory = format_bytes(each["peak"]) + ("" if each["fits"] else " !")
+        mesh = ", ".join(f"{axis} {size}" for axis, size in each["mesh"].items())
+        table.add_row(each["on"], mesh, settings, memory, _seconds(each["seconds"]))
+    return table

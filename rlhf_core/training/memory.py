@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,11 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
+from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
 from rlhf_core.mesh import AnyMesh, rows_per_device
 from rlhf_core.models import Definition, Head, find_family, peft
+from rlhf_core.models.config import remat_policy
+from rlhf_core.models.decoder import compute_dtype
 from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
@@ -108,9 +113,17 @@ def training_bytes(
     of it: an upper bound. A device holds those of its rows, whole along `tensor`; parameters that it gathers from
     other devices while it computes are not counted.
     """
+    activations = saved_bytes(definition, (rows_per_device(mesh, shape[0]), shape[1]), frozen)
+    return {**state_bytes(definition, tx, frozen, mesh), "activations": activations}
+
+
+def saved_bytes(
+    definition: Definition, shape: tuple[int, int], frozen: str | Sequence[str] | None = None
+) -> int:
+    """Count the bytes that a forward pass over rows × time tokens saves for the backward pass, parameters left out."""
     params = definition.abstract_params()
     trained, fixed = split(params, fixed_parameters(params, frozen, definition))
-    tokens = jax.ShapeDtypeStruct((rows_per_device(mesh, shape[0]), shape[1]), np.int32)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32)
 
     def saved(trained: Any, fixed: Any, tokens: Any) -> Any:
         return jax.vjp(lambda p: definition.hidden(join(p, fixed), tokens, tokens, tokens), trained)[1]
@@ -119,8 +132,83 @@ def training_bytes(
     for leaf in jax.tree.leaves(params):  # already counted as parameters
         if (leaf.shape, leaf.dtype) in residuals:
             residuals.remove((leaf.shape, leaf.dtype))
-    activations = sum(_size(*residual) for residual in residuals)
-    return {**state_bytes(definition, tx, frozen, mesh), "activations": activations}
+    return sum(_size(*residual) for residual in residuals)
+
+
+FORWARD_SHARE = 0.6
+"""Of what a layer computes with, what lies in memory at once where nothing is saved for a backward pass."""
+MERGED = 0.85
+"""Of what layers save, what the compiler keeps; the rest it computes again from its neighbours."""
+
+
+def pass_bytes(
+    definition: Definition, shape: tuple[int, int], mesh: Mapping[str, int], *, trains: bool
+) -> int:
+    """Estimate the bytes per device that a pass over a micro-batch takes beside parameters and gradients.
+
+    shape: rows and time of the micro-batch. mesh: {axis: devices}. trains: forward and backward; else forward alone.
+    A device computes its rows, and with `tensor` its heads, columns of MLPs and words. At once lie in memory: what all
+    layers save, what one layer computes with, its weights gathered, and what the head reads.
+    """
+    rows = -(-shape[0] // (mesh["data"] * mesh["fsdp"]))
+    part = _share_of(definition, mesh["tensor"])
+    layers = getattr(part.config, "num_layers", 0)
+    if not layers:  # of a family that is not known
+        return (
+            saved_bytes(part, (rows, shape[1]))
+            if trains
+            else rows * shape[1] * part.hidden_size * SCORING_WIDTHS * 4
+        )
+    remat = remat_of(definition, shape)
+    layer = _layer_bytes(part, (rows, shape[1]), "none") if hasattr(part.config, "remat") else 0
+    kept = layer if remat == "none" else _layer_bytes(part, (rows, shape[1]), remat)
+    inside = layer * FORWARD_SHARE if not trains else 0 if remat == "none" else layer
+    return round(MERGED * (kept * layers * trains + inside) + _head_bytes(part, rows * shape[1], trains))
+
+
+def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
+    """Estimate what the head takes: its weights in the compute dtype, their gradient, and logits of some tokens."""
+    if part.head == "score":
+        return 0
+    words = part.vocab_size
+    logits = 4 * min(tokens * words, max(CHUNK_BYTES_ACCELERATOR // 4, CHUNK_TOKENS * words))
+    return words * part.hidden_size * (6 if trains else 2) + 2 * logits
+
+
+@functools.lru_cache(maxsize=512)
+def _layer_bytes(part: Definition, shape: tuple[int, int], remat: str) -> int:
+    """Count the bytes that each layer saves: those of two layers less those of one."""
+
+    def saved(layers: int) -> int:
+        config = part.config
+        names = {"windows", "layer_ropes"} & {each.name for each in fields(config)}
+        first = {name: getattr(config, name)[:layers] for name in names}
+        changed = replace(config, num_layers=layers, remat=remat, **first)
+        return saved_bytes(replace(part, config=changed), shape)
+
+    return saved(2) - saved(1)
+
+
+def _share_of(definition: Definition, tensor: int) -> Definition:
+    """Return the model of one of `tensor` devices that share each layer."""
+    names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    sizes = {name: getattr(definition.config, name, 0) for name in names}
+    divided = {name: max(size // tensor, 1) for name, size in sizes.items() if size}
+    return replace(definition, config=replace(definition.config, **divided)) if tensor > 1 else definition
+
+
+def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
+    """Return what "auto" stands for on a micro-batch of rows × time tokens, else the setting."""
+    remat = getattr(definition.config, "remat", "none")
+    if remat != "auto":
+        return str(remat)
+    itemsize = compute_dtype(definition.config).itemsize
+    return "none" if remat_policy(definition.config, shape[0] * shape[1], itemsize) is None else "dots"
+
+
+def with_remat(definition: Definition, remat: str) -> Definition:
+    """Return the definition with another setting of remat."""
+    return replace(definition, config=replace(definition.config, remat=remat))
 
 
 def state_bytes(

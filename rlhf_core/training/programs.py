@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlhf_core import optimizers
-from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
+from rlhf_core.contracts import PARAMETERS, Program, ProgramShape, StagePrograms
 from rlhf_core.fit.batches import FIRST_UPDATES, empty_batches
 from rlhf_core.fit.sequence_values import BRANCH
 from rlhf_core.mesh import abstract_rows, replicated_sharding, with_shardings
@@ -51,6 +51,9 @@ class Load(NamedTuple):
     def shape(self) -> str:
         rows, time = self.batch.rows.tokens.shape
         return f"{rows} × {time}"
+
+    def with_model(self, definition: Definition) -> ProgramShape:
+        return ProgramShape(definition, *self.batch.rows.tokens.shape)
 
 
 def planned_model(config: TrainerConfig, stage: Stage, head: Head) -> Model | None:
@@ -104,11 +107,17 @@ def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list
 
 
 def training_programs(
-    objective: Objective, state: TrainState, batches: Sequence[Load], *, known: bool = True
+    objective: Objective,
+    definition: Definition,
+    state: TrainState,
+    batches: Sequence[Load],
+    *,
+    known: bool = True,
 ) -> list[Program]:
     """Describe `accumulate` for each shape of micro-batches, `apply`, and `count` where there are several losses.
 
-    known: whether updates are known before training, so that an update of several micro-batches begins from zeros.
+    definition: of the model that the objective computes with. known: whether updates are known before training, so that
+    an update of several micro-batches begins from zeros.
     """
     several = sum(load.calls for load in batches) > 1
     programs = Programs(objective, state, from_zero=several and known)
@@ -120,6 +129,7 @@ def training_programs(
             load.calls,
             load.tokens,
             reads=PARAMETERS,
+            shape=load.with_model(definition),
         )
         for load in batches
     ]
@@ -181,16 +191,17 @@ def dataset_programs(
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
     first = (updates.update(step).batches for step in range(min(FIRST_UPDATES, updates.total)))
     batches = loads(first, updates.shapes())
-    programs = training_programs(objective(model.definition), state, batches)
+    programs = training_programs(objective(model.definition), model.definition, state, batches)
     if reader is not None:
         read = jax.jit(reader(model.definition), out_shardings=replicated_sharding(stage.devices()))
         numbered = loads((), empty_batches(updates.layout, sequence_names=(BRANCH,)))
-        programs += reading_programs(read.lower, state.params, numbered, times=0.0)
+        programs += reading_programs(read.lower, model.definition, state.params, numbered, times=0.0)
     return StagePrograms(tuple(programs), resident(state), token_weights(model.definition))
 
 
 def reading_programs(
     lower_read: Callable[[Any, Any], Any],
+    definition: Definition,
     params: Any,
     batches: Sequence[Load],
     *,
@@ -215,6 +226,7 @@ def reading_programs(
             times * load.calls,
             load.tokens,
             reads=tuple(reads),
+            shape=load.with_model(definition),
         )
         for load in batches
     ]

@@ -61,7 +61,7 @@ def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
     assert listed["tensorboard"]["components"] == {"logger": ["tensorboard"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> None:
     tests = [sources / kind / "tests" for kind in new.KINDS]
     tests += [repository / "examples/plugins" / name / "tests" for name in EXAMPLES]

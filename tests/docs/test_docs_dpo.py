@@ -36,6 +36,7 @@ def blocks(repository: Path, page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", (repository / page).read_text(encoding="utf-8"), re.M | re.S)
 
 
+@pytest.mark.long
 def test_the_page_can_be_followed(
     repository: Path, place: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_page_can_be_followed(
     assert np.isfinite(logged["anchored"][-1]["eval_anchored/likelihood"])
 
 
+@pytest.mark.long
 def test_the_readme_runs(
     repository: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,7 +61,7 @@ def test_python_of_the_page_on_losses_runs() -> None:
             documents.run_python(text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tutorial_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

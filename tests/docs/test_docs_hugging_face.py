@@ -36,7 +36,7 @@ def followed(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_exported_is_what_was_trained(followed: Path) -> None:
     ids, mask = np.array([[3, 9, 4, 1]]), np.ones((1, 4), int)
     for name, artifact in (
@@ -53,7 +53,7 @@ def test_what_is_exported_is_what_was_trained(followed: Path) -> None:
         assert not (followed / name / "rlhf_artifact.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_directories_hold_what_the_page_says(followed: Path) -> None:
     def tensors(name: str) -> dict[str, tuple[list[int], str]]:
         reader = Reader(followed / name)

@@ -153,7 +153,7 @@ def test_kubernetes(place: Path) -> None:
     found_each_other(*jobs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.make_model().save(tmp_path / "MODEL")
@@ -166,8 +166,8 @@ def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.
     Path("pipeline.toml").write_text(FILES["pipeline.toml"])
     Path("other.toml").write_text(changed)
     said = "\n".join(text for language, text in documents.blocks(PAGE) if language == "console")
-    first, checked, pretended = documents.commands(said)
-    assert checked == "rlhf check pipeline.toml --on h100:8"  # test_docs_check_on.py
+    checked = "rlhf check "  # test_docs_check_on.py
+    first, pretended = [line for line in documents.commands(said) if not line.startswith(checked)]
     assert pretended.endswith(f"{first} --dir runs/eight")  # which is the same, and run once
     for line in (pretended, "rlhf run other.toml --dir other"):
         arguments = line[line.index("rlhf ") :].split()[1:]

@@ -46,7 +46,7 @@ TABLES = {
 PAGES = [*KITS, "docs/how-to/write_a_trainer_that_samples.md"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: Path(page).stem)
 def test_a_page_can_be_followed(page: str, workplace: Path) -> None:
     misspelt = "rlhf check pipeline.toml --plugin bounded.py --set policy.loss.kk=2.0"

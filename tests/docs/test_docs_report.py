@@ -12,7 +12,7 @@ from rlhf_core.plugins.component import load_file
 documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_can_be_followed(
     repository: Path, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def place(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_can_be_followed(place: Path) -> None:
     blocks = documents.blocks(PAGE)
     (script,) = [text for language, text in blocks if language == "bash"]

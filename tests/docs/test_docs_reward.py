@@ -30,7 +30,7 @@ def test_options_of_the_page_are_the_trainer_s() -> None:
     assert tables
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

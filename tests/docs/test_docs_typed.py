@@ -53,7 +53,7 @@ def type_in(line: str) -> str:
     return str(ended.said)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_first_run(clone: Path) -> None:
     activate, generate, check, run, short, sample, score = typed("docs/tutorial/first_run.md")
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ def test_first_run(clone: Path) -> None:
     assert all({"chosen_score", "rejected_score"} <= set(row) for row in scored)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_data(clone: Path, tiny: ModuleType) -> None:
     prepare, check, run, generate, score, conversations = typed("docs/how-to/real-data.md")
     stories = [real_data.story(i) for i in range(40)]

@@ -53,7 +53,7 @@ def workplace(tmp_path: Path, tiny: ModuleType, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: Path(page.path).stem)
 def test_a_page_can_be_followed(page: Page, workplace: Path) -> None:
     documents.follow(REPOSITORY / page.path, fails=page.fails)

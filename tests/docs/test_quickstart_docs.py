@@ -86,7 +86,7 @@ def test_pipelines_in_documents_can_be_planned(block: str, workplace: Path) -> N
     assert [stage.name for stage in planned.stages] == [stage["name"] for stage in table["stage"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("block", blocks(REPOSITORY, "python"))
 def test_python_in_documents_runs(block: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)

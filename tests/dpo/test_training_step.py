@@ -149,7 +149,11 @@ def test_the_reference_is_read_by_the_same_rule(model, sequences):
 
 @pytest.mark.parametrize(
     "options",
-    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 5}],
+    [
+        pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
+        {"side": "left", "extra": 5},
+        {"side": "right", "extra": 5},
+    ],
     ids=["left", "left and wider", "right and wider"],
 )
 def test_padding_changes_nothing(tiny, model, sequences, options):
@@ -169,7 +173,7 @@ def assert_close(tiny, before, params, others):
         np.testing.assert_allclose(leaf, theirs[name], rtol=5e-6, atol=5e-6 * largest, err_msg=name)
 
 
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.exhaustive), 8])
 def test_splits_and_order_change_nothing(tiny, model, sequences, splits):
     batch, state = make_batch(sequences), make_state(model)
     whole, metrics = training_step(state, batch, beta=BETA)

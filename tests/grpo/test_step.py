@@ -155,7 +155,7 @@ def assert_close(tiny, params, others, tolerance=1e-5):
     ("options", "splits"),
     [
         ({"loss_type": "dapo", "top_entropy_quantile": 0.5}, 4),
-        ({"loss_type": "grpo"}, 2),
+        pytest.param({"loss_type": "grpo"}, 2, marks=pytest.mark.exhaustive),
         ({"loss_type": "dr_grpo", "max_completion_length": 9}, 4),
     ],
     ids=str,

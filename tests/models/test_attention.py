@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.errors import InputError
-from rlhf_core.models.attention import attend
+from rlhf_core.models.attention import attend, attend_groups
 from rlhf_core.models.attention_blocks import attend_blocks, block_size, in_blocks
 from rlhf_core.models.attention_cudnn import attend_cudnn
 from rlhf_core.packing.layout import Layout
@@ -150,6 +150,48 @@ def test_blocks_suit_what_rows_hold() -> None:
     short = [tree([np.full(200, 7, np.int32)]) for _ in range(20)]
     assert fastest_block(pack(short, layout)) == 64
     assert fastest_block(pack([tree([np.full(4096, 7, np.int32)])], layout)) == 256
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 3.0), (4, 2.0)])
+def test_rows_of_a_group_see_their_prompt_and_themselves(window: int | None, softcap: float | None) -> None:
+    """Three prompts, left-padded, one of them empty; four rows each, which have written three entries of five."""
+    prompts, group, heads, repeats, size, time, longest, step = 3, 4, 2, 3, 4, 6, 5, 2
+    draw = np.random.default_rng(1)
+
+    def normal(*shape: int) -> np.ndarray:
+        return 2 * draw.standard_normal(shape).astype(np.float32)
+
+    q = normal(prompts * group, heads, repeats, size)
+    read, written = normal(2, prompts, heads, time, size), normal(2, prompts * group, heads, longest, size)
+    lengths = np.array([6, 2, 0])
+    used = np.arange(time) >= time - lengths[:, None]
+    before = np.maximum(np.cumsum(used, 1) - 1, 0)
+    now = np.repeat(lengths, group) + step  # the position of each row's query
+    near = np.broadcast_to(used[:, None], (prompts, group, time))
+    own = np.arange(longest) <= step
+    if window is not None:
+        near = near & (now.reshape(prompts, group, 1) - before[:, None] < window)
+        own = own & (step - np.arange(longest) < window)
+    mixed = attend_groups(
+        jnp.asarray(q),
+        (jnp.asarray(read[0].swapaxes(2, 3)), jnp.asarray(read[1]), jnp.asarray(near)),
+        (jnp.asarray(written[0].swapaxes(2, 3)), jnp.asarray(written[1]), jnp.asarray(own)),
+        softcap,
+    )
+    for row in range(prompts * group):
+        prompt = row // group
+        seen = np.r_[near[prompt, row % group], own]
+        assert seen.sum() == (min(now[row] + 1, window) if window else now[row] + 1)
+        for head in range(heads):
+            keys, values = np.concatenate([read[:, prompt, head], written[:, row, head]], 1).astype(
+                np.float64
+            )
+            logits = q[row, head].astype(np.float64) @ keys[seen].T
+            logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+            p = np.exp(logits - logits.max(-1, keepdims=True))
+            expected = p @ values[seen] / p.sum(-1, keepdims=True)
+            found = mixed[row].reshape(heads, repeats, size)[head]
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_they_are_registered() -> None:

@@ -53,10 +53,12 @@ hidden = jax.jit(decoder.hidden, static_argnums=0)
 prefill = jax.jit(decoder.prefill, static_argnums=0)
 ring = jax.jit(decoder.ring, static_argnums=(0, 2))
 decode = jax.jit(decoder.decode, static_argnums=0)
+decode_groups = jax.jit(decoder.decode_groups, static_argnums=0)
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_prefill_ring_and_decode_equal_the_whole_forward_pass(name: str) -> None:
+def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
+    """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
     config = parse(SIZES | FAMILIES[name])
     params = decoder.init(config, jax.random.key(0))
     draw = np.random.default_rng(0)
@@ -68,25 +70,33 @@ def test_prefill_ring_and_decode_equal_the_whole_forward_pass(name: str) -> None
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
     until = np.where(mask, time, 0).astype(np.int32)
 
-    states, cache = prefill(config, params, prompts, positions, until)
-    assert [x.shape for x in cache.keys] == [(2, 2, config.head_dim, time)] * 3
-    assert [x.shape for x in cache.values] == [(2, 2, time, config.head_dim)] * 3
+    states, read = prefill(config, params, prompts, positions, until)
+    assert [x.shape for x in read.keys] == [(2, 2, config.head_dim, time)] * 3
+    assert [x.shape for x in read.values] == [(2, 2, time, config.head_dim)] * 3
     np.testing.assert_allclose(
         states, hidden(config, params, prompts, positions, until), rtol=1e-5, atol=1e-6
     )
-    cache = ring(
-        config, jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), cache), length, np.int32(first)
+    cache = ring(config, jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), read), length, np.int32(first))
+
+    heads = (2 * copies, config.num_kv_heads)
+    own = decoder.Cache(
+        (jnp.zeros((*heads, config.head_dim, steps)),) * 3,
+        (jnp.zeros((*heads, steps, config.head_dim)),) * 3,
+        jnp.zeros((2 * copies, steps), jnp.int32),
     )
 
-    found, used = [], params
+    found, of_groups, used = [], [], params
     for i in range(steps):
         slot = (first + i) % length
         at = np.repeat(lengths, copies).astype(np.int32) + i
         seen = (slot - np.arange(length)) % length <= at[:, None]
         state, cache = decode(config, used, cache, completions[:, i], at, seen, np.int32(slot))
         found.append(np.asarray(state))
+        state, own = decode_groups(config, used, read, mask, own, completions[:, i], at, np.int32(i))
+        of_groups.append(np.asarray(state))
         used = decoder.prepare(config, params)  # only the first token goes through plain parameters
-    assert decode._cache_size() <= 2 * len(FAMILIES)  # the slot is traced: no compilation a step
+    for each in (decode, decode_groups):
+        assert each._cache_size() <= 2 * len(FAMILIES)  # the slot is traced: no compilation a step
 
     for row in range(2 * copies):
         whole = np.r_[prompts[row // copies][mask[row // copies]], completions[row]]
@@ -94,4 +104,5 @@ def test_prefill_ring_and_decode_equal_the_whole_forward_pass(name: str) -> None
         whole = np.pad(whole, (0, length - end))[None]  # of one length: compiled once
         expected = hidden(config, params, whole, place, np.where(place < end, end, 0).astype(np.int32))
         expected = expected[0, end - steps : end]
-        np.testing.assert_allclose(np.stack(found, 1)[row], expected, rtol=1e-4, atol=1e-5)
+        for each in (found, of_groups):
+            np.testing.assert_allclose(np.stack(each, 1)[row], expected, rtol=1e-4, atol=1e-5)

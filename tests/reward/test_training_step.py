@@ -72,7 +72,11 @@ def test_the_loss_is_that_of_the_models_scores(model, sequences):
 
 @pytest.mark.parametrize(
     "options",
-    [{"side": "left"}, {"side": "left", "extra": 5}, {"side": "right", "extra": 5}],
+    [
+        pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
+        {"side": "left", "extra": 5},
+        {"side": "right", "extra": 5},
+    ],
     ids=["left", "left and wider", "right and wider"],
 )
 def test_padding_changes_nothing(tiny, model, sequences, options):
@@ -88,7 +92,7 @@ def assert_close(tiny, params, others):
         np.testing.assert_allclose(leaf, theirs[name], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.exhaustive), 8])
 def test_splits_change_nothing(tiny, model, sequences, splits):
     batch = make_batch(sequences, margin=np.linspace(0, 1, 8))
     state = make_state(model)

@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, layout
 from rlhf_core.sampling.layout import Room, plan_room
 
 VOCAB = 48
@@ -92,6 +92,27 @@ def test_so_does_every_mesh_with_every_filter(
     assert_same(sample("qwen3", make_mesh(**axes), tensor, **options), one)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one device, and on eight of which two share layers: five prompts of four shards, three completions each."""
+    meshes = ((make_mesh(devices=jax.devices()[:1]), None), (make_mesh(fsdp=8), 2))
+    shared = [sample(name, *each) for each in meshes]
+    monkeypatch.setattr(layout, "shares_prompts", lambda definition: False)
+    for (mesh, tensor), found in zip(meshes, shared, strict=True):
+        assert_same(found, sample(name, mesh, tensor))
+
+
+@pytest.mark.parametrize("tokens", [1, 48, 100])
+def test_prompts_prefilled_in_parts_give_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five prompts of 24 tokens one by one, by twos and by threes; the last part overlaps the one before."""
+    whole = sample("gemma2", make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setitem(layout.PREFILL_TOKENS, "cpu", tokens)
+    assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
+    assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "said"), [("qwen3", 8, "shared by 1, 2, 4"), ("qwen3", 3, "8 of them linked")]
 )
@@ -135,20 +156,48 @@ def test_a_thousand_sequences_of_an_8b_model_fit_beside_its_training_state() -> 
 
 
 @pytest.mark.parametrize("gigabytes", [6, 12, 24, 48, 96])
-def test_what_is_planned_fits_and_more_would_not(gigabytes: int) -> None:
+def test_what_is_planned_fits_and_fewer_calls_would_not(
+    gigabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(layout.PREFILL_TOKENS, "cpu", 16_384)
     memory = gigabytes * 10**9
     room = plan(memory, prompts=4096)
     parameters = (
         8.03e9 - 128_256 * 4096
     ) * 2 / room.tensor + 128_256 * 4096 * 2  # the embedding table is whole
-    caches = room.slots / room.tensor * 2047 * PER_TOKEN
-    assert parameters + caches <= memory
-    assert room.bytes is not None
-    assert parameters + caches <= room.bytes <= memory
-    assert memory - room.bytes < 0.05 * memory + 2047 * PER_TOKEN
+    prefill = 16 * 1023 * 4096 * 16 * 2 / room.tensor
+    groups = 8 // room.tensor
+
+    def size(prompts: int) -> float:
+        """Bytes per device: a prompt once, eight completions of 1,024 tokens, and four arrays of logits for each."""
+        caches = prompts * (1023 + 8 * 1024) * PER_TOKEN + prompts * 8 * 4 * 128_256 * 4
+        return parameters + prefill + caches / room.tensor
+
+    in_group = room.prompts // groups
+    assert (room.slots, room.shares_prompts) == (8 * in_group, True)
+    assert room.bytes == pytest.approx(size(in_group), rel=1e-3)
+    assert room.bytes <= memory
+    calls = -(-4096 // room.prompts)
+    assert room.slots == 1024 * room.tensor or size(-(-4096 // (calls - 1) // groups)) > memory
     if room.tensor > 1:  # half as many devices would not have room for enough
         fewer = plan(memory, (room.tensor // 2,), prompts=4096)
         assert fewer.slots < 128 * fewer.tensor or (fewer.bytes or 0) > memory
+
+
+def test_completions_of_one_prompt_take_turns_where_they_do_not_all_fit() -> None:
+    room = plan_room(
+        Definition(DECODER, DECODER.parse(LLAMA_8B, "lm", dtype="bfloat16"), "lm"),
+        planned_mesh(1),
+        [1],
+        memory=20 * 10**9,
+        prompts=4,
+        num_generations=64,
+        prompt_length=1023,
+        length=2047,
+    )
+    assert (room.prompts, room.shares_prompts) == (1, False)
+    assert 1 < room.slots < 64
+    assert (room.bytes or 0) <= 20 * 10**9
 
 
 def test_few_prompts_take_few_slots_in_equal_shares() -> None:

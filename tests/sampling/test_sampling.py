@@ -211,6 +211,10 @@ class Watched:
         jax.debug.callback(self.log.step)
         return self.definition.decode(*arguments)
 
+    def decode_groups(self, *arguments: Any) -> Any:
+        jax.debug.callback(self.log.step)
+        return self.definition.decode_groups(*arguments)
+
 
 class Log:
     def __init__(self) -> None:
@@ -279,9 +283,9 @@ def test_no_prompts_give_no_rollouts() -> None:
 
 
 def test_buckets_are_powers_of_two_up_to_the_longest() -> None:
-    """Of a prompt without its last token."""
-    assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 199, 199]
-    assert bucket(1, 1) == 1
+    """Of a prompt without its last token; the longest has a multiple of eight, too."""
+    assert [bucket(n, 200) for n in (1, 33, 34, 129, 130, 200)] == [32, 32, 64, 128, 200, 200]
+    assert [bucket(n, n) for n in (1, 9, 10, 1024)] == [8, 8, 16, 1024]
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"min_p": 2.0}])

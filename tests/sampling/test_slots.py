@@ -74,7 +74,7 @@ def test_the_number_of_slots_changes_nothing(
     expected = ask(model, monkeypatch, ALL, **OPTIONS[options])
     assert len(set(expected.lengths.tolist())) > 5
     assert 0 < expected.finished.sum() < len(expected.finished)
-    cases = ((1, ALL), (4, ALL), (8, 1), (20, 2)) if options == "plain" else ((4, 1),)
+    cases = ((1, ALL), (4, ALL), (8, 1), (20, 2), (ALL, 1)) if options == "plain" else ((4, 1), (ALL, 1))
     for slots, last in cases:
         assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
 
@@ -83,8 +83,16 @@ def test_nor_does_a_mesh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
     expected = ask(model, monkeypatch, ALL)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    for slots, last in ((2, ALL), (4, 1)):
+    for slots, last in ((2, ALL), (4, 1), (ALL, 1)):
         assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every completion has a slot: with its prompt's one cache, and with a copy of it; the last few by themselves."""
+    shared = ask(model, monkeypatch, ALL, last=1, **OPTIONS[options])
+    monkeypatch.setattr(layout, "shares_prompts", lambda definition: False)
+    assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
 
 
 def test_a_slot_is_given_to_the_next_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ mistakes: Any = load_file(Path(__file__).parents[1] / "shared" / "mistakes.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["base", "rm", "policy"])
+@pytest.mark.parametrize(
+    "stage", ["policy", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("base", "rm"))]
+)
 def test_mistakes_one_after_another_in_one_run_directory(
     stage: str, place: Any, rlhf: Callable[..., Any]
 ) -> None:

@@ -34,7 +34,13 @@ def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "given"), [("sft", "object"), ("sft", "directory"), ("reward", "object"), ("grpo", "object")]
+    ("trainer", "given"),
+    [
+        pytest.param("sft", "object", marks=pytest.mark.exhaustive),
+        ("sft", "directory"),
+        ("reward", "object"),
+        ("grpo", "object"),
+    ],
 )
 def test_a_run_in_bfloat16(
     short: Any, tiny: ModuleType, tmp_path: Path, hidden_dtypes: Any, trainer: str, given: str
@@ -68,7 +74,7 @@ def test_a_run_in_bfloat16(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["sft", "reward"])
+@pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.exhaustive), "reward"])
 def test_recomputing_changes_nothing(short: Any, trainer: str) -> None:
     (kept, _), (again, _) = (short.train(trainer, at=remat, remat=remat) for remat in ("none", "full"))
     for name, leaf in kept.items():

@@ -54,7 +54,14 @@ def test_adapters_learn_and_the_base_stays(
     assert checkpoint == 0 or checkpoint < 10**6
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "reward",
+        "grpo",
+        *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
+    ],
+)
 def test_a_run_that_goes_on_ends_with_the_same_bits(based: Any, tiny: ModuleType, trainer: str) -> None:
     """Dropout too: it is drawn from the update's number."""
     lora = {**LORA, "dropout": 0.3}

@@ -60,7 +60,7 @@ def assert_good_state_kept(model: Any, config: Any, directory: Path, update: int
     assert any(moved)
 
 
-@pytest.mark.parametrize("log_steps", [1, 10])
+@pytest.mark.parametrize("log_steps", [pytest.param(1, marks=pytest.mark.exhaustive), 10])
 def test_a_loss_that_is_not_finite_names_update_row_and_example(
     tiny: ModuleType, short_runs: ModuleType, short: Any, tmp_path: Path, log_steps: int
 ) -> None:

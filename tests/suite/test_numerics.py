@@ -220,10 +220,10 @@ def test_value_and_gradient_equal_float64(case):
 @pytest.mark.parametrize(
     "variant",
     [
-        {"layout": TWO},
+        pytest.param({"layout": TWO}, marks=pytest.mark.exhaustive),
         {"layout": SHORT, "reverse": True},
-        {"layout": PADDED, "shared": False},
-        {"layout": ONE, "devices": 8},
+        pytest.param({"layout": PADDED, "shared": False}, marks=pytest.mark.exhaustive),
+        pytest.param({"layout": ONE, "devices": 8}, marks=pytest.mark.exhaustive),
         {"layout": TWO, "devices": 8, "shared": False, "reverse": True},
     ],
     ids=[

@@ -106,6 +106,7 @@ def start(directory: Path, name: str, *arguments: str, **environment: str) -> su
     )
 
 
+@pytest.mark.long
 def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Path):
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     for name, rows in (("texts", tiny.texts(11)), ("pairs", tiny.pairs(11)), ("prompts", tiny.prompts(11))):

@@ -61,7 +61,7 @@ def shown(quickstart: SimpleNamespace, summary: dict[str, Any], directory: Path)
     return out.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_run_trains_nothing(quickstart: SimpleNamespace, finished: SimpleNamespace) -> None:
     assert finished.summary["found"] is False
     before = {p: p.stat().st_mtime_ns for p in finished.directory.rglob("*") if p.is_file()}
@@ -74,7 +74,7 @@ def test_a_second_run_trains_nothing(quickstart: SimpleNamespace, finished: Simp
     assert "nothing was trained" in " ".join(text.split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_summary_is_complete(quickstart: SimpleNamespace, finished: SimpleNamespace) -> None:
     summary = json.loads((finished.directory / "summary.json").read_text())
     assert {**summary, "found": False} == finished.summary
@@ -98,7 +98,7 @@ def test_the_summary_is_complete(quickstart: SimpleNamespace, finished: SimpleNa
     assert all(seconds > 0 for seconds in summary["seconds"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_table_fits_80_columns_without_colour(
     quickstart: SimpleNamespace, finished: SimpleNamespace
 ) -> None:
@@ -111,7 +111,7 @@ def test_the_table_fits_80_columns_without_colour(
         assert example["prompt"] in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_data_in_the_run_directory_is_refused(
     quickstart: SimpleNamespace, finished: SimpleNamespace
 ) -> None:
@@ -121,7 +121,7 @@ def test_other_data_in_the_run_directory_is_refused(
         run(quickstart, finished.directory, shuffle_labels=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_log_probabilities_of_replies_do_not_depend_on_padding(
     quickstart: SimpleNamespace, finished: SimpleNamespace
 ) -> None:

@@ -87,7 +87,7 @@ CLOCK = {
     "rollout/tokens_per_second",
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

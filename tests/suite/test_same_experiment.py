@@ -24,7 +24,7 @@ BASE: dict[str, Any] = {
     "log_steps": 1,
     "progress_bar_type": "json",
 }
-TRAINERS = ("sft", "reward", "dpo", "grpo")
+TRAINERS = ["dpo", "grpo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "reward"))]
 
 
 def brief(completions: list[str]) -> list[float]:

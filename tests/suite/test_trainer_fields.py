@@ -36,7 +36,10 @@ def checkpoints(directory: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize(
+    "name",
+    ["adafactor", "muon", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd"))],
+)
 def test_every_optimizer_learns_sharded_and_goes_on_from_its_checkpoint(short: Any, name: str) -> None:
     given: dict[str, Any] = {"optimizer": name, "learning_rate": RATES[name], "save_steps": 3}
     given["inputs"] = {"mesh": make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])}

@@ -63,6 +63,11 @@ def other_decode(config: Any, *given: Any) -> Any:
     return 1.01 * hidden, cache
 
 
+def other_groups(config: Any, *given: Any) -> Any:
+    hidden, cache = DECODER.decode_groups(config, *given)
+    return 1.01 * hidden, cache
+
+
 def column(config: Any, params: Any, hidden: Any) -> Any:
     return DECODER.score(config, params, hidden)[..., None]
 
@@ -81,6 +86,7 @@ MUTANTS: dict[str, tuple[set[str], Any]] = {
     "seeing the end": ({"padding", "packing", "later tokens", "cache"}, changed(hidden=seeing_the_end)),
     "the next": ({"some tokens"}, changed(hidden_at=the_next)),
     "another decode": ({"cache"}, changed(decode=other_decode)),
+    "other groups": ({"cache"}, changed(decode_groups=other_groups)),
     "column": ({"score"}, changed(score=column)),
     "rounded": ({"saving"}, changed(save=rounded)),
 }

@@ -1,0 +1,364 @@
+"""`rlhf check --on DEVICES --suggest`: its arithmetic by hand, what it ranks first, and what it compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from rlhf_core import cli, plugins
+from rlhf_core.contracts import Program, ProgramShape, StagePrograms
+from rlhf_core.mesh import make_mesh, with_shardings
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime import devices
+from rlhf_core.topologies import interpreters
+from rlhf_core.topologies.chips import CHIPS
+from rlhf_core.topologies.names import Topology, machines, parse
+from rlhf_core.topologies.roofline import expected
+from rlhf_core.topologies.suggest import (
+    COMPILED,
+    Candidate,
+    Search,
+    StageForecast,
+    meshes,
+    more_steps,
+    suggest,
+)
+from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
+
+GB = 10**9
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+
+
+def model(remat: str = "full", **changes: Any) -> Definition:
+    return Definition(DECODER, DECODER.parse({**SIZES, **changes}, "lm", dtype="bfloat16", remat=remat), "lm")
+
+
+def here(topology: Topology) -> list[Any]:
+    """This machine's devices in place of a topology's."""
+    return jax.devices()[: topology.count]
+
+
+def job(on: str, pipeline: str = "base.toml", *sets: str) -> dict[str, Any]:
+    return {"on": on, "pipeline": pipeline, "sets": list(sets), "dir": None, "plugins": [], "suggest": 600}
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    """Give an H100 so many bytes that arrays may take."""
+    monkeypatch.setitem(CHIPS, "h100", replace(CHIPS["h100"], memory=round(memory / 0.9) + 2))
+
+
+def test_full_remat_keeps_the_inputs_of_layers() -> None:
+    """A layer more keeps its input, bfloat16, and nothing else of 2 rows × 32 tokens."""
+    few, many = (pass_bytes(model(num_hidden_layers=n), (2, 32), ONE, trains=True) for n in (4, 8))
+    kept = 2 * 2 * 32 * 64
+    assert many - few == pytest.approx(0.85 * 4 * kept, abs=2)
+
+
+def test_rows_are_spread_and_layers_shared() -> None:
+    shape = (8, 64)
+    whole = pass_bytes(model(), shape, ONE, trains=True)
+    quarter = pass_bytes(model(), (2, 64), ONE, trains=True)
+    assert quarter < whole
+    for axes in ({"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}):
+        assert pass_bytes(model(), shape, {**ONE, **axes}, trains=True) == quarter
+    assert quarter < pass_bytes(model(), shape, {**ONE, "tensor": 2}, trains=True) < whole
+    assert pass_bytes(model(), shape, ONE, trains=False) < whole
+
+
+def test_remat_trades_memory() -> None:
+    none, dots, full = (
+        pass_bytes(model(remat), (2, 64), ONE, trains=True) for remat in ("none", "dots", "full")
+    )
+    assert none > dots > full
+    auto = model("auto")
+    assert remat_of(auto, (2, 64)) == "none"
+    assert remat_of(auto, (2**18, 64)) == "dots"
+    assert with_remat(auto, "full") == model("full")
+
+
+def test_time_of_products_by_hand() -> None:
+    """Long matrices, few tokens of attention: six operations per weight and token, eight where layers are repeated."""
+    wide = {
+        "hidden_size": 8192,
+        "intermediate_size": 32768,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+    }
+    weights = 4 * (4 * 8192**2 + 3 * 8192 * 32768) + 320 * 8192
+    topology = parse("h100:8")
+    mesh = {"data": 2, "fsdp": 4, "tensor": 1}
+    for remat, operations in (("none", 6), ("full", 8)):
+        shape = ProgramShape(model(remat, **wide), 512, 32)
+        program = Program("accumulate", lambda: None, "train", shape=shape)
+        bound = expected(program, shape, mesh, topology)
+        assert bound.compute == pytest.approx(operations * weights * 64 * 32 / 989.4e12, rel=0.01)
+        gathered = 3 * 2 * weights * 3 / 4  # twice forward and backward, and gradients once, by each of 4
+        summed = 8 * weights / 4 / 2
+        assert bound.link == pytest.approx((gathered + summed) / 450e9, rel=0.01)
+        assert bound.network == 0
+    far = expected(program, shape, {"data": 2, "fsdp": 8, "tensor": 1}, parse("h100:2x8"))
+    assert far.network == pytest.approx(8 * weights / 8 / 2 / 50e9, rel=0.01)
+
+
+def test_a_step_of_decoding_reads_weights_and_caches() -> None:
+    shape = ProgramShape(model(), 512, 64, tensor=2, memory=GB)
+    program = Program("generate", lambda: None, "sample", steps=100, shape=shape)
+    bound = expected(program, shape, ONE, parse("h100:8"))
+    assert bound.memory == pytest.approx(100 * GB / 3.35e12)
+    assert bound.link == pytest.approx(100 * 4 * 4 * 64 * (512 / 8) / 450e9)
+
+
+def test_state_and_gradients_by_hand(place: Any) -> None:
+    """float32: parameters and AdamW's moments stay, gradients lie beside them while they are applied."""
+    search = Search(job("h100:4"), here)
+    mesh = {"data": 1, "fsdp": 4, "tensor": 1}
+    definition = model("none")
+    spread = with_shardings(
+        definition.abstract_params(), definition.shardings(make_mesh(1, 4, 1, devices=jax.devices()[:4]))
+    )
+    size = sum(4 * x.size // (1 if x.sharding.is_fully_replicated else 4) for x in jax.tree.leaves(spread))
+    described = StagePrograms(
+        (
+            Program("accumulate", lambda: None, "train", shape=ProgramShape(definition, 8, 32)),
+            Program("apply", lambda: None, "update"),
+        ),
+        {"parameters": spread, "optimizer": (spread, spread)},
+    )
+    forecast = search.forecast(described, parse("h100:4"), mesh, None)
+    assert forecast.held == 3 * size
+    assert forecast.peaks["apply"] == forecast.floor == 4 * size
+    assert forecast.peaks["accumulate"] == 4 * size + pass_bytes(definition, (8, 32), mesh, trains=True)
+    search.corrections["train"] = 2.0
+    again = search.forecast(described, parse("h100:4"), mesh, None)
+    assert again.rows - again.held == pytest.approx(2 * (forecast.rows - forecast.held), abs=1)
+
+
+def test_meshes() -> None:
+    assert [tuple(mesh.values()) for mesh in meshes(parse("h100:4"))] == [
+        (1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4),
+    ]  # fmt: skip
+    assert {mesh["tensor"] for mesh in meshes(parse("h100:4x2"))} == {1, 2}
+
+
+def test_more_micro_batches_only_where_a_device_has_rows_to_spare() -> None:
+    def programs(rows: int, calls: float) -> list[Program]:
+        return [Program("accumulate", lambda: None, "train", calls, shape=ProgramShape(None, rows, 128))]
+
+    mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+    assert more_steps(programs(4, 8.0), 1, mesh) is None
+    assert more_steps(programs(8, 1.0), 1, mesh) == 2
+    assert more_steps(programs(8, 3.0), 1, mesh) == 6
+    assert more_steps([], 1, mesh) is None
+
+
+def test_the_fastest_that_fits_comes_first() -> None:
+    def made(peak: int, seconds: float) -> Candidate:
+        stage = StageForecast(GB, {"accumulate": peak}, peak, GB, seconds, False)
+        return Candidate(parse("h100:2"), {**ONE, "fsdp": 2}, {"base": {"remat": "full"}}, {"base": stage})
+
+    fast, slow, small, large = made(70 * GB, 1.0), made(10 * GB, 2.0), made(80 * GB, 9.0), made(90 * GB, 0.1)
+    ordered = sorted([large, slow, small, fast], key=lambda each: each.order)
+    assert ordered == [fast, slow, small, large]
+    assert fast.sets == ["mesh.data=1", "mesh.fsdp=2", "mesh.tensor=1", 'base.remat="full"']
+
+
+def test_machines_have_ever_more_devices() -> None:
+    assert [topology.name for topology in machines("h100")] == ["h100:1", "h100:2", "h100:4", "h100:8"]
+    assert [topology.count for topology in machines("v5e")] == [1, 4, 8]
+    assert [topology.name for topology in machines("h200:2x8")] == ["h200:2x8"]
+
+
+def results(fits: bool, **changes: Any) -> dict[str, Any]:
+    """What a compiler that is not there makes of the stage base."""
+    memory = {"arguments": 1, "outputs": 1, "aliased": 0, "temporary": 1 if fits else 10**15}
+    once = {"products": {}, "bytes": 0.0, "sent": 0.0, "network": 0.0, "collectives": {}, "uncounted": []}
+    program = {
+        "name": "accumulate 8 × 32",
+        "work": "train",
+        "calls": 1.0,
+        "tokens": 1.0,
+        "steps": 0,
+        "beside": 0,
+    }
+    facts = {**program, "memory": memory, "once": once, "loops": [], **changes}
+    stage = {"note": None, "resident": {"parameters": 1}, "weights": 1, "programs": [facts], "remat": "none"}
+    return {"mesh": {**ONE, "fsdp": 2}, "stages": {"base": stage}, "compiler": {}}
+
+
+def test_the_first_that_fits_ends_the_search(place: Any) -> None:
+    asked: list[list[str]] = []
+
+    def compiled(job: Any, *, say: Any) -> dict[str, Any]:
+        asked.append([job["on"], *job["sets"]])
+        assert plan(read("base.toml", sets=job["sets"]), plugins.load()).stages[0].preview.remat == "none"
+        return {"on": job["on"], **results(True)}
+
+    saved: list[dict[str, Any]] = []
+    found = suggest(job("h100"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
+    assert asked == [["h100:1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", 'base.remat="none"']]
+    assert found["chosen"]["on"] == "h100:1"
+    assert len(found["compiled"]) == 1
+    assert saved[0]["compiled"] == [] or saved[0]["lines"]
+    pasted = tomllib.loads("\n".join(found["lines"]))
+    assert pasted == {"mesh": ONE, "remat": "none"}
+    json.dumps(found)
+
+
+def test_at_most_three_are_compiled_and_each_corrects_the_arithmetic(place: Any) -> None:
+    """The compiler counts 40 GB more for the larger program than there is; later candidates are estimated by that."""
+    saved: list[dict[str, Any]] = []
+    asked: list[list[str]] = []
+
+    def compiled(job: Any, *, say: Any) -> dict[str, Any]:
+        asked.append(job["sets"])
+        best = next(each for each in saved[-1]["ranked"] if each["fits"])
+        assert set(job["sets"]) >= {f"mesh.{axis}={size}" for axis, size in best["mesh"].items()}
+        program = {"name": next(iter(best["stages"]["base"]["programs"]))}
+        return {"on": job["on"], **results(False, **program)}
+
+    found = suggest(job("h100:8"), say=lambda _: None, save=saved.append, find=here, compiled=compiled)
+    assert 1 <= len(asked) <= COMPILED
+    assert len({tuple(sets) for sets in asked}) == len(asked) == len(found["compiled"])
+    assert found["chosen"] is None
+    assert found["lines"] == []
+    if len(asked) < COMPILED:
+        assert not any(each["fits"] for each in found["ranked"])
+
+
+def test_less_memory_takes_more_devices_and_then_remat(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of 16 bytes per parameter sets how many devices there must be."""
+    table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**SIZES, "hidden_size": 512}.items())
+    place.settings(
+        "base.toml", f'model = {{ {table}, tokenizer = "model" }}'.replace("vocab_size = 320, ", "")
+    )
+    search = Search(job("h100:1"), here)
+    alone = search.candidate(parse("h100:1"), ONE)
+    state = alone.stages["base"].held
+    with_memory(monkeypatch, round(1.1 * state))
+    tried: list[str] = []
+
+    def compiled(job: Any, *, say: Any) -> dict[str, Any]:
+        tried.append(job["on"])
+        return {"on": job["on"], **results(True)}
+
+    found = suggest(job("h100"), say=lambda _: None, find=here, compiled=compiled)
+    assert tried == ["h100:2"]
+    assert found["chosen"]["mesh"]["data"] == 1
+    assert found["chosen"]["peak"] <= 1.1 * state
+    assert [each["fits"] for each in found["ranked"] if each["on"] == "h100:1"] == [False]
+
+
+def test_time_that_is_up_leaves_what_arithmetic_found(place: Any) -> None:
+    def compiled(job: Any, *, say: Any) -> dict[str, Any]:
+        raise AssertionError
+
+    late = {**job("h100:1"), "suggest": -1}
+    found = suggest(late, say=lambda _: None, find=here, compiled=compiled)
+    assert found["lines"]
+    assert found["chosen"] is None
+    assert found["compiled"] == []
+
+
+def test_a_sampling_mesh_is_written_with_the_rest_of_its_table(place: Any) -> None:
+    search = Search(job("h100:2", "policy.toml"), here)
+    first = search.candidate(parse("h100:2"), {**ONE, "fsdp": 2})
+    assert first.stages["policy"].samples
+    settings = {"policy": {**first.settings["policy"], "sampling.mesh.tensor": 2}}
+    changed = search.candidate(parse("h100:2"), {**ONE, "fsdp": 2}, settings)
+    pasted = tomllib.loads("\n".join(changed.lines(search.file())))
+    assert pasted["sampling"] == {"max_completion_length": 4, "mesh": {"tensor": 2}}
+    assert "policy.sampling.mesh.tensor=2" in changed.sets
+    assert devices.planned() is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--suggest"], "--suggest goes with --on"),
+        (["--on", "h100", "--suggest", "--devices", "4"], "leave out --devices 4"),
+        (["--on", "h1000", "--suggest"], "no device 'h1000'"),
+        (["--on", "h100"], "write CHIP:[[SLICESx]HOSTSx]DEVICES"),
+    ],
+)
+def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: Any) -> None:
+    ended = rlhf("check", "base.toml", *flags)
+    assert ended.code == cli.BAD_INPUT
+    assert words in ended.message
+
+
+def found_by(chosen: bool, place: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let the other environment return what a compiler that is not there makes of the best candidate."""
+
+    def compiled(job: Any, *, say: Any) -> dict[str, Any]:
+        return {"on": job["on"], **results(chosen)}
+
+    found = suggest(job("h100:1"), say=lambda _: None, find=here, compiled=compiled)
+    monkeypatch.setattr(interpreters, "find", lambda topology: Path("python"))
+    monkeypatch.setattr(interpreters, "run", lambda python, job, *, seconds: found)
+    return found
+
+
+def test_what_is_printed(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by(True, place, monkeypatch)
+    ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
+    assert ended.code == cli.DONE, ended.message
+    for words in ("by arithmetic, on h100:1", "these fit h100:1; for the pipeline:", "# stage base"):
+        assert words in ended.out
+    assert "mesh = { data = 1, fsdp = 1, tensor = 1 }" in ended.out
+    ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest", "--json")
+    printed = json.loads(ended.out)
+    assert printed["chosen"]["mesh"] == ONE
+    assert printed["compiled"][0]["stages"]["base"]["fits"]
+
+
+def test_where_nothing_fits_why(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by(False, place, monkeypatch)
+    ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
+    assert ended.code == cli.BAD_INPUT
+    assert (
+        "--on h100:1: none fits of the 1 that were compiled; of the last, stage 'base' does not fit"
+        in ended.message
+    )
+    with_memory(monkeypatch, 1000)
+    found_by(False, place, monkeypatch)
+    ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
+    assert ended.code == cli.BAD_INPUT
+    assert "--on h100:1: nothing fits" in ended.message
+    assert "stage 'base' keeps" in ended.message
+
+
+@pytest.mark.accelerators
+def test_the_real_compiler(place: Any, rlhf: Any) -> None:
+    if not os.environ.get("RLHF_GPU_PYTHON"):
+        pytest.skip("set RLHF_GPU_PYTHON, or run make test-accelerators, which installs it")
+    ended = rlhf("check", "base.toml", "--on", "h100", "--suggest", "--json")
+    assert ended.code == cli.DONE, ended.message
+    found = json.loads(ended.out)
+    assert found["chosen"]["on"] == "h100:1"
+    (compiled,) = found["compiled"]
+    for name, stage in compiled["stages"].items():
+        forecast = compiled["candidate"]["stages"][name]
+        assert forecast["resident"] == pytest.approx(sum(stage["resident"].values()), rel=0.1)
