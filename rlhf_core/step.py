@@ -38,6 +38,9 @@ Objective: TypeAlias = Callable[[Any, Any], tuple[Loss, Mapping[str, Metric]]]
 An objective of several losses returns {"policy": Mean.of(…), "value": Mean.of(0.5 * errors, mask)}: a weight is a
 factor of the values. `loss`, `loss/policy` and `loss/value` are logged. Counts depend on the batch alone, not on
 parameters.
+
+Rows are independent: what is added for a row must not depend on other rows, which may be in another micro-batch or,
+where the mesh has `data`, in another part of the same batch.
 """
 Counts: TypeAlias = Mapping[str, Any]
 """Of every loss of several, float32 []: what its sum is divided by."""
