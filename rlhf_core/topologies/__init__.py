@@ -13,9 +13,9 @@ from rlhf_core.errors import InputError
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.runtime.terminal import echo, show
 from rlhf_core.topologies import interpreters
-from rlhf_core.topologies.judge import StageVerdict, judge
 from rlhf_core.topologies.names import Topology, machines, parse
 from rlhf_core.topologies.table import as_json, candidate_table, heading, lines, program_table
+from rlhf_core.topologies.verdicts import StageVerdict, judge_stage
 
 __all__ = ["check_on", "suggest_on"]
 
@@ -120,7 +120,7 @@ def _job(
 
 
 def _verdicts(results: Mapping[str, Any], topology: Topology) -> list[StageVerdict]:
-    return [judge(name, facts, topology, results["mesh"]) for name, facts in results["stages"].items()]
+    return [judge_stage(name, facts, topology, results["mesh"]) for name, facts in results["stages"].items()]
 
 
 def _print(topology: Topology, results: Mapping[str, Any], stages: Sequence[StageVerdict]) -> None:

@@ -24,9 +24,9 @@ from rlhf_core.pipeline.plan import plan
 from rlhf_core.pipeline.toml import to_value
 from rlhf_core.runtime.devices import Planned, plan_for
 from rlhf_core.topologies.compile import compile_pipeline, device_bytes, find_devices
-from rlhf_core.topologies.judge import StageVerdict, judge
 from rlhf_core.topologies.names import Topology, machines
 from rlhf_core.topologies.roofline import expected
+from rlhf_core.topologies.verdicts import StageVerdict, judge_stage
 from rlhf_core.training.memory import pass_bytes, with_remat
 
 COMPILED = 3
@@ -166,7 +166,9 @@ def suggest(
             if time.monotonic() > began + job["suggest"]:
                 return results
             made = compiled({**job, "on": topology.name, "sets": [*job["sets"], *best.sets]}, say=say)
-            verdicts = [judge(name, facts, topology, made["mesh"]) for name, facts in made["stages"].items()]
+            verdicts = [
+                judge_stage(name, facts, topology, made["mesh"]) for name, facts in made["stages"].items()
+            ]
             results["compiled"].append({**made, "candidate": best.to_dict()})
             if all(verdict.fits for verdict in verdicts):
                 return {**results, "chosen": best.to_dict()}

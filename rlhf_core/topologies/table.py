@@ -9,9 +9,9 @@ from rich.table import Table
 
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.topologies.hlo import Counts
-from rlhf_core.topologies.judge import StageVerdict, Verdict
 from rlhf_core.topologies.names import Topology
 from rlhf_core.topologies.roofline import Bound
+from rlhf_core.topologies.verdicts import StageVerdict, Verdict
 
 COLUMNS = ("program", "per update", "memory", "FLOPs", "bytes", "sends", "at least", "bound by")
 

@@ -112,7 +112,7 @@ class StageVerdict:
         }
 
 
-def judge(
+def judge_stage(
     name: str, stage: Mapping[str, Any] | None, topology: Topology, mesh: Mapping[str, int]
 ) -> StageVerdict:
     """Judge a stage from what `compile_pipeline` returned of it; None: its trainer does not describe its programs."""

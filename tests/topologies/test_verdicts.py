@@ -9,10 +9,10 @@ import pytest
 
 from rlhf_core.topologies.chips import CHIPS
 from rlhf_core.topologies.hlo import Counts
-from rlhf_core.topologies.judge import judge
 from rlhf_core.topologies.names import parse
 from rlhf_core.topologies.roofline import bound, main_loop
 from rlhf_core.topologies.table import as_json, lines, program_table
+from rlhf_core.topologies.verdicts import judge_stage
 
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
 GB = 10**9
@@ -79,7 +79,7 @@ def test_speed_at_most() -> None:
     """Two micro-batches and an update; sampling of 64 steps of 1 ms after 100 ms of prefill."""
     chip = CHIPS["h100"]
     step = counts(size=chip.memory_bandwidth * 1e-3)
-    made = judge(
+    made = judge_stage(
         "policy",
         stage(
             program(once=counts(bf16=989.4e12).to_dict()),
@@ -116,7 +116,7 @@ def test_speed_at_most() -> None:
 
 def test_memory_is_what_a_program_takes_and_what_lies_beside_it() -> None:
     """6 + 10 + (5 − 4) + 8 GB."""
-    (found,) = judge("base", stage(program()), parse("h100:8"), MESH).programs
+    (found,) = judge_stage("base", stage(program()), parse("h100:8"), MESH).programs
     assert found.peak == 25 * GB
     assert found.parts == {"arguments": 6 * GB, "temporary": 10 * GB, "outputs": GB, "beside": 8 * GB}
 
@@ -132,34 +132,36 @@ def test_memory_is_what_a_program_takes_and_what_lies_beside_it() -> None:
 )
 def test_what_to_change_where_something_does_not_fit(work: str, words: list[str]) -> None:
     large = program("big", work, memory={"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB})
-    made = judge("base", stage(large), parse("h100:8"), MESH)
+    made = judge_stage("base", stage(large), parse("h100:8"), MESH)
     assert not made.fits
     for word in words:
         assert word in " ".join(made.advice)
     assert "does not fit: 78.0 GB of 76.5 GB in big" in lines(made)
-    already = judge("base", {**stage(large), "remat": "full"}, parse("h100:8"), MESH)
+    already = judge_stage("base", {**stage(large), "remat": "full"}, parse("h100:8"), MESH)
     assert "remat" not in " ".join(already.advice)
 
 
 def test_a_state_that_is_too_large_is_to_be_spread() -> None:
     state = {"parameters": 20 * GB, "optimizer": 40 * GB}
     large = program("apply", "update", beside=70 * GB)
-    (advice,) = judge("base", stage(large, resident=state), parse("h100:8"), {**MESH, "fsdp": 1}).advice
+    (advice,) = judge_stage("base", stage(large, resident=state), parse("h100:8"), {**MESH, "fsdp": 1}).advice
     assert "parameters, optimizer: set mesh = { fsdp = 8 }" in advice
-    (advice,) = judge("base", stage(large, resident=state), parse("h100:8"), MESH).advice
+    (advice,) = judge_stage("base", stage(large, resident=state), parse("h100:8"), MESH).advice
     assert "use more devices, or train adapters" in advice
 
 
 def test_a_compiler_that_refuses_for_memory_gets_the_same_advice() -> None:
     refused = {key: value for key, value in program().items() if key not in ("memory", "once", "loops")}
-    made = judge("base", stage({**refused, "error": "RESOURCE_EXHAUSTED: used 20G"}), parse("v5e:2x4"), MESH)
+    made = judge_stage(
+        "base", stage({**refused, "error": "RESOURCE_EXHAUSTED: used 20G"}), parse("v5e:2x4"), MESH
+    )
     assert not made.fits
     assert 'remat = "full"' in " ".join(made.advice)
-    other = judge("base", stage({**refused, "error": "INTERNAL: a bug"}), parse("v5e:2x4"), MESH)
+    other = judge_stage("base", stage({**refused, "error": "INTERNAL: a bug"}), parse("v5e:2x4"), MESH)
     assert other.advice == ("accumulate 8 × 512: the compiler says: INTERNAL: a bug",)
 
 
 def test_a_trainer_that_does_not_describe_its_programs() -> None:
-    made = judge("base", None, parse("h100:8"), MESH)
+    made = judge_stage("base", None, parse("h100:8"), MESH)
     assert made.fits
     assert lines(made) == ["not compiled: its trainer does not describe its programs"]
