@@ -124,6 +124,7 @@ def _stage(
             {
                 "name": program.name,
                 "work": program.work,
+                "rows": program.shape.rows if program.shape else None,
                 "calls": program.calls,
                 "tokens": program.tokens,
                 "steps": program.steps,

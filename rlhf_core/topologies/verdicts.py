@@ -23,7 +23,7 @@ class Verdict:
 
     peak: bytes while it runs, with what lies in memory beside it; parts: of what. once: what a call does outside its
     main loop; step: a round of that loop. seconds: per call, at least. by: what sets that.
-    error: why it could not be compiled.
+    rows: of a call's batch, on all devices; None: unknown. error: why it could not be compiled.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Verdict:
     once_bound: Bound
     step: Counts | None
     step_bound: Bound
+    rows: int | None = None
     error: str | None = None
 
     @property
@@ -154,7 +155,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _program(facts: Mapping[str, Any], topology: Topology) -> Verdict:
-    numbers = {key: facts[key] for key in ("name", "work", "calls", "tokens", "steps")}
+    numbers = {key: facts[key] for key in ("name", "work", "calls", "tokens", "steps", "rows")}
     if "error" in facts:
         nothing: dict[str, Any] = {
             "once": Counts(),
@@ -211,12 +212,17 @@ def advice(
         lines.append(f"{state}: use more devices, or train adapters with lora = {{ rank = 16 }}")
     works = {program.work for program in large}
     if "train" in works:
-        lines.append(
-            "for micro-batches: "
-            + ("" if remat == "full" else 'set remat = "full", then ')
-            + "raise gradient_accumulation_steps, then shorten rows (max_sequence_length, or max_completion_length and "
-            "num_generations)"
-        )
+        rows = [program.rows for program in large if program.work == "train"]
+        fewest = mesh["data"] * mesh["fsdp"]
+        one_each = all(count is not None and count <= fewest for count in rows)
+        steps = [
+            *([] if remat == "full" else ['set remat = "full"']),
+            "share each layer, since every device has one row already (mesh.tensor)"
+            if one_each
+            else "raise gradient_accumulation_steps",
+            "shorten rows (max_sequence_length, or max_completion_length and num_generations)",
+        ]
+        lines.append("for micro-batches: " + ", then ".join(steps))
     if "sample" in works:
         lines.append(
             "for sampling: more devices that share each layer (sampling.mesh.tensor), a shorter "

@@ -201,6 +201,7 @@ def results(fits: bool, **changes: Any) -> dict[str, Any]:
         "calls": 1.0,
         "tokens": 1.0,
         "steps": 0,
+        "rows": 8,
         "beside": 0,
     }
     facts = {**program, "memory": memory, "once": once, "loops": [], **changes}

@@ -33,6 +33,7 @@ def program(name: str = "accumulate 8 × 512", work: str = "train", **changes: A
         "calls": 2.0,
         "tokens": 4000.0,
         "steps": 0,
+        "rows": 16,
         "beside": 8 * GB,
         "memory": {"arguments": 6 * GB, "outputs": 5 * GB, "aliased": 4 * GB, "temporary": 10 * GB},
         "once": counts(bf16=1e14, size=1e11).to_dict(),
@@ -139,6 +140,13 @@ def test_what_to_change_where_something_does_not_fit(work: str, words: list[str]
     assert "does not fit: 78.0 GB of 76.5 GB in big" in lines(made)
     already = judge_stage("base", {**stage(large), "remat": "full"}, parse("h100:8"), MESH)
     assert "remat" not in " ".join(already.advice)
+
+
+def test_a_row_per_device_cannot_be_split_further() -> None:
+    large = program("big", memory={"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 70 * GB}, rows=8)
+    (advice,) = judge_stage("base", stage(large), parse("h100:8"), MESH).advice
+    assert "mesh.tensor" in advice
+    assert "gradient_accumulation_steps" not in advice
 
 
 def test_a_state_that_is_too_large_is_to_be_spread() -> None:
