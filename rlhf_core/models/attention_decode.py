@@ -17,10 +17,12 @@ from rlhf_core.runtime.devices import device_count, platform
 
 MASKED = -1e30
 """Logit of an invisible key. Finite: a query that sees no key gets the mean of the values, not NaN."""
-GPU_ENTRIES = 64
-"""Entries per block: with heads of 128 in bfloat16 the keys and the values of a block take 16 KB each."""
+GPU_ENTRIES = 128
+"""The most entries per block."""
+GPU_BLOCK_BYTES = 2**14
+"""Bytes of keys, and of values, of a block at most. Three of each are held at once, in 96 KB of shared memory."""
 GPU_PROGRAMS = 512
-"""Fewer (row, kv head) pairs than this are split over entries: three or four programs per multiprocessor hide latency."""
+"""Fewer (row, kv head) pairs than this are split over entries: three or four per multiprocessor hide latency."""
 GPU_QUERIES = 16
 """The fewest rows of a product that tensor cores compute; missing ones are zero."""
 TPU_ENTRIES = 128
@@ -129,7 +131,8 @@ def _on_gpu(
     count, repeats, size = q.shape
     entries = keys.shape[2]
     rows, width = max(GPU_QUERIES, pl.next_power_of_2(repeats)), pl.next_power_of_2(size)
-    splits = min(-(-GPU_PROGRAMS // count), -(-entries // GPU_ENTRIES))
+    block = min(GPU_BLOCK_BYTES // (width * keys.dtype.itemsize), GPU_ENTRIES)
+    splits = min(-(-GPU_PROGRAMS // count), -(-entries // block))
 
     def kernel(bounds: Any, q: Any, keys: Any, values: Any, mixed: Any, highest: Any, total: Any) -> None:
         row, at = jnp.arange(rows)[:, None] < repeats, jnp.arange(width) < size
@@ -137,16 +140,16 @@ def _on_gpu(
         first, end = bounds[0], bounds[1]
 
         def add(i: Any, carry: Any) -> Any:
-            start = i * splits * GPU_ENTRIES + begin
-            place = start + jnp.arange(GPU_ENTRIES)
+            start = begin + i * splits * block
+            place = start + jnp.arange(block)
             seen = (place >= first) & (place < end)
-            block = pl.ds(start, GPU_ENTRIES)
-            key = plgpu.load(keys.at[pl.ds(0, width), block], mask=at[:, None] & seen, other=0)
-            value = plgpu.load(values.at[block, pl.ds(0, width)], mask=seen[:, None] & at, other=0)
+            inside = pl.ds(start, block)
+            key = plgpu.load(keys.at[pl.ds(0, width), inside], mask=at[:, None] & seen, other=0)
+            value = plgpu.load(values.at[inside, pl.ds(0, width)], mask=seen[:, None] & at, other=0)
             return _add_block(carry, query, key, value, seen[None], softcap)
 
-        begin = (first // GPU_ENTRIES + pl.program_id(1)) * GPU_ENTRIES
-        rounds = jnp.maximum(pl.cdiv(end - begin, splits * GPU_ENTRIES), 0)
+        begin = (lax.div(first, block) + pl.program_id(1)) * block
+        rounds = jnp.maximum(pl.cdiv(end - begin, splits * block), 0)
         empty = jnp.zeros((rows, width)), jnp.full((rows, 1), MASKED), jnp.zeros((rows, 1))
         found = lax.fori_loop(0, rounds, add, empty)
         plgpu.store(mixed.at[pl.ds(0, rows), pl.ds(0, width)], found[0], mask=row & at)
@@ -174,7 +177,7 @@ def _on_gpu(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="attend_visible",
-        metadata={key: str(number) for key, number in _cost(q, keys, GPU_ENTRIES).items()},
+        metadata={key: str(number) for key, number in _cost(q, keys, block).items()},
     )(bounds, q, keys, values)
     if splits == 1:
         return mixed[:, 0], highest[:, 0], total[:, 0]
