@@ -345,7 +345,7 @@ def _count_call(each: Instruction, inside: Mapping[str, Instruction], total: Cou
     target = found[1] if found else ""
     if stated := _stated_cost(each):
         largest = max(each.operands, key=lambda name: shape_bytes(inside[name].shape))
-        total.products[next(_arrays(inside[largest].shape))[0]] += stated["flops"]
+        total.products[next(_arrays(inside[largest].shape))[0]] += stated.get("flops", 0.0)
     elif "fmha" in target:
         (dtype, query), (_, key), *_ = (next(_arrays(inside[name].shape)) for name in each.operands[:2])
         products = 5 if "Backward" in target else 2
@@ -490,8 +490,8 @@ def _collective_bytes(each: Instruction, inside: Mapping[str, Instruction]) -> f
 
 
 def _bytes(each: Instruction, inside: Mapping[str, Instruction]) -> float:
-    if stated := _stated_cost(each):
-        return stated["bytes_accessed"]
+    if (stated := _stated_cost(each).get("bytes_accessed")) is not None:
+        return stated
     taken, given = _operand_bytes(each, inside), _traffic(each.shape)
     if each.opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * given + sum(taken[1:])

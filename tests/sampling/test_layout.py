@@ -14,7 +14,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, layout, loop
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, layout
 from rlhf_core.sampling.layout import Room, plan_room
 
 VOCAB = 48
@@ -108,17 +108,16 @@ def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
 
 def test_kernels_that_read_what_is_visible_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """In interpret mode: on one device by each platform's kernel, and with two devices that share layers."""
-    cases = [("gpu", "gemma2", None), ("tpu", "gemma2", None), ("gpu", "qwen3", 2)]
+    cases = [("gpu", "gemma2", None), ("tpu", "phi3", None), ("gpu", "qwen3", 2)]
     meshes = {None: make_mesh(devices=jax.devices()[:1]), 2: make_mesh(fsdp=8)}
     dense = [sample(name, meshes[tensor], tensor) for _, name, tensor in cases]
     monkeypatch.setattr("rlhf_core.models.attention.reads_visible", lambda keys: True)
     for (kernel, name, tensor), expected in zip(cases, dense, strict=True):
         over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
         monkeypatch.setattr("rlhf_core.models.attention.attend_visible", over)
-        loop.generate.clear_cache()
-        assert_same(sample(name, meshes[tensor], tensor), expected)
+        # A filter that keeps everything: not the program that was traced without kernels.
+        assert_same(sample(name, meshes[tensor], tensor, top_k=VOCAB), expected)
         assert over.call_count
-    loop.generate.clear_cache()
 
 
 @pytest.mark.parametrize("tokens", [1, 48, 100])
