@@ -11,7 +11,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
+from rlhf_core.models.attention_decode import MASKED as MASKED
+from rlhf_core.models.attention_decode import attend_visible, reads_visible
 
 
 def query_block(time: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlhf_core.runtime.devices import device_count, platform
+from rlhf_core.runtime.devices import device_count, planned, platform
 
 MASKED = -1e30
 """Logit of an invisible key. Finite: a query that sees no key gets the mean of the values, not NaN."""
@@ -52,9 +52,15 @@ def reads_visible(keys: jax.Array) -> bool:
     if not local or keys.dtype.itemsize not in (2, 4):
         return False
     if platform() == "gpu":
-        return 16 <= size <= 256 and entries > GPU_ENTRIES
+        return 16 <= size <= 256 and entries > GPU_ENTRIES and _has_triton()
     # Values of smaller heads would be padded to 128 numbers in a TPU's memory.
     return platform() == "tpu" and size % 128 == 0 and entries > TPU_ENTRIES
+
+
+def _has_triton() -> bool:
+    """Whether XLA compiles Triton for the GPUs: NVIDIA's since Ampere, as all planned ones are."""
+    major = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")[0]
+    return planned() is not None or (major.isdigit() and int(major) >= 8)
 
 
 def attend_visible(

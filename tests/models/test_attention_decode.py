@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -103,6 +104,16 @@ def test_caches_that_kernels_suit() -> None:
             assert suited == [True]
     finally:
         devices.plan_for(None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "suits"), [("7.5", False), ("8.0", True), ("12.0", True), ("gfx90a", False)]
+)
+def test_gpus_that_triton_compiles_for(capability: str, suits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.models.attention_decode.platform", lambda: "gpu")
+    monkeypatch.setattr("rlhf_core.models.attention_decode.device_count", lambda: 1)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert reads_visible(keys(128, 1024)) == suits
 
 
 COMPILE = """
