@@ -335,6 +335,7 @@ class ProgramShape(NamedTuple):
     model: a `rlhf_core.models.Definition`. rows, time: of a call's batch, padding included; of a sampler the sequences
     that all devices decode at once, and the tokens of each. tensor: devices that share each layer; None: as the
     stage's mesh has it. memory: bytes per device beside the stage's residents; None: they follow from the rest.
+    step_bytes: those of them that a step of a sampler reads, on average; None: all.
     """
 
     model: Any
@@ -342,6 +343,7 @@ class ProgramShape(NamedTuple):
     time: int
     tensor: int | None = None
     memory: int | None = None
+    step_bytes: int | None = None
 
 
 @dataclass(frozen=True)

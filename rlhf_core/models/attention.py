@@ -11,8 +11,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30
-"""Logit of an invisible key. Finite: a query that sees no key gets the mean of the values, not NaN."""
+from rlhf_core.models.attention_decode import MASKED as MASKED
+from rlhf_core.models.attention_decode import attend_visible, reads_visible
 
 
 def query_block(time: int) -> int:
@@ -104,8 +104,9 @@ def attend_groups(
     """Compute `attend_cached` for B = P · G rows, of which G in a row share a cache beside their own.
 
     q: [B, K, R, h], already scaled. prompts: keys [P, K, h, S], values [P, K, S, h], visible, bool [P, 1 or G, S]; own:
-    the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], which all rows see alike. One softmax covers both.
-    A shared cache is read once per group, whose queries are the rows of one product.
+    the same of the B rows, [B, K, h, T], [B, K, T, h] and bool [T], one run of entries that all rows see alike. One
+    softmax covers both. A shared cache is read once per group, whose queries are the rows of one product; of the rows'
+    own, a kernel reads what is visible, where `reads_visible`.
     """
     (read_keys, read_values, read), (keys, values, visible) = prompts, own
     rows, kv_heads, repeats, _ = q.shape
@@ -120,6 +121,15 @@ def attend_groups(
 
     shared = jnp.einsum("pkgrh,pkhs->pkgrs", by_prompt(q), read_keys, preferred_element_type=jnp.float32)
     shared = jnp.where(read[:, None, :, None], capped(shared, softcap), MASKED)
+    if reads_visible(keys):
+        first = visible.argmax()
+        written = attend_visible(q, keys, values, first, first + visible.sum(), softcap)
+        highest = jnp.maximum(by_row(shared.max(-1)), written.highest)
+        shared, scale = jnp.exp(shared - by_prompt(highest)[..., None]), jnp.exp(written.highest - highest)
+        total = by_row(shared.sum(-1)) + written.total * scale
+        mixed = by_row(_weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
+        mixed += written.mixed * scale[..., None]
+        return (mixed / total[..., None]).astype(values.dtype).reshape(rows, -1)
     alone = jnp.einsum("bkrh,bkht->bkrt", q, keys, preferred_element_type=jnp.float32)
     alone = jnp.where(visible, capped(alone, softcap), MASKED)
     highest = jnp.maximum(by_row(shared.max(-1)), alone.max(-1))

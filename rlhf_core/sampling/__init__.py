@@ -29,10 +29,12 @@ from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.layout import (
     abstract_weights,
     allowed_sizes,
     bring,
+    cache_bytes,
     plan_room,
     sampling_mesh,
     weight_bytes,
@@ -228,7 +230,12 @@ class Sampler:
             described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS, shape=shape))
         groups = row_multiple(self.mesh)
         steps = most_steps(sequences // groups, room.slots, longest)
-        shape = ProgramShape(self.definition, groups * room.slots, time + longest, room.tensor, room.bytes)
+        read = room.bytes
+        if read is not None and room.shares_prompts and platform() != "cpu":
+            # Kernels read what is written of the completions' caches, half of them on average.
+            read -= cache_bytes(self.definition, room.slots, longest) // 2 // room.tensor
+        rows = groups * room.slots
+        shape = ProgramShape(self.definition, rows, time + longest, room.tensor, room.bytes, read)
         return [
             *described,
             Program(

@@ -363,9 +363,11 @@ def _sample(
     steps = most_steps(sequences, program.slots, longest)
     written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
     slots = begin(queue, first)
-    cache = (
-        _empty_cache(model, read, rows, cache_length, longest) if program.shares_prompts else rings(first, 0)
-    )
+    if program.shares_prompts:
+        axes = _time_axes(model, read, cache_length)
+        cache = _empty_cache(read, axes, rows, longest)
+    else:
+        cache = rings(first, 0)
     if not program.shared_layers:
         slots, cache = spread(program.mesh, (slots, cache))
     end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
@@ -375,14 +377,12 @@ def _sample(
             jnp.argsort(order, axis=1), program.last_slots - 1
         )  # those that ended are never read again
         chosen = order[:, : program.last_slots]
-        slots, cache = take((end.slots, end.cache), chosen)
-        if program.shares_prompts:
-            # Step s of these rings wrote slot s, and the prompts are at their ends.
-            cache = jax.tree.map(
-                lambda ring, own: lax.dynamic_update_slice(ring, own, (0,) * own.ndim),
-                rings(chosen, 0),
-                cache,
-            )
+        slots = take(end.slots, chosen)
+        cache = (
+            _rings(end.cache, read, axes, chosen, groups)
+            if program.shares_prompts
+            else take(end.cache, chosen)
+        )
         end = lax.while_loop(
             lambda carry: ~carry.slots.free.all(),
             functools.partial(step, columns=columns),
@@ -413,14 +413,37 @@ def _prefill(model: ModelDefinition, params: Any, prompts: tuple[jax.Array, ...]
     return lax.fori_loop(0, parts, part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
-def _empty_cache(model: ModelDefinition, read: Any, rows: int, whole: int, length: int) -> Any:
-    """Make the cache of `rows` rows with `length` entries. read: that of prompts; whole: the length of a ring of it."""
+def _time_axes(model: ModelDefinition, read: Any, length: int) -> Any:
+    """Find the axis of time of each array of a cache: the one that a ring of `length` slots has more of."""
+    rings = jax.eval_shape(lambda cache: model.ring(cache, length, 0), read)
+    return jax.tree.map(
+        lambda x, ring: [n == m for n, m in zip(x.shape, ring.shape, strict=True)].index(False), read, rings
+    )
 
-    def one(x: jax.Array, ring: jax.ShapeDtypeStruct) -> jax.Array:
-        sizes = (n if n == m else length for n, m in zip(x.shape[1:], ring.shape[1:], strict=True))
-        return jnp.zeros((rows, *sizes), x.dtype)
 
-    return jax.tree.map(one, read, jax.eval_shape(lambda cache: model.ring(cache, whole, 0), read))
+def _empty_cache(read: Any, axes: Any, rows: int, length: int) -> Any:
+    """Make the cache of `rows` rows with `length` entries. read: that of prompts; axes: from `_time_axes`."""
+
+    def one(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.zeros((rows, *x.shape[1:axis], length, *x.shape[axis + 1 :]), x.dtype)
+
+    return jax.tree.map(one, read, axes)
+
+
+def _rings(cache: Any, read: Any, axes: Any, index: jax.Array, groups: int) -> Any:
+    """Make rings of the caches of sequences `index` of each shard and of their prompts.
+
+    Step s of these rings wrote slot s, and the prompts are at their ends.
+    """
+
+    def one(own: jax.Array, prompts: jax.Array, axis: int) -> jax.Array:
+        nonlocal index
+        ring = jnp.concatenate([take(own, index), take(prompts, index // groups)], axis)
+        # One array after the other, so that each can have the memory of one that is not needed any more.
+        index, ring = lax.optimization_barrier((index, ring))
+        return ring
+
+    return jax.tree.map(one, cache, read, axes)
 
 
 def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:

@@ -75,7 +75,7 @@ def expected(program: Program, shape: ProgramShape, mesh: Mapping[str, int], top
     if program.work == "sample":
         rows = program.steps * shape.rows / topology.count
         sums = 4 * layers * width * rows * (tensor - 1)  # two of bfloat16 per layer
-        once = program.steps * (shape.memory or 0)  # every step reads all weights and caches
+        once = program.steps * ((shape.memory if shape.step_bytes is None else shape.step_bytes) or 0)
         return _bound(topology, {"tensor": sums}, {"tensor": tensor}, 2 * weights * rows, once)
     trains = program.work == "train"
     again = trains and remat_of(shape.model, (shape.rows, shape.time)) == "full"

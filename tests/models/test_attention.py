@@ -16,6 +16,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.models.attention import attend, attend_groups
 from rlhf_core.models.attention_blocks import attend_blocks, block_size, in_blocks
 from rlhf_core.models.attention_cudnn import attend_cudnn
+from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.packing.layout import Layout
 from rlhf_core.packing.rows import pack, tree
 from rlhf_core.training.attention import fastest_block, visited_share
@@ -152,9 +153,23 @@ def test_blocks_suit_what_rows_hold() -> None:
     assert fastest_block(pack([tree([np.full(4096, 7, np.int32)])], layout)) == 256
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 3.0), (4, 2.0)])
-def test_rows_of_a_group_see_their_prompt_and_themselves(window: int | None, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "softcap", "kernel"),
+    [
+        *((window, softcap, None) for window in (None, 4) for softcap in (None, 3.0)),
+        (None, None, "gpu"),
+        (2, 3.0, "gpu"),
+        (2, 3.0, "tpu"),
+    ],
+)
+def test_rows_of_a_group_see_their_prompt_and_themselves(
+    window: int | None, softcap: float | None, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three prompts, left-padded, one of them empty; four rows each, which have written three entries of five."""
+    if kernel is not None:
+        over = functools.partial(attend_visible, on=kernel, interpret=True)
+        monkeypatch.setattr("rlhf_core.models.attention.attend_visible", over)
+        monkeypatch.setattr("rlhf_core.models.attention.reads_visible", lambda keys: True)
     prompts, group, heads, repeats, size, time, longest, step = 3, 4, 2, 3, 4, 6, 5, 2
     draw = np.random.default_rng(1)
 

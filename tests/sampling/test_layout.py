@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.attention_decode import attend_visible
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, layout
 from rlhf_core.sampling.layout import Room, plan_room
 
@@ -102,6 +104,20 @@ def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
     monkeypatch.setattr(layout, "shares_prompts", lambda definition: False)
     for (mesh, tensor), found in zip(meshes, shared, strict=True):
         assert_same(found, sample(name, mesh, tensor))
+
+
+def test_kernels_that_read_what_is_visible_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In interpret mode: on one device by each platform's kernel, and with two devices that share layers."""
+    cases = [("gpu", "gemma2", None), ("tpu", "phi3", None), ("gpu", "qwen3", 2)]
+    meshes = {None: make_mesh(devices=jax.devices()[:1]), 2: make_mesh(fsdp=8)}
+    dense = [sample(name, meshes[tensor], tensor) for _, name, tensor in cases]
+    monkeypatch.setattr("rlhf_core.models.attention.reads_visible", lambda keys: True)
+    for (kernel, name, tensor), expected in zip(cases, dense, strict=True):
+        over = mock.Mock(wraps=functools.partial(attend_visible, on=kernel, interpret=True))
+        monkeypatch.setattr("rlhf_core.models.attention.attend_visible", over)
+        # A filter that keeps everything: not the program that was traced without kernels.
+        assert_same(sample(name, meshes[tensor], tensor, top_k=VOCAB), expected)
+        assert over.call_count
 
 
 @pytest.mark.parametrize("tokens", [1, 48, 100])

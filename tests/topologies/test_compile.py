@@ -23,6 +23,7 @@ from rlhf_core.pipeline.forecast import each_stage, stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.sampling.layout import cache_bytes
 from rlhf_core.topologies import interpreters
 from rlhf_core.topologies.chips import CHIPS
 from rlhf_core.topologies.compile import compile_pipeline, device_bytes
@@ -203,6 +204,24 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
     (bring, once), (again, often) = described
     assert bring.calls == again.calls == once.calls < often.calls
     assert once.calls * once.tokens == often.calls * often.tokens
+
+
+def test_steps_read_half_of_what_completions_hold(place: Any) -> None:
+    """On accelerators, where kernels read what is written: half of the completions' caches on average."""
+    devices.plan_for(devices.Planned("gpu", 2, 10**9))
+    try:
+        stage = stage_programs(*planned("policy.toml"), make_mesh(devices=jax.devices()[:2]))["policy"]
+        assert stage is not None
+        generate = stage.programs[-1]
+        shape = generate.shape
+        assert shape is not None
+        assert shape.memory is not None
+        assert shape.step_bytes is not None
+        assert shape.tensor == 1
+        held = cache_bytes(shape.model, shape.rows // 2, generate.steps)
+    finally:
+        devices.plan_for(None)
+    assert shape.memory - shape.step_bytes == held // 2 > 0
 
 
 def test_several_losses_are_counted_by_a_program_of_their_own(place: Any) -> None:

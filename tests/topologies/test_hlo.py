@@ -209,6 +209,27 @@ def test_attention_of_cudnn_counts() -> None:
         assert hlo.count(lines(*body, call)).flops == products * 2 * 2 * 8 * 512 * 512 * 64
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        'custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"x","cost_estimate":'
+        '{"flops":"600","transcendentals":"0","bytes_accessed":"700","remote_bytes_transferred":"0"}}}',
+        'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "\\00", serialized_metadata = '
+        '"{\\22flops\\22: \\22600\\22, \\22bytes_accessed\\22: \\22700\\22}"}',
+    ],
+    ids=["tpu", "gpu"],
+)
+def test_a_kernel_counts_as_it_states(stated: str) -> None:
+    """As XLA writes what Pallas passes on: of the operands it may read a part."""
+    text = lines(
+        "%n = s32[2] parameter(0)",
+        "%x = bf16[4096] parameter(1)",
+        f"ROOT %o = f32[8] custom-call(%n, %x), {stated}",
+    )
+    counts = hlo.count(text)
+    assert (dict(counts.products), counts.bytes) == ({"bf16": 600.0}, 700.0)
+
+
 def test_kernels_that_may_hide_products_are_named() -> None:
     call = 'ROOT %o = f32[8] custom-call(%x), custom_call_target="tpu_custom_call"'
     text = lines("%x = f32[8] parameter(0)", call)

@@ -129,6 +129,8 @@ def test_a_step_of_decoding_reads_weights_and_caches() -> None:
     bound = expected(program, shape, ONE, parse("h100:8"))
     assert bound.memory == pytest.approx(100 * GB / 3.35e12)
     assert bound.link == pytest.approx(100 * 4 * 4 * 64 * (512 / 8) / 450e9)
+    less = expected(program, shape._replace(step_bytes=GB // 2), ONE, parse("h100:8"))
+    assert less.memory == pytest.approx(bound.memory / 2)
 
 
 def test_state_and_gradients_by_hand(place: Any) -> None:

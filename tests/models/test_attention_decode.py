@@ -1,0 +1,169 @@
+"""Attention over the visible entries of a cache: the kernels in interpret mode equal the definition in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
+from rlhf_core.runtime import devices
+from rlhf_core.topologies import hlo, interpreters
+
+BLOCKS = {"gpu": 32, "tpu": 128}
+"""Entries per block, of heads of 128 in float32."""
+run = jax.jit(attend_visible, static_argnames=("softcap", "on", "interpret"))
+
+
+def check(
+    kernel: str, shape: tuple[int, int, int, int], entries: int, softcap: float | None, runs: Any
+) -> None:
+    """Compare a kernel with float64 over runs of entries. shape: rows, kv heads, query heads of each, head size."""
+    rows, kv_heads, repeats, size = shape
+    draw = np.random.default_rng(0)
+    shapes = [
+        (rows, kv_heads, repeats, size),
+        (rows, kv_heads, size, entries),
+        (rows, kv_heads, entries, size),
+    ]
+    queries, keys, values = (draw.standard_normal(shape) for shape in shapes)
+    queries *= 3 / np.sqrt(size)
+    for first, end in runs:
+        hidden = np.r_[0:first, end:entries]
+        held = keys.copy(), values.copy()
+        held[0][..., hidden], held[1][:, :, hidden] = 50.0, 1e6  # would show in every sum
+        arrays = (jnp.asarray(x, jnp.float32) for x in (queries, *held))
+        found = run(*arrays, first, end, softcap, on=kernel, interpret=True)
+        logits = np.einsum("bkrh,bkht->bkrt", queries, keys[..., first:end])
+        logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+        highest = logits.max(-1, initial=MASKED)
+        weights = np.exp(logits - highest[..., None])
+        expected = np.einsum("bkrt,bkth->bkrh", weights, values[:, :, first:end]), highest, weights.sum(-1)
+        for name, x, y in zip(found._fields, found, expected, strict=True):
+            assert x.dtype == jnp.float32
+            message = f"{name}, entries {first} to {end}"
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5, err_msg=message)
+
+
+@pytest.mark.parametrize("kernel", BLOCKS)
+def test_only_visible_entries_count(kernel: str) -> None:
+    """None, one, a block with one more or less, everything; and those that a window begins with."""
+    block = BLOCKS[kernel]
+    entries = 2 * block + 24  # which no block divides
+    runs = [(0, end) for end in (0, 1, block - 1, block, block + 1, entries)]
+    check(kernel, (2, 1, 4, 128), entries, None, [*runs, (block, block + 1), (block + 7, entries)])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 64), (1, 3, 8, 80), (1, 2, 3, 256)], ids=str)
+@pytest.mark.parametrize("kernel", BLOCKS)
+def test_heads_of_any_size_and_soft_caps(kernel: str, shape: tuple[int, int, int, int]) -> None:
+    check(kernel, shape, 200, 2.0, [(0, 130), (70, 171)])
+
+
+def test_small_grids_are_split_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for programs in (1, 3, 100):
+        monkeypatch.setattr("rlhf_core.models.attention_decode.GPU_PROGRAMS", programs)
+        run.clear_cache()
+        check("gpu", (1, 1, 2, 128), 200, None, [(0, 1), (0, 97), (40, 200)])
+
+
+def keys(size: int, entries: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct((8, 2, size, entries), dtype)
+
+
+def test_caches_that_kernels_suit() -> None:
+    """On accelerators, on one device or in a program of each; neither short caches nor, on TPUs, small heads."""
+    assert not reads_visible(keys(128, 1024))
+    try:
+        for platform, sizes in (("gpu", {64, 80, 128, 256}), ("tpu", {128, 256})):
+            devices.plan_for(devices.Planned(platform, 1, 10**9))
+            assert {size for size in (8, 64, 80, 128, 256, 512) if reads_visible(keys(size, 1024))} >= sizes
+            assert not reads_visible(keys(8, 1024))
+            assert not reads_visible(keys(128, 64))
+            assert not reads_visible(keys(128, 1024, jnp.float64))
+            devices.plan_for(devices.Planned(platform, 8, 10**9))
+            assert not reads_visible(keys(128, 1024))  # the partitioner would gather the cache
+            mesh = make_mesh(data=2, fsdp=1, tensor=4)
+            spec = jax.sharding.PartitionSpec("data", "tensor")
+            suited: list[bool] = []
+
+            def note(x: Any, suited: list[bool] = suited) -> Any:
+                suited.append(reads_visible(x))
+                return x
+
+            each = jax.shard_map(note, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            jax.eval_shape(each, jax.ShapeDtypeStruct((8, 4, 128, 1024), jnp.bfloat16))
+            assert suited == [True]
+    finally:
+        devices.plan_for(None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "suits"), [("7.5", False), ("8.0", True), ("12.0", True), ("gfx90a", False)]
+)
+def test_gpus_that_triton_compiles_for(capability: str, suits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.models.attention_decode.platform", lambda: "gpu")
+    monkeypatch.setattr("rlhf_core.models.attention_decode.device_count", lambda: 1)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert reads_visible(keys(128, 1024)) == suits
+
+
+COMPILE = """
+import sys
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.runtime import devices
+from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, layout
+from rlhf_core.topologies.compile import find_devices
+from rlhf_core.topologies.names import parse
+topology = parse(sys.argv[1])
+found = find_devices(topology)
+devices.plan_for(devices.Planned(topology.chip.platform, len(found), 10**9))
+sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
+definition = Definition(DECODER, DECODER.parse({"model_type": "llama", **sizes, **heads}, "lm", dtype="bfloat16"), "lm")
+mesh = make_mesh(fsdp=len(found), devices=found)
+options = SamplingOptions(max_completion_length=512, mesh=SamplingMesh(tensor=4))
+counts = {"num_generations": 4, "prompts_per_call": 8, "max_prompt_length": 32}
+sampler = Sampler(definition, options, mesh=mesh, stop_ids=(3,), **counts)
+assert sampler.room.shares_prompts
+lowered = sampler._lower(layout.abstract_weights(definition, sampler.mesh), 32)
+open(sys.argv[2], "w").write(lowered.compile().as_text())
+"""
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize(("on", "platform"), [("h100:4", "gpu"), ("v5e:2x2", "tpu")])
+def test_the_loop_holds_no_copy_of_a_cache(on: str, platform: str, tmp_path: Path) -> None:
+    """Every layer has its kernel, which takes the cache as the loop carries it and is counted by what it reads."""
+    python = os.environ.get(interpreters.variable(platform))
+    if not python:
+        pytest.skip(
+            "set RLHF_GPU_PYTHON and RLHF_TPU_PYTHON, or run make test-accelerators, which installs them"
+        )
+    file = tmp_path / "hlo"
+    start = f"import sys; sys.path += {interpreters._import_paths()!r}\n{COMPILE}"
+    subprocess.run([python, "-c", start, on, file], env=interpreters._environment_variables(), check=True)
+    text = file.read_text(errors="replace")
+    reader = hlo._Reader(text, None)
+    reader.of(reader.entry)
+    body = max((reader.computations[name] for name in reader.outer_loops()), key=len)
+    kernels = [each for each in body.values() if each.opcode == "custom-call" and hlo._stated_cost(each)]
+    cache = 32 * 1 * 128 * 512 * 2
+    assert len(kernels) == 2
+    assert all(cache < hlo._stated_cost(each)["bytes_accessed"] < 1.3 * cache for each in kernels)
+    passed = ("parameter", "get-tuple-element", "tuple", "bitcast", "dynamic-update-slice")
+    for each in body.values():
+        if hlo.shape_bytes(each.shape) == cache and each.opcode not in passed:
+            assert each.opcode == "fusion", each
+            called = reader.computations[hlo._called(each)[0]].values()
+            assert any(one.opcode == "dynamic-update-slice" for one in called), each
+            assert not any(one.opcode in ("copy", "transpose") for one in called), each
