@@ -20,7 +20,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import mesh_of_rows, row_axes
 from rlhf_core.models import attention_pallas_gpu, attention_pallas_tpu
 from rlhf_core.models.attention import attend
-from rlhf_core.models.attention_plan import Blocks
+from rlhf_core.models.attention_plan import Blocks, filled
 from rlhf_core.runtime.devices import platform
 
 KERNELS = {"gpu": attention_pallas_gpu, "tpu": attention_pallas_tpu}
@@ -75,8 +75,8 @@ def attend_pallas(
     blocks = kernels.blocks or KERNELS[kernels.platform].choose_blocks(time, size, q.shape[2], v.dtype)
     fill = max(each.fill(time) for each in blocks)
     if fill:
-        q, k, v = (_filled(x, x.ndim - 2, fill) for x in (q, k, v))
-        positions, visible_until = (_filled(x, 1, fill) for x in (positions, visible_until))
+        q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
+        positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
     chosen = Kernels(kernels.platform, blocks, kernels.interpret)
     near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     rows = (visible_until, None if window is None else positions, near)
@@ -89,10 +89,6 @@ def _is_local(x: jax.Array) -> bool:
     """Return whether an array is all on one device, or one device's part within `jax.shard_map`."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh.size == 1 or set(mesh.axis_names) == set(mesh.manual_axes)
-
-
-def _filled(x: jax.Array, axis: int, fill: int) -> jax.Array:
-    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)])
 
 
 def _per_device(function: Callable[..., Any], q: jax.Array, rows: Any, ins: str, outs: str) -> Callable[..., Any]:

@@ -17,10 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import Blocks, seen_pairs, visible_blocks, visits
-
-LOWEST = 0.1 * MASKED
-"""Start of the running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
+from rlhf_core.models.attention_plan import LOWEST, Blocks, seen_pairs, visible_blocks, visits
 
 
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:

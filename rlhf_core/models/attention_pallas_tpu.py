@@ -18,10 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import Blocks, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention_plan import LOWEST, Blocks, seen_pairs, visible_blocks, visits
 
-LOWEST = 0.1 * MASKED
-"""Start of the running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
 WIDEST = 1024
 """Values of all query heads of a key head per query, up to which 512 queries fit vector memory."""
 

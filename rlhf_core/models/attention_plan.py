@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf_core.models.attention import MASKED
+
+LOWEST = 0.1 * MASKED
+"""Start of a running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
 
 class Blocks(NamedTuple):
     """How many queries, and how many keys, are computed at once; one divides the other."""
@@ -57,3 +61,8 @@ def seen_pairs(queries: Any, keys: Any, until: Any, query_positions: Any, key_po
     """
     seen = (keys <= queries) & (queries < until)
     return seen if window is None else seen & (query_positions - key_positions < window)
+
+
+def filled(x: jax.Array, axis: int, fill: int) -> jax.Array:
+    """Append `fill` zeros along an axis."""
+    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)])

@@ -11,6 +11,7 @@ import numpy as np
 from rlhf_core.contracts import ATTENTION
 from rlhf_core.models import DECODER
 from rlhf_core.models.attention_blocks import attend_blocks, in_blocks
+from rlhf_core.models.attention_plan import Blocks, visible_blocks
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform
 
@@ -85,9 +86,8 @@ def visited_share(batches: Sequence[Packed], block: int) -> float:
 
 def _count_blocks(batch: Packed, block: int) -> tuple[int, int]:
     """Count the visited pairs of query and key blocks, and all causal pairs."""
-    until = np.asarray(batch.rows.visible_until)
-    count = -(-until.shape[1] // block)
-    filled = np.pad(until, ((0, 0), (0, count * block - until.shape[1])))
-    last = filled.reshape(len(until), count, block).max((0, 2))
-    start = np.arange(count) * block
-    return int(((last > start[:, None]) & (start <= start[:, None])).sum()), count * (count + 1) // 2
+    until, positions = (np.asarray(x) for x in (batch.rows.visible_until, batch.rows.positions))
+    blocks = Blocks(block, block)
+    fill = ((0, 0), (0, blocks.fill(until.shape[1])))
+    visible = visible_blocks(np.pad(positions, fill), np.pad(until, fill), None, blocks).any(0)
+    return int(visible.sum()), len(visible) * (len(visible) + 1) // 2
