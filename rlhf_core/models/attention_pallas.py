@@ -91,7 +91,9 @@ def _is_local(x: jax.Array) -> bool:
     return mesh.size == 1 or set(mesh.axis_names) == set(mesh.manual_axes)
 
 
-def _per_device(function: Callable[..., Any], q: jax.Array, rows: Any, ins: str, outs: str) -> Callable[..., Any]:
+def _per_device(
+    function: Callable[..., Any], q: jax.Array, rows: Any, ins: str, outs: str
+) -> Callable[..., Any]:
     """Return function(*arrays, rows) run by each device of the mesh on its rows and heads.
 
     ins, outs: where arrays have their axis of kv heads, a digit each.
@@ -140,7 +142,13 @@ def _backward(softcap: float | None, kernels: Kernels, residuals: Any, d_mixed: 
     q, k, v, rows, mixed, normalizers = residuals
 
     def local(
-        q: jax.Array, k: jax.Array, v: jax.Array, mixed: jax.Array, d_mixed: jax.Array, normalizers: jax.Array, rows: Any
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mixed: jax.Array,
+        d_mixed: jax.Array,
+        normalizers: jax.Array,
+        rows: Any,
     ) -> Any:
         how = {"softcap": softcap, "blocks": kernels.blocks[1], "interpret": kernels.interpret}
         # Σ_s p dp of a query is Σ_h d_mixed · mixed.

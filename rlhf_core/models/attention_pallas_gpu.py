@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import LOWEST, Blocks, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention_plan import LOWEST, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
 
 
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:
@@ -153,29 +153,27 @@ def _backward_keys(
 
 
 def _call(
-    kernel: Callable[..., None], name: str, shape: tuple[int, ...], products: int, grid: tuple[int, ...], ins: Any,
-    outs: Any, shapes: Any, interpret: bool,
-) -> Callable[..., Any]:  # fmt: skip
-    """Prepare a kernel. shape: of the queries; products: of queries × keys, two per pair in the forward pass."""
-    batch, kv_heads, groups, time, size = shape
-    pairs = batch * kv_heads * groups * time * (time + 1) // 2
-    rows = batch * kv_heads * time * size * 2
+    kernel: Callable[..., None], name: str, products: int, grid: tuple[int, ...], arrays: Any, specs: Any, outs: Any,
+    shapes: Any, interpret: bool,
+) -> Any:  # fmt: skip
+    """Run a kernel. products: of queries × keys, two per pair in the forward pass. arrays: lists, `rows`, and the
+    others, of which q is the first.
+    """
+    queries = arrays[3]
+    # The compiler drops cost estimates on GPUs; metadata is kept in the program's text.
+    cost = kernel_cost(products, queries, (arrays[3:], shapes))
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=ins,
+        in_specs=specs,
         out_specs=outs,
         out_shape=shapes,
         # More warps than four hold the accumulators of wide heads in their registers.
-        compiler_params=plgpu.CompilerParams(num_warps=4 if size <= 64 else 8, num_stages=2),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products * pairs * size,
-            transcendentals=pairs,
-            bytes_accessed=rows * (products + (products - 1) * groups),
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=4 if queries.shape[-1] <= 64 else 8, num_stages=2),
         interpret=interpret,
         name=name,
-    )
+        metadata={key: str(number) for key, number in cost.items()},
+    )(*arrays)
 
 
 def _row_specs(rows: Any, time: int, at: Callable[..., Any]) -> Any:
@@ -186,7 +184,14 @@ def _row_specs(rows: Any, time: int, at: Callable[..., Any]) -> Any:
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, rows: Any, *, softcap: float | None, blocks: Blocks, interpret: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Any,
+    *,
+    softcap: float | None,
+    blocks: Blocks,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (the mixed values [B, T, K, G, h] in v's dtype, logarithms of the softmax sums float32 [B, K, G, T]).
 
@@ -204,9 +209,9 @@ def forward(
     return _call(
         functools.partial(_forward, size=size, softcap=softcap, blocks=blocks),
         "attention_forward",
-        q.shape,
         2,
         (per_row, kv_heads * groups, batch),
+        (order, counts, rows, q, k, v),
         [
             pl.BlockSpec((None, None, order.shape[-1]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, per_row), lambda i, head, row: (row, 0)),
@@ -228,7 +233,7 @@ def forward(
             jax.ShapeDtypeStruct((batch, kv_heads, groups, time), jnp.float32),
         ],
         interpret,
-    )(order, counts, rows, q, k, v)
+    )
 
 
 def backward(
@@ -251,13 +256,15 @@ def backward(
         (None, None, None, blocks.queries, width), lambda i, head, row: (row, *of_head(head), i, 0)
     )
     keys = pl.BlockSpec((None, None, time, width), lambda i, head, row: (row, of_head(head)[0], 0, 0))
-    per_query = pl.BlockSpec((None, None, None, blocks.queries), lambda i, head, row: (row, *of_head(head), i))
+    per_query = pl.BlockSpec(
+        (None, None, None, blocks.queries), lambda i, head, row: (row, *of_head(head), i)
+    )
     d_q = _call(
         functools.partial(_backward_queries, size=size, softcap=softcap, blocks=blocks),
         "attention_backward_queries",
-        q.shape,
         3,
         (per_queries, kv_heads * groups, batch),
+        (order, counts, rows, q, k, v, d_mixed, normalizers, sums),
         [
             pl.BlockSpec((None, None, per_keys), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, per_queries), lambda i, head, row: (row, 0)),
@@ -274,16 +281,16 @@ def backward(
         queries,
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         interpret,
-    )(order, counts, rows, q, k, v, d_mixed, normalizers, sums)
+    )
     order, counts = visits(visible.swapaxes(1, 2))
     keys = pl.BlockSpec((None, None, blocks.keys, width), lambda j, head, row: (row, head, j, 0))
     per_query = pl.BlockSpec((None, None, groups, time), lambda j, head, row: (row, head, 0, 0))
     d_k, d_v = _call(
         functools.partial(_backward_keys, size=size, softcap=softcap, blocks=blocks, groups=groups),
         "attention_backward_keys",
-        q.shape,
         4,
         (per_keys, kv_heads, batch),
+        (order, counts, rows, q, k, v, d_mixed, normalizers, sums),
         [
             pl.BlockSpec((None, None, per_queries), lambda j, head, row: (row, j, 0)),
             pl.BlockSpec((None, per_keys), lambda j, head, row: (row, 0)),
@@ -298,5 +305,5 @@ def backward(
         [keys, keys],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)],
         interpret,
-    )(order, counts, rows, q, k, v, d_mixed, normalizers, sums)
+    )
     return d_q, d_k, d_v

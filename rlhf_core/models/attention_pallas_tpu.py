@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rlhf_core.models.attention import MASKED
-from rlhf_core.models.attention_plan import LOWEST, Blocks, seen_pairs, visible_blocks, visits
+from rlhf_core.models.attention_plan import LOWEST, Blocks, kernel_cost, seen_pairs, visible_blocks, visits
 
 WIDEST = 1024
 """Values of all query heads of a key head per query, up to which 512 queries fit vector memory."""
@@ -47,7 +47,9 @@ def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> tuple[jax.Arra
     return softcap * tanh, tanh
 
 
-def _seen(of_queries: Any, of_keys: Any, window: Any, i: jax.Array, j: jax.Array, blocks: Blocks) -> jax.Array:
+def _seen(
+    of_queries: Any, of_keys: Any, window: Any, i: jax.Array, j: jax.Array, blocks: Blocks
+) -> jax.Array:
     """Compute which keys of block j the queries of block i see, [keys, queries].
 
     of_queries: positions int32 [1, queries], or None. of_keys: visible_until and positions, the same of keys.
@@ -68,7 +70,8 @@ def _column(row: jax.Array) -> jax.Array:
 
 def _forward(
     order: Any, counts: Any, window: Any, of_queries: Any, of_keys: Any, q: Any, k: Any, v: Any, mixed: Any,
-    normalizers: Any, tops: Any, totals: Any, sums: Any, *, softcap: float | None, blocks: Blocks, at: Callable[..., Any],
+    normalizers: Any, tops: Any, totals: Any, sums: Any, *, softcap: float | None, blocks: Blocks,
+    at: Callable[..., Any],
 ) -> None:  # fmt: skip
     i, n = pl.program_id(2), pl.program_id(3)
     last, j = at(order, counts)
@@ -171,7 +174,9 @@ def _backward_keys(
 class _Grid:
     """Where the blocks of each step lie: axes row, kv head, block, and number of its visit."""
 
-    def __init__(self, visible: jax.Array, batch: int, kv_heads: int, blocks: Blocks, *, by_keys: bool) -> None:
+    def __init__(
+        self, visible: jax.Array, batch: int, kv_heads: int, blocks: Blocks, *, by_keys: bool
+    ) -> None:
         """visible: from `visible_blocks`. by_keys: blocks of keys visit blocks of queries."""
         order, counts = visits(visible.swapaxes(1, 2) if by_keys else visible)
         self.lists = order.reshape(-1), counts.reshape(-1)
@@ -206,9 +211,7 @@ class _Grid:
         return self._spec(shape, lambda b, h, i: (b, h, 0, i, 0), keys=False)
 
     def per_query(self, groups: int) -> pl.BlockSpec:
-        return self._spec(
-            (None, None, groups, self.blocks.queries), lambda b, h, i: (b, h, 0, i), keys=False
-        )
+        return self._spec((None, None, groups, self.blocks.queries), lambda b, h, i: (b, h, 0, i), keys=False)
 
     def tokens(self, *, keys: bool) -> pl.BlockSpec:
         """Return the spec of int32 [B, 1, T]."""
@@ -222,8 +225,6 @@ def _call(
 ) -> Any:  # fmt: skip
     """Run a kernel. products: of queries × keys, two per pair in the forward pass. arrays: the first is q."""
     until, positions, window = rows
-    batch, kv_heads, groups, time, size = arrays[0].shape
-    pairs = batch * kv_heads * groups * time * (time + 1) // 2
     near = positions is not None
     tokens = [grid.tokens(keys=keys) for keys in (False, True)]
     whole = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -245,11 +246,7 @@ def _call(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products * pairs * size,
-            transcendentals=pairs,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, shapes))),
-        ),
+        cost_estimate=pl.CostEstimate(**kernel_cost(products, arrays[0], (arrays, shapes))),
         interpret=interpret,
         name=name,
     )(*grid.lists, window, _rows(positions), (_rows(until), _rows(positions)), *arrays)
@@ -261,7 +258,14 @@ def _rows(x: jax.Array | None) -> jax.Array | None:
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, rows: Any, *, softcap: float | None, blocks: Blocks, interpret: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Any,
+    *,
+    softcap: float | None,
+    blocks: Blocks,
+    interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute what `attention_pallas_gpu.forward` computes."""
     batch, kv_heads, groups, _, size = q.shape

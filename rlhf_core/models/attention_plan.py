@@ -5,6 +5,7 @@ The loops of `attention_blocks` and both Pallas kernels visit these blocks and n
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from rlhf_core.models.attention import MASKED
 
 LOWEST = 0.1 * MASKED
 """Start of a running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
+
 
 class Blocks(NamedTuple):
     """How many queries, and how many keys, are computed at once; one divides the other."""
@@ -53,7 +55,9 @@ def visits(visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order, visible.sum(-1, dtype=jnp.int32)
 
 
-def seen_pairs(queries: Any, keys: Any, until: Any, query_positions: Any, key_positions: Any, window: Any) -> Any:
+def seen_pairs(
+    queries: Any, keys: Any, until: Any, query_positions: Any, key_positions: Any, window: Any
+) -> Any:
     """Compute which queries see which keys, for shapes that broadcast to both orders; without a window the last three
     are None.
 
@@ -61,6 +65,18 @@ def seen_pairs(queries: Any, keys: Any, until: Any, query_positions: Any, key_po
     """
     seen = (keys <= queries) & (queries < until)
     return seen if window is None else seen & (query_positions - key_positions < window)
+
+
+def kernel_cost(products: int, queries: jax.Array, arrays: Any) -> dict[str, int]:
+    """Count what a kernel does at most: all pairs before a query are visited, and every array is moved once.
+
+    products: of queries × keys, two per pair in the forward pass. queries: [B, K, G, time, h]. arrays: those read and
+        written.
+    """
+    *heads, time, size = queries.shape
+    pairs = math.prod(heads) * time * (time + 1) // 2
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return {"flops": 2 * products * pairs * size, "transcendentals": pairs, "bytes_accessed": moved}
 
 
 def filled(x: jax.Array, axis: int, fill: int) -> jax.Array:

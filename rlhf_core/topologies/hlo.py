@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-VERSION = 2
+VERSION = 3
 """Of what is counted; results that another version counted are counted again."""
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "token": 0, "opaque": 0}
 """Bytes of an element, where the name's number of bits does not say it."""
@@ -43,6 +43,7 @@ CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 TARGET = re.compile(r'custom_call_target="([^"]*)"')
+COST = re.compile(r'"(flops|bytes_accessed)": ?"(\d+)"')
 GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
@@ -339,15 +340,26 @@ def _called(each: Instruction) -> list[str]:
 
 
 def _count_call(each: Instruction, inside: Mapping[str, Instruction], total: Counts) -> None:
-    """Count the products of a library's kernel: cuDNN's attention, two forward and five backward."""
+    """Count the products of a kernel: those that it states; of cuDNN's attention two forward and five backward."""
     found = TARGET.search(each.attributes)
     target = found[1] if found else ""
-    if "fmha" in target:
+    if stated := _stated_cost(each):
+        largest = max(each.operands, key=lambda name: shape_bytes(inside[name].shape))
+        total.products[next(_arrays(inside[largest].shape))[0]] += stated["flops"]
+    elif "fmha" in target:
         (dtype, query), (_, key), *_ = (next(_arrays(inside[name].shape)) for name in each.operands[:2])
         products = 5 if "Backward" in target else 2
         total.products[dtype] += products * 2.0 * math.prod(query) * key[1]
     elif re.search(r"conv|matmul|gemm|\bdot\b|triton|tpu_custom_call|mosaic", target):
         total.uncounted.add(target)
+
+
+def _stated_cost(each: Instruction) -> dict[str, float]:
+    """Return the `flops` and `bytes_accessed` that a Pallas kernel states: on TPUs its cost estimate, on GPUs, which
+    drop that, its metadata. Empty for all others.
+    """
+    attributes = each.attributes.replace("\\22", '"') if each.opcode == "custom-call" else ""
+    return {name: float(number) for name, number in COST.findall(attributes)}
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -478,6 +490,8 @@ def _collective_bytes(each: Instruction, inside: Mapping[str, Instruction]) -> f
 
 
 def _bytes(each: Instruction, inside: Mapping[str, Instruction]) -> float:
+    if stated := _stated_cost(each):
+        return stated["bytes_accessed"]
     taken, given = _operand_bytes(each, inside), _traffic(each.shape)
     if each.opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * given + sum(taken[1:])
