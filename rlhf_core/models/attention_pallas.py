@@ -77,10 +77,9 @@ def attend_pallas(
     if fill:
         q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
         positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
-    chosen = Kernels(kernels.platform, blocks, kernels.interpret)
     near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     rows = (visible_until, None if window is None else positions, near)
-    mixed = _attend(q, k, v, rows, softcap, chosen)
+    mixed = _attend(q, k, v, rows, softcap, kernels, blocks)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
     return mixed[:, :time] if fill else mixed
 
@@ -92,19 +91,19 @@ def _is_local(x: jax.Array) -> bool:
 
 
 def _per_device(
-    function: Callable[..., Any], q: jax.Array, rows: Any, ins: str, outs: str
+    function: Callable[..., Any], q: jax.Array, rows: Any, ins: tuple[int, ...], outs: tuple[int, ...]
 ) -> Callable[..., Any]:
     """Return function(*arrays, rows) run by each device of the mesh on its rows and heads.
 
-    ins, outs: where arrays have their axis of kv heads, a digit each.
+    ins, outs: the axis of kv heads of each array.
     """
     mesh = mesh_of_rows(q)
     if mesh is None:
         return function
     tensor = "tensor" if q.shape[1] % mesh.shape["tensor"] == 0 else None
 
-    def spec(heads: str) -> PartitionSpec:
-        return PartitionSpec(row_axes(), *(None,) * (int(heads) - 1), tensor)
+    def spec(heads: int) -> PartitionSpec:
+        return PartitionSpec(row_axes(), *(None,) * (heads - 1), tensor)
 
     by_row, window = PartitionSpec(row_axes()), rows[2] is not None
     row_specs = (by_row, by_row if window else None, PartitionSpec() if window else None)
@@ -117,28 +116,41 @@ def _per_device(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, rows: Any, softcap: float | None, kernels: Kernels
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Any,
+    softcap: float | None,
+    kernels: Kernels,
+    blocks: tuple[Blocks, Blocks],
 ) -> jax.Array:
-    return _forward(q, k, v, rows, softcap, kernels)[0]
+    return _forward(q, k, v, rows, softcap, kernels, blocks)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, rows: Any, softcap: float | None, kernels: Kernels
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Any,
+    softcap: float | None,
+    kernels: Kernels,
+    blocks: tuple[Blocks, Blocks],
 ) -> tuple[jax.Array, Any]:
-    assert kernels.blocks is not None
+    how = {"softcap": softcap, "blocks": blocks[0], "interpret": kernels.interpret}
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> Any:
-        how = {"softcap": softcap, "blocks": kernels.blocks[0], "interpret": kernels.interpret}
         return tuple(KERNELS[kernels.platform].forward(q, k, v, rows, **how))
 
-    mixed, normalizers = _per_device(local, q, rows, "111", "21")(q, k, v, rows)
+    mixed, normalizers = _per_device(local, q, rows, (1, 1, 1), (2, 1))(q, k, v, rows)
     return mixed, (q, k, v, rows, mixed, normalizers)
 
 
-def _backward(softcap: float | None, kernels: Kernels, residuals: Any, d_mixed: jax.Array) -> Any:
-    assert kernels.blocks is not None
+def _backward(
+    softcap: float | None, kernels: Kernels, blocks: tuple[Blocks, Blocks], residuals: Any, d_mixed: jax.Array
+) -> Any:
+    how = {"softcap": softcap, "blocks": blocks[1], "interpret": kernels.interpret}
     q, k, v, rows, mixed, normalizers = residuals
 
     def local(
@@ -150,12 +162,11 @@ def _backward(softcap: float | None, kernels: Kernels, residuals: Any, d_mixed: 
         normalizers: jax.Array,
         rows: Any,
     ) -> Any:
-        how = {"softcap": softcap, "blocks": kernels.blocks[1], "interpret": kernels.interpret}
         # Σ_s p dp of a query is Σ_h d_mixed · mixed.
         sums = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1).transpose(0, 2, 3, 1)
         return tuple(KERNELS[kernels.platform].backward(q, k, v, rows, d_mixed, normalizers, sums, **how))
 
-    call = _per_device(local, q, rows, "111221", "111")
+    call = _per_device(local, q, rows, (1, 1, 1, 2, 2, 1), (1, 1, 1))
     return *call(q, k, v, mixed, d_mixed, normalizers, rows), None
 
 

@@ -56,16 +56,16 @@ def _logits(q: jax.Array, k: jax.Array, softcap: float | None) -> tuple[jax.Arra
     return softcap * tanh, tanh
 
 
-def _loader(rows: Any, first: jax.Array, block: int) -> tuple[jax.Array, jax.Array | None]:
+def _tokens(rows: Any, first: jax.Array, block: int) -> tuple[jax.Array, Any]:
     """Return the indices of a block that starts at `first`, and its positions if there is a window."""
     _, positions, window = rows
     return first + jnp.arange(block), None if window is None else positions[pl.ds(first, block)]
 
 
 def _seen(rows: Any, queries: Any, first_key: jax.Array, blocks: Blocks) -> jax.Array:
-    """Compute which queries see which keys, [queries, keys]. queries: from `_loader`."""
+    """Compute which queries see which keys, [queries, keys]. queries: from `_tokens`."""
     until, _, window = rows
-    keys, key_positions = _loader(rows, first_key, blocks.keys)
+    keys, key_positions = _tokens(rows, first_key, blocks.keys)
     until = until[pl.ds(first_key, blocks.keys)]
     if window is None:
         return seen_pairs(queries[0][:, None], keys[None], until[None], None, None, None)
@@ -78,7 +78,7 @@ def _forward(
     softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
     i, columns = pl.program_id(0), _in_width(size)
-    queries, query = _loader(rows, i * blocks.queries, blocks.queries), _load(q, columns)
+    queries, query = _tokens(rows, i * blocks.queries, blocks.queries), _load(q, columns)
 
     def visit(n: jax.Array, so_far: Any) -> Any:
         top, total, out = so_far
@@ -115,7 +115,7 @@ def _backward_queries(
     *, size: int, softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
     i, columns = pl.program_id(0), _in_width(size)
-    queries, query = _loader(rows, i * blocks.queries, blocks.queries), _load(q, columns)
+    queries, query = _tokens(rows, i * blocks.queries, blocks.queries), _load(q, columns)
     d_out, normalizer, total = _load(d_mixed, columns), normalizers[...], sums[...]
 
     def visit(n: jax.Array, so_far: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ def _backward_keys(
         group, first = lax.rem(n, groups), order[lax.div(n, groups)] * blocks.queries
         at = pl.ds(first, blocks.queries)
         query, d_out = _load(q.at[group, at, :], columns), _load(d_mixed.at[at, group, :], columns)
-        seen = _seen(rows, _loader(rows, first, blocks.queries), j * blocks.keys, blocks)
+        seen = _seen(rows, _tokens(rows, first, blocks.queries), j * blocks.keys, blocks)
         normalizer, total = normalizers[group, at], sums[group, at]
         weights, d_logits = _d_logits(query, key, value, d_out, normalizer, total, seen, softcap)
         d_value += _dot(weights.astype(d_out.dtype).T, d_out)

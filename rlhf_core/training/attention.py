@@ -61,10 +61,10 @@ def choose_attention(
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
     elif platform() != "cpu":
-        why = why_kernels(model.definition, layout, stage.devices())
-        if why is None:
+        reason = why_kernels(model.definition, layout, stage.devices())
+        if reason is None:
             return model
-        chosen, name = attend_pallas, "pallas"
+        chosen, name, why = attend_pallas, "pallas", reason
     # Several devices would have to agree in every layer on the blocks to visit.
     elif stage.devices().size > 1 or model.definition.family is not DECODER:
         return model

@@ -316,7 +316,7 @@ for on in sys.argv[1:]:
 @pytest.mark.accelerators
 @pytest.mark.parametrize(
     ("platform", "on"),
-    [("gpu", ["h100:8", "h200:1"]), ("tpu", ["v5e:4", "v5p:8", "v6e:8"])],
+    [("gpu", ["h100:8", "h200:1"]), ("tpu", ["v5e:2x2", "v5p:2x2x2", "v6e:2x4"])],
     ids=["gpu", "tpu"],
 )
 def test_they_compile_without_an_array_of_time_by_time(platform: str, on: list[str]) -> None:
