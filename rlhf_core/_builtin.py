@@ -12,6 +12,7 @@ from rlhf_core.models import DECODER
 from rlhf_core.models.attention import attend
 from rlhf_core.models.attention_blocks import attend_blocks
 from rlhf_core.models.attention_cudnn import attend_cudnn
+from rlhf_core.models.attention_pallas import attend_pallas
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.plugins.registry import Registry
 
@@ -23,6 +24,7 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(ATTENTION, "xla", attend)
     registry.add(ATTENTION, "blocks", attend_blocks)
     registry.add(ATTENTION, "cudnn", attend_cudnn)
+    registry.add(ATTENTION, "pallas", attend_pallas)
     for name in ("adamw", "adafactor", "lion", "muon", "sgd"):
         registry.add(OPTIMIZER, name, getattr(optimizers, name))
     for name in FORMATS:

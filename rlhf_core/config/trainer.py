@@ -178,8 +178,9 @@ class TrainerConfig(Options):
     )
     attention: Annotated[Component, ATTENTION] = Field(
         Component(name="auto"),
-        description="attention function by name: xla, blocks (skips blocks that no token sees), cudnn; auto: blocks on "
-        "CPUs if it is faster, else xla",
+        description="attention function by name: xla, blocks (skips blocks that no token sees), pallas (skips them in "
+        "kernels for GPUs and TPUs), cudnn; auto: blocks on CPUs if it is faster, pallas on accelerators where xla "
+        "would take too much memory, else xla",
     )
     stored_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None,

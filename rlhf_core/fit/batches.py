@@ -185,9 +185,12 @@ def choose_row_layout(
 
 
 def attention_skips_blocks(config: TrainerConfig, mesh: Mesh) -> bool:
-    """Return whether attention skips the blocks of a row that no token sees, which it does on one device only."""
+    """Return whether attention skips the blocks of a row that no token sees: `blocks` does on one device, `pallas` on
+    any number.
+    """
     name = config.attention.name
-    return mesh.size == 1 and (name == "blocks" or (name == "auto" and platform() == "cpu"))
+    on_one = name == "blocks" or (name == "auto" and platform() == "cpu")
+    return name == "pallas" or (mesh.size == 1 and on_one)
 
 
 def pack_chunks(

@@ -20,9 +20,7 @@ from jax import lax
 
 from rlhf_core.contracts import AttentionOver
 from rlhf_core.models.attention import MASKED
-
-LOWEST = 0.1 * MASKED
-"""Start of the running maximum: so far above MASKED that the weight of an invisible key is exactly 0."""
+from rlhf_core.models.attention_plan import LOWEST, Blocks, filled, seen_pairs, visible_blocks, visits
 
 
 def block_size(time: int) -> int:
@@ -55,14 +53,10 @@ def attend_blocks(
     block = block or block_size(time)
     fill = -time % block
     if fill:
-        q, k, v = (_filled(x, x.ndim - 2, fill) for x in (q, k, v))
-        positions, visible_until = (_filled(x, 1, fill) for x in (positions, visible_until))
+        q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
+        positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
     mixed = _attend(q, k, v, positions, visible_until, window, softcap, block)
     return mixed[:, :time] if fill else mixed
-
-
-def _filled(x: jax.Array, axis: int, fill: int) -> jax.Array:
-    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)])
 
 
 def _blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
@@ -71,31 +65,15 @@ def _blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def _visits(positions: jax.Array, until: jax.Array, window: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Find the blocks of keys to visit: (int32 [query blocks, key blocks], visited ones first, in order; int32 [query
-    blocks], how many are visited). positions, until: [blocks, B, block].
-
-    A block of keys is visited if any row has a query that sees one of its keys.
-    """
-    count, _, block = until.shape
-    start = jnp.arange(count) * block
-    seen = until.max(-1) > start[:, None, None]  # [query block, key block, B]
-    if window is not None:
-        nearest = positions.min(-1)[:, None] - positions.max(-1)[None]
-        seen &= nearest < window
-    visited = seen.any(-1) & (start[None] <= start[:, None])
-    return jnp.argsort(~visited, axis=-1, stable=True).astype(jnp.int32), visited.sum(-1, dtype=jnp.int32)
-
-
 def _seen(
     i: jax.Array, j: jax.Array, positions: jax.Array, until: jax.Array, window: jax.Array | None
 ) -> jax.Array:
     """Compute which queries of block i see which keys of block j, bool [B, 1, 1, t, s]."""
     block = until.shape[-1]
     query, key = (n * block + jnp.arange(block) for n in (i, j))
-    seen = (key <= query[:, None]) & (query[:, None] < until[j][:, None])
-    if window is not None:
-        seen &= positions[i][:, :, None] - positions[j][:, None] < window
+    seen = seen_pairs(
+        query[:, None], key, until[j][:, None], positions[i][:, :, None], positions[j][:, None], window
+    )
     return seen[:, None, None]
 
 
@@ -135,8 +113,9 @@ def _forward(
     rows, kv_heads, groups, time, size = q.shape
     dtype = v.dtype
     q, k, v = _blocks(q, 3, block), _blocks(k, 2, block), _blocks(v, 2, block)
+    # A block is visited for all rows at once, if any of them sees it.
+    order, counts = visits(visible_blocks(positions, until, window, Blocks(block, block)).any(0))
     positions, until = _blocks(positions, 1, block), _blocks(until, 1, block)
-    order, counts = _visits(positions, until, window)
     heads = (rows, kv_heads, groups, block)
 
     def one(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:

@@ -7,16 +7,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from jax.sharding import Mesh
 
 from rlhf_core.contracts import ATTENTION
+from rlhf_core.mesh import rows_per_device
 from rlhf_core.models import DECODER
 from rlhf_core.models.attention_blocks import attend_blocks, in_blocks
+from rlhf_core.models.attention_pallas import LARGEST_HEAD, attend_pallas
+from rlhf_core.models.attention_plan import Blocks, visible_blocks
 from rlhf_core.packing.rows import Packed, pack
 from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.peak_memory import device_memory, format_bytes
+from rlhf_core.training.memory import remat_of
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.models import Model
+    from rlhf_core.mesh import AnyMesh
+    from rlhf_core.models import Definition, Model
     from rlhf_core.packing.rows import Layout, Tree
     from rlhf_core.stage import Stage
 
@@ -27,6 +34,12 @@ SIZES = (64, 128, 256)
 VISIT = 1536
 """Overhead of visiting a block, in query-key products."""
 SAMPLE = 64  # trees packed to measure the share
+DENSE_BYTES = 10
+"""Bytes that dense attention takes per query, key before it, and head, in a backward pass."""
+DENSE_SHARE = 0.25
+"""Of a device's memory, what dense attention may take; the rest is for training state and other activations."""
+FASTER_FROM: dict[str, int] = {}
+"""{kind of device in JAX's words: row length from which `pallas` was measured to be faster than dense attention}."""
 log = logging.getLogger("rlhf_core")
 
 
@@ -47,8 +60,13 @@ def choose_attention(
     if asked.name != "auto":
         chosen = stage.registry.get(ATTENTION, asked.name, **asked.options)
         name, why = getattr(chosen, "__name__", asked.name), "as asked"
+    elif platform() != "cpu":
+        reason = why_kernels(model.definition, layout, stage.devices())
+        if reason is None:
+            return model
+        chosen, name, why = attend_pallas, "pallas", reason
     # Several devices would have to agree in every layer on the blocks to visit.
-    elif platform() != "cpu" or stage.devices().size > 1 or model.definition.family is not DECODER:
+    elif stage.devices().size > 1 or model.definition.family is not DECODER:
         return model
     else:
         chosen = attend_blocks
@@ -62,6 +80,26 @@ def choose_attention(
         name, why = f"attend_blocks, {block} x {block}", f"{share:.0%} of blocks are visited"
     log.info("stage '%s': attention %s (%s)", stage.name, name, why)
     return model.computing(attention=chosen)
+
+
+def why_kernels(definition: Definition, layout: Layout, mesh: AnyMesh) -> str | None:
+    """Return why rows of this layout take the kernels `pallas` on an accelerator; None: dense attention suits them."""
+    config = definition.config
+    if definition.family is not DECODER or config.head_dim > LARGEST_HEAD:
+        return None
+    heads = -(-config.num_heads // mesh.shape["tensor"])
+    layers = config.num_layers if remat_of(definition, (max(layout.rows), max(layout.time))) == "none" else 1
+    logits = max(
+        DENSE_BYTES * rows_per_device(mesh, rows) * heads * time**2 // 2 * layers
+        for rows, time in zip(layout.rows, layout.time, strict=True)
+    )
+    memory = device_memory()
+    if memory is not None and logits > DENSE_SHARE * memory:
+        return f"dense attention would take {format_bytes(logits)} of each device"
+    faster = FASTER_FROM.get(mesh.devices.flat[0].device_kind) if isinstance(mesh, Mesh) else None
+    if faster is not None and max(layout.time) >= faster:
+        return f"faster on this device from rows of {faster} tokens"
+    return None
 
 
 def fastest_block(batches: Sequence[Packed]) -> int:
@@ -85,9 +123,8 @@ def visited_share(batches: Sequence[Packed], block: int) -> float:
 
 def _count_blocks(batch: Packed, block: int) -> tuple[int, int]:
     """Count the visited pairs of query and key blocks, and all causal pairs."""
-    until = np.asarray(batch.rows.visible_until)
-    count = -(-until.shape[1] // block)
-    filled = np.pad(until, ((0, 0), (0, count * block - until.shape[1])))
-    last = filled.reshape(len(until), count, block).max((0, 2))
-    start = np.arange(count) * block
-    return int(((last > start[:, None]) & (start <= start[:, None])).sum()), count * (count + 1) // 2
+    until, positions = (np.asarray(x) for x in (batch.rows.visible_until, batch.rows.positions))
+    blocks = Blocks(block, block)
+    fill = ((0, 0), (0, blocks.fill(until.shape[1])))
+    visible = visible_blocks(np.pad(positions, fill), np.pad(until, fill), None, blocks).any(0)
+    return int(visible.sum()), len(visible) * (len(visible) + 1) // 2

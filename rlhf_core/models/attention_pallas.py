@@ -1,0 +1,173 @@
+"""Attention over rows in Pallas kernels for GPUs and TPUs, which visit only the blocks that a query sees.
+
+FlashAttention (Dao et al. 2022, 2023) over the rows of `attention.attend`: no array of time × time exists, forward or
+backward, and `visible_until` alone decides which blocks are computed, row by row. Softmax sums and accumulators are
+float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import mesh_of_rows, row_axes
+from rlhf_core.models import attention_pallas_gpu, attention_pallas_tpu
+from rlhf_core.models.attention import attend
+from rlhf_core.models.attention_plan import Blocks, filled
+from rlhf_core.runtime.devices import platform
+
+KERNELS = {"gpu": attention_pallas_gpu, "tpu": attention_pallas_tpu}
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels run, in which blocks, forward and backward; None: those that suit the arrays. interpret: on the
+    CPU, for tests.
+    """
+
+    platform: str
+    blocks: tuple[Blocks, Blocks] | None = None
+    interpret: bool = False
+
+
+def attend_pallas(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    *,
+    window: jax.Array | None = None,
+    softcap: float | None = None,
+    kernels: Kernels | None = None,
+) -> jax.Array:
+    """Compute `attention.attend` in kernels that keep logits out of memory, on GPUs (Triton) and TPUs (Mosaic): heads
+    of at most 256 dimensions. Queries that see no key get 0, and give no gradient.
+
+    On a mesh each device computes its rows, and with `tensor` its heads; rows that the mesh does not divide are
+    computed by `attention.attend`.
+
+    Raises InputError on CPUs and for larger heads.
+    """
+    kernels = kernels or Kernels(platform())
+    time, size = q.shape[3:]
+    if kernels.platform not in KERNELS:
+        raise InputError(
+            f"attention 'pallas': its kernels run on GPUs and TPUs, not on a {kernels.platform.upper()}; set attention "
+            'to "blocks" or "auto"'
+        )
+    if size > LARGEST_HEAD:
+        raise InputError(
+            f"attention 'pallas': it takes heads of at most {LARGEST_HEAD} dimensions, not {size}; set attention to "
+            '"xla"'
+        )
+    mesh = mesh_of_rows(q)
+    if mesh is None and not _is_local(q):
+        return attend(q, k, v, positions, visible_until, window=window, softcap=softcap)
+    blocks = kernels.blocks or KERNELS[kernels.platform].choose_blocks(time, size, q.shape[2], v.dtype)
+    fill = max(each.fill(time) for each in blocks)
+    if fill:
+        q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
+        positions, visible_until = (filled(x, 1, fill) for x in (positions, visible_until))
+    near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+    rows = (visible_until, None if window is None else positions, near)
+    mixed = _attend(q, k, v, rows, softcap, kernels, blocks)
+    mixed = mixed.reshape(*mixed.shape[:2], -1)
+    return mixed[:, :time] if fill else mixed
+
+
+def _is_local(x: jax.Array) -> bool:
+    """Return whether an array is all on one device, or one device's part within `jax.shard_map`."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.size == 1 or set(mesh.axis_names) == set(mesh.manual_axes)
+
+
+def _per_device(
+    function: Callable[..., Any], q: jax.Array, rows: Any, ins: tuple[int, ...], outs: tuple[int, ...]
+) -> Callable[..., Any]:
+    """Return function(*arrays, rows) run by each device of the mesh on its rows and heads.
+
+    ins, outs: the axis of kv heads of each array.
+    """
+    mesh = mesh_of_rows(q)
+    if mesh is None:
+        return function
+    tensor = "tensor" if q.shape[1] % mesh.shape["tensor"] == 0 else None
+
+    def spec(heads: int) -> PartitionSpec:
+        return PartitionSpec(row_axes(), *(None,) * (heads - 1), tensor)
+
+    by_row, window = PartitionSpec(row_axes()), rows[2] is not None
+    row_specs = (by_row, by_row if window else None, PartitionSpec() if window else None)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(*map(spec, ins), row_specs),
+        out_specs=tuple(map(spec, outs)),
+        check_vma=False,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Any,
+    softcap: float | None,
+    kernels: Kernels,
+    blocks: tuple[Blocks, Blocks],
+) -> jax.Array:
+    return _forward(q, k, v, rows, softcap, kernels, blocks)[0]
+
+
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Any,
+    softcap: float | None,
+    kernels: Kernels,
+    blocks: tuple[Blocks, Blocks],
+) -> tuple[jax.Array, Any]:
+    how = {"softcap": softcap, "blocks": blocks[0], "interpret": kernels.interpret}
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> Any:
+        return tuple(KERNELS[kernels.platform].forward(q, k, v, rows, **how))
+
+    mixed, normalizers = _per_device(local, q, rows, (1, 1, 1), (2, 1))(q, k, v, rows)
+    return mixed, (q, k, v, rows, mixed, normalizers)
+
+
+def _backward(
+    softcap: float | None, kernels: Kernels, blocks: tuple[Blocks, Blocks], residuals: Any, d_mixed: jax.Array
+) -> Any:
+    how = {"softcap": softcap, "blocks": blocks[1], "interpret": kernels.interpret}
+    q, k, v, rows, mixed, normalizers = residuals
+
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        mixed: jax.Array,
+        d_mixed: jax.Array,
+        normalizers: jax.Array,
+        rows: Any,
+    ) -> Any:
+        # Σ_s p dp of a query is Σ_h d_mixed · mixed.
+        sums = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1).transpose(0, 2, 3, 1)
+        return tuple(KERNELS[kernels.platform].backward(q, k, v, rows, d_mixed, normalizers, sums, **how))
+
+    call = _per_device(local, q, rows, (1, 1, 1, 2, 2, 1), (1, 1, 1))
+    return *call(q, k, v, mixed, d_mixed, normalizers, rows), None
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,338 @@
+"""The plan of blocks covers what is seen, and both kernels, interpreted on the CPU, compute what `attend` does."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlhf_core import plugins
+from rlhf_core.contracts import ATTENTION
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh, over_parts, planned_mesh, row_sharding
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.attention import attend
+from rlhf_core.models.attention_pallas import Kernels, attend_pallas
+from rlhf_core.models.attention_plan import Blocks, visible_blocks, visits
+from rlhf_core.packing.layout import Layout
+from rlhf_core.runtime.devices import Planned, plan_for
+from rlhf_core.training import attention
+from rlhf_core.training.attention import why_kernels
+
+ROWS = 2
+
+
+class Shape(NamedTuple):
+    """Of a batch: time, size of a head, key heads, query heads per key head, and what one program is made for."""
+
+    time: int
+    size: int
+    kv_heads: int = 1
+    groups: int = 2
+    window: bool = False
+    softcap: float | None = None
+    blocks: tuple[Blocks, Blocks] | None = (Blocks(16, 32), Blocks(32, 16))
+
+
+USUAL = Shape(75, 80, window=True, softcap=3.0, blocks=(Blocks(32, 16), Blocks(16, 16)))
+PLAIN = Shape(96, 64, kv_heads=2, groups=1)
+MANY = [
+    USUAL,
+    PLAIN,
+    Shape(128, 128, groups=4, softcap=20.0),
+    Shape(130, 96, window=True),
+    Shape(64, 256, groups=1),
+    Shape(111, 64, kv_heads=2, groups=3, window=True, softcap=2.0, blocks=(Blocks(64, 16), Blocks(16, 64))),
+    Shape(200, 112, window=True, blocks=None),
+    Shape(17, 16, groups=8, softcap=5.0, blocks=None),
+]
+
+
+def layout(time: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw positions and visible_until of a row: trees with nested branches, one after another; some rows are empty,
+    and the end of most is unused.
+    """
+    positions, until = np.zeros((2, time), np.int32)
+    start, end = 0, int(draw.integers(0, time + 1)) if draw.random() < 0.7 else time
+
+    def grow(start: int, end: int, position: int, depth: int) -> None:
+        trunk = int(draw.integers(1, end - start + 1)) if depth < 3 else end - start
+        positions[start : start + trunk] = position + np.arange(trunk)
+        until[start : start + trunk] = end
+        cuts = np.sort(draw.integers(start + trunk, end + 1, draw.integers(0, 4)))
+        for left, right in itertools.pairwise([start + trunk, *cuts, end]):
+            if right > left:
+                grow(left, right, position + trunk, depth + 1)
+
+    while start < end:
+        stop = int(draw.integers(start + 1, end + 1)) if draw.random() < 0.7 else end
+        grow(start, stop, 0, 0)
+        start = stop
+    return positions, until
+
+
+def batch(shape: Shape, draw: np.random.Generator, dtype: Any = np.float32) -> tuple[Any, ...]:
+    """Queries, keys, values, a cotangent, positions, visible_until, and a window."""
+    time, size, heads, groups, *_ = shape
+    positions, until = (np.stack(x) for x in zip(*(layout(time, draw) for _ in range(ROWS)), strict=True))
+    q = draw.standard_normal((ROWS, heads, groups, time, size)) * 2 / np.sqrt(size)
+    k, v = draw.standard_normal((2, ROWS, heads, time, size))
+    cotangent = draw.standard_normal((ROWS, time, heads * groups * size)) / np.sqrt(size)
+    cotangent[until == 0] = 0  # nothing reads what an unused slot gets
+    arrays = (jnp.asarray(x, dtype) for x in (q, k, v, cotangent))
+    return *arrays, positions, until, np.int32(draw.integers(1, time + 1))
+
+
+@functools.cache
+def program(shape: Shape, platform: str | None) -> Any:
+    """Compile the value and gradients of a kernel, interpreted; None: of `attend`."""
+    kernels = None if platform is None else Kernels(platform, shape.blocks, interpret=True)
+    over = attend if kernels is None else functools.partial(attend_pallas, kernels=kernels)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, cotangent: Any, positions: Any, until: Any, window: Any) -> Any:
+        near = window if shape.window else None
+        mixed, back = jax.vjp(
+            lambda *x: over(*x, positions, until, window=near, softcap=shape.softcap), q, k, v
+        )
+        return mixed, *back(cotangent)
+
+    return run
+
+
+def differ(found: Any, expected: Any, until: np.ndarray) -> float:
+    """Return the largest difference of the value in used slots, and of the gradients, relative to the largest number
+    where that is above 1.
+    """
+    used = (until > 0)[..., None]
+    pairs = [(found[0] * used, expected[0] * used), *zip(found[1:], expected[1:], strict=True)]
+    wide = [(np.asarray(one, np.float64), np.asarray(other, np.float64)) for one, other in pairs]
+    return max(np.abs(one - other).max() / max(1.0, np.abs(other).max()) for one, other in wide)
+
+
+def check(shape: Shape, platform: str, draw: np.random.Generator) -> None:
+    given = batch(shape, draw)
+    found, expected = program(shape, platform)(*given), program(shape, None)(*given)
+    until = given[5]
+    assert differ(found, expected, until) < 1e-5
+    mixed, d_q, d_k, d_v = map(np.asarray, found)
+    unused = until == 0
+    assert not mixed[unused].any()
+    for gradient in (np.moveaxis(d_q, 3, 1), np.moveaxis(d_k, 2, 1), np.moveaxis(d_v, 2, 1)):
+        assert not gradient[unused].any()
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_kernels_compute_attention(platform: str) -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(6):
+        check(USUAL, platform, draw)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("shape", MANY, ids=str)
+def test_kernels_compute_attention_of_many_layouts(shape: Shape, platform: str) -> None:
+    """Over all shapes 504 rows per kernel, two per batch."""
+    draw = np.random.default_rng(1)
+    for _ in range(-(-500 // (ROWS * len(MANY)))):
+        check(shape, platform, draw)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_bfloat16_errs_like_dense_attention(platform: str) -> None:
+    shape = USUAL
+    given = batch(shape, np.random.default_rng(2), jnp.bfloat16)
+    wide = tuple(jnp.asarray(x, jnp.float32) for x in given[:4])
+    truth = program(shape, None)(*wide, *given[4:])
+    kernel, dense = (differ(program(shape, way)(*given), truth, given[5]) for way in (platform, None))
+    print(f"{platform}: bfloat16 error {kernel:.2e}, of dense attention {dense:.2e}")
+    assert kernel < 1.5 * dense
+
+
+def brute_force(positions: np.ndarray, until: np.ndarray, window: int | None, blocks: Blocks) -> np.ndarray:
+    """Which blocks hold a pair that is seen: bool [B, query blocks, key blocks]."""
+    index = np.arange(until.shape[1])
+    seen = (index <= index[:, None]) & (index[:, None] < until[:, None])
+    if window is not None:
+        seen &= positions[:, :, None] - positions[:, None] < window
+    cut = seen.reshape(len(until), -1, blocks.queries, len(index) // blocks.keys, blocks.keys)
+    return cut.any((2, 4))
+
+
+@pytest.mark.parametrize("blocks", [Blocks(8, 8), Blocks(16, 8), Blocks(8, 32)])
+def test_visits_are_what_is_seen(blocks: Blocks) -> None:
+    """No pair is missed; without a window, and in square blocks, no block is visited in vain."""
+    draw = np.random.default_rng(3)
+    for _ in range(200):
+        positions, until = (np.stack(x) for x in zip(*(layout(96, draw) for _ in range(3)), strict=True))
+        window = int(draw.integers(1, 97)) if draw.random() < 0.5 else None
+        seen = brute_force(positions, until, window, blocks)
+        visible = visible_blocks(positions, until, window, blocks)
+        assert not (seen & ~visible).any()
+        if window is None and blocks.queries == blocks.keys:
+            assert (seen == visible).all()
+    for each in (visible, visible.swapaxes(1, 2)):  # of queries, and of keys
+        order, counts = map(np.asarray, visits(jnp.asarray(each)))
+        for row, block in np.ndindex(counts.shape):
+            assert (
+                order[row, block, : counts[row, block]].tolist() == np.flatnonzero(each[row, block]).tolist()
+            )
+            assert sorted(order[row, block]) == list(range(each.shape[2]))
+
+
+@pytest.mark.parametrize(("parts", "platform"), [(False, "gpu"), (True, "tpu")])
+def test_each_device_computes_its_rows_and_heads(parts: bool, platform: str) -> None:
+    """On a mesh of all three axes, and within `over_parts`; nothing is gathered."""
+    mesh, draw = make_mesh(2, 2, 2), np.random.default_rng(4)
+    layouts = [layout(32, draw) for _ in range(4)]
+    positions, until = (np.stack(x) for x in zip(*layouts, strict=True))
+    q, k, v = (draw.standard_normal((4, 2, *group, 32, 16)).astype(np.float32) for group in ((2,), (), ()))
+    rows = {"q": q, "k": k, "v": v, "positions": positions, "visible_until": until}
+    kernels = Kernels(platform, (Blocks(16, 16),) * 2, interpret=True)
+
+    def loss(q: Any, rows: Any, over: Any) -> Any:
+        return (over(**rows | {"q": q}) * (rows["visible_until"] > 0)[..., None]).var(axis=(1, 2))
+
+    def value(rows: Any, over: Any) -> Any:
+        by_row = loss(rows["q"], rows, over)
+        return by_row, jax.grad(lambda q: loss(q, rows, over).sum())(rows["q"])
+
+    over = functools.partial(attend_pallas, kernels=kernels)
+    kernel = functools.partial(value, over=over)
+    if parts:
+        mapped = over_parts(lambda rows, _: kernel(rows), mesh)
+        whole = lambda rows: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped(rows, jnp.zeros(2)))  # noqa: E731
+    else:
+        whole = kernel
+    sharded = jax.device_put(rows, row_sharding(mesh))
+    if not parts:  # which puts rows on devices itself
+        heads = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+        sharded |= {name: jax.device_put(rows[name], heads) for name in ("q", "k", "v")}
+    compiled = jax.jit(whole).lower(sharded).compile()
+    assert not re.search("all-(gather|to-all)", compiled.as_text())
+    expected = jax.jit(functools.partial(value, over=attend))(rows)
+    for one, other in zip(compiled(sharded), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:
+    mesh = make_mesh(4, 2, 1)
+    given = batch(PLAIN, np.random.default_rng(5))
+    on_mesh = jax.device_put(given, NamedSharding(mesh, PartitionSpec()))
+    found = program(PLAIN, "gpu")(*on_mesh)
+    assert differ(found, program(PLAIN, None)(*given), given[5]) < 1e-5
+
+
+def test_pallas_says_what_it_cannot_do() -> None:
+    assert plugins.load().registry.get(ATTENTION, "pallas") is attend_pallas
+    q, k, v, _, positions, until, _ = batch(PLAIN, np.random.default_rng(6))
+    with pytest.raises(InputError, match='not on a CPU; set attention to "blocks"'):
+        attend_pallas(q, k, v, positions, until)
+    wide = [jnp.concatenate([x] * 5, -1) for x in (q, k, v)]
+    with pytest.raises(InputError, match="at most 256 dimensions, not 320"):
+        attend_pallas(*wide, positions, until, kernels=Kernels("gpu"))
+
+
+@pytest.fixture
+def eight_gpus() -> Iterator[None]:
+    plan_for(Planned("gpu", 8, 76_500_000_000))
+    yield
+    plan_for(None)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_auto_takes_kernels_where_dense_attention_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of an 8B model, one row per device, layers recomputed: 10.7 GB at 8,192 tokens, 42.9 GB at 16,384."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    table = {"model_type": "llama", "intermediate_size": 64, "vocab_size": 64, **sizes}
+    definition = Definition(DECODER, DECODER.parse(table, "lm", remat="full"), "lm")
+    mesh = planned_mesh(8, 1, 8)
+
+    def why(time: int, mesh: Any = mesh) -> str | None:
+        return why_kernels(definition, Layout((1024, time), (8, 8), (8, 8), (0, 0)), mesh)
+
+    assert why(8192) is None
+    assert "42.9 GB of each device" in str(why(16384))
+    assert why(16384, planned_mesh(8, 1, 4, 2)) == why(16384)  # twice the rows of half the heads
+    assert why(16384, planned_mesh(64, 1, 8, 8)) is None
+    monkeypatch.setitem(attention.FASTER_FROM, jax.devices()[0].device_kind, 2048)
+    assert "rows of 2048 tokens" in str(why(2048, make_mesh(1, 8, 1)))
+    assert why(1024, make_mesh(1, 8, 1)) is None
+
+
+COMPILED = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models.attention_pallas import Kernels, attend_pallas
+from rlhf_core.topologies.compile import find_devices
+from rlhf_core.topologies.hlo import count
+from rlhf_core.topologies.names import parse
+
+TIME = 3072
+for on in sys.argv[1:]:
+    topology = parse(on)
+    mesh = make_mesh(1, -1, 1, devices=find_devices(topology))
+    rows = mesh.size
+    for size, groups, dtype, window in ((64, 4, "bfloat16", 512), (80, 1, "bfloat16", None), (128, 4, "bfloat16", None),
+                                        (256, 2, "bfloat16", 512), (128, 1, "float32", None)):
+        def shaped(shape, dtype=dtype):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+
+        def loss(q, k, v, positions, until):
+            cap, near = (None, None) if window is None else (30.0, jnp.int32(window))
+            over = attend_pallas(
+                q, k, v, positions, until, window=near, softcap=cap, kernels=Kernels(topology.chip.platform)
+            )
+            return over.astype(jnp.float32).sum()
+
+        q, k = shaped((rows, 2, groups, TIME, size)), shaped((rows, 2, TIME, size))
+        tokens = shaped((rows, TIME), "int32")
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k, tokens, tokens).compile()
+        text = compiled.as_text()
+        assert f"{TIME},{TIME}" not in text, (on, size)
+        pairs = 2 * groups * TIME * (TIME + 1) // 2
+        counted = sum(count(text).products.values())
+        # Forward two products of pairs, backward seven; heads may be counted padded.
+        assert 1 <= counted / (9 * 2 * size * pairs) < 2.1, (on, size, counted)
+        print("compiled", on, size, dtype)
+"""
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize(
+    ("platform", "on"),
+    [("gpu", ["h100:8", "h200:1"]), ("tpu", ["v5e:2x2", "v5p:2x2x2", "v6e:2x4"])],
+    ids=["gpu", "tpu"],
+)
+def test_they_compile_without_an_array_of_time_by_time(platform: str, on: list[str]) -> None:
+    from rlhf_core.topologies import interpreters
+
+    python = os.environ.get(interpreters.variable(platform))
+    if not python:
+        pytest.skip(
+            "set RLHF_GPU_PYTHON and RLHF_TPU_PYTHON, or run make test-accelerators, which installs them"
+        )
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    ended = subprocess.run([python, "-c", COMPILED, *on], env=environment, text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("compiled") == 5 * len(on)
