@@ -34,7 +34,9 @@ def start_in_compiler(names: list[str], arguments: list[str]) -> int:
     from rlhf_core.topologies.names import parse
 
     python = interpreters.find(parse(names[0]))
-    paths = [path for path in map(os.path.abspath, sys.path) if Path(path).is_dir() and "lib/python" not in path]
+    paths = [
+        path for path in map(os.path.abspath, sys.path) if Path(path).is_dir() and "lib/python" not in path
+    ]
     paths += [path for path in sys.path if path.endswith("-packages")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
@@ -44,7 +46,9 @@ def start_in_compiler(names: list[str], arguments: list[str]) -> int:
     ).returncode
 
 
-def predict(names: list[str], only: str, *, devices: list[Any] | None = None, tiny: bool = False) -> dict[str, Any]:
+def predict(
+    names: list[str], only: str, *, devices: list[Any] | None = None, tiny: bool = False
+) -> dict[str, Any]:
     """Compile the works whose names contain `only`; return {chip: what is written}. devices: for tests."""
     from programs import Bench, works
     from sizes import FULL, TINY

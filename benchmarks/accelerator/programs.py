@@ -125,15 +125,17 @@ class Training:
     shapes: Sequence[Packed]
     batches: Sequence[Packed]
     tokens: int
+    known: bool = True
+    """Whether batches are known before the training."""
 
     def described(self) -> StagePrograms:
-        batches = loads([self.batches], self.shapes)
-        programs = training_programs(self.objective, self.model.definition, self.state, batches)
+        definition, batches = self.model.definition, loads([self.batches], self.shapes)
+        programs = training_programs(self.objective, definition, self.state, batches, known=self.known)
         weights = token_weights(self.model.definition)
         return StagePrograms(tuple(programs), resident(self.state), weights)
 
     def programs(self) -> Programs:
-        return Programs(self.objective, self.state, from_zero=len(self.batches) > 1)
+        return Programs(self.objective, self.state, from_zero=self.known and len(self.batches) > 1)
 
     def update(self, programs: Programs, state: TrainState, batches: Sequence[Packed] = ()) -> TrainState:
         """Do what `rlhf_core.fit` does in an update."""
@@ -174,9 +176,7 @@ def reward_update(bench: Bench, name: str) -> Training:
         for number in range(sizes.pairs)
     ]
     loss = bench.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
-    measure = partial(
-        pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name
-    )
+    measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
     return _training(
         bench,
         config,
@@ -269,19 +269,14 @@ class Policy:
         self.sampler = make_sampler(bench, model, config.sampling, sizes.prompts)
         self.tokens = sizes.prompts * (sizes.prompt + sizes.group * sizes.completion)
         self.sampled = sizes.prompts * sizes.group * sizes.completion
+        self.decoded_bytes = decoded_bytes(model, sizes, sizes.prompts)
         shapes = empty_batches(self.layout, **batch_values(config, self.names))
         batches = pack(self.longest, self.layout)
-        self.training = Training(objective, model, self.state, shapes, batches, self.tokens)
+        self.training = Training(objective, model, self.state, shapes, batches, self.tokens, known=False)
 
     def described_update(self) -> StagePrograms:
         definition, params = self.model.definition, self.state.params
-        training = training_programs(
-            self.training.objective,
-            definition,
-            self.state,
-            loads([self.training.batches], self.training.shapes),
-            known=False,
-        )
+        training = self.training.described()
         reading = reading_programs(
             self.reader.lower,
             definition,
@@ -290,7 +285,7 @@ class Policy:
             times=1.0,
             reads=policies_read(self.names),
         )
-        return StagePrograms((*training, *reading), self._resident(), token_weights(definition))
+        return StagePrograms((*training.programs, *reading), self._resident(), training.weights)
 
     def described_rollout(self) -> StagePrograms:
         programs = self.sampler.programs(self.state.params, len(self.prompts))
@@ -348,25 +343,28 @@ class Policy:
         return Rollouts(ids, np.full(sizes[0], sizes[1], np.int32), logps, np.zeros(sizes[0], np.bool_))
 
 
-class Decoding:
-    """The sampler alone, with as many prompts as fill `slots` with their groups."""
+def decoded_bytes(model: Model, sizes: Sizes, prompts: int) -> int:
+    """Count what decoding must read: in each step the weights, each prompt once, and what was written of each
+    completion, on average half.
+    """
+    definition = model.definition
+    prompt = cache_bytes(definition, prompts, sizes.prompt)
+    own = cache_bytes(definition, prompts * sizes.group, sizes.completion)
+    return sizes.completion * (prepared_bytes(definition) + prompt + own // 2)
 
-    def __init__(self, bench: Bench, slots: int) -> None:
+
+class Decoding:
+    """The sampler alone, with as many prompts as fill `slots` with their groups. model: None: draw one."""
+
+    def __init__(self, bench: Bench, slots: int, model: Model | None = None) -> None:
         sizes = bench.sizes
         table, count = sizes.models[sizes.decoder], slots // sizes.group
-        self.model = bench.model(table, "lm")
+        self.model = bench.model(table, "lm") if model is None else model
         options = SamplingOptions(temperature=1.0, max_completion_length=sizes.completion)
         self.sampler = make_sampler(bench, self.model, options, count)
         self.prompts = speed_works.token_ids(count, sizes.prompt, table["vocab_size"])
         self.sampled = slots * sizes.completion
-        definition = self.model.definition
-        # A step reads the weights, each prompt once, and what was written of each completion: on average half.
-        self.step_bytes = (
-            prepared_bytes(definition)
-            + cache_bytes(definition, count, sizes.prompt)
-            + cache_bytes(definition, slots, sizes.completion) // 2
-        )
-        self.steps = sizes.completion
+        self.decoded_bytes = decoded_bytes(self.model, sizes, count)
 
     def described(self) -> StagePrograms:
         programs = self.sampler.programs(self.model.params, len(self.prompts))
