@@ -1,4 +1,4 @@
-"""The works as programs: arrays on a device, or shapes alone, from which they are compiled for one that is not there."""
+"""The works as programs: of arrays on a device, or of shapes alone, to compile for a device that is not there."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from rlhf_core.training.programs import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
-import works as speed_works  # noqa: E402
+import works as speed_works
 
 SAMPLING_MEMORY = 40 * 10**9
 """Bytes that a rollout may take: enough for every completion of these works, on any device that they suit."""
@@ -441,15 +441,15 @@ class Heads:
 
 def works(bench: Bench) -> Iterator[tuple[str, Callable[[], StagePrograms]]]:
     """List what `predict.py` compiles, most valuable first: (name, function that describes it)."""
-    sizes = bench.sizes
-    for name in sizes.models:
+    sizes, models = bench.sizes, list(reversed(bench.sizes.models))
+    for name in models:
         yield f"W1 {name}", lambda name=name: reward_update(bench, name).described()
         yield f"W2 {name}", lambda name=name: Policy(bench, name).described_update()
     yield "LoRA", lambda: adapter_update(bench).described()
     for kind in ("xla", "cudnn", "pallas"):
         for length in sizes.attention.lengths if kind in bench.registry.names(ATTENTION) else ():
             yield f"{kind} {length}", Heads(bench, length, kind).described
-    for name in sizes.models:
+    for name in models:
         yield f"W3 {name}", lambda name=name: Policy(bench, name).described_rollout()
     for slots in sizes.slots:
         yield f"decode {slots}", lambda slots=slots: Decoding(bench, slots).described()

@@ -25,11 +25,11 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 PATHS = [REPOSITORY, *sorted(REPOSITORY.glob("plugins/*")), HERE]
 SECONDS = 480
-WHEELS = (
-    "absl-py annotated-types etils flax humanize importlib-resources markdown-it-py mdurl msgpack nest-asyncio optax "
-    "orbax-checkpoint packaging pluggy protobuf psutil pydantic pydantic-core pygments pyyaml rich safetensors "
-    "simplejson tensorstore tqdm treescope typing-extensions typing-inspection"
-).split()
+WHEELS = """
+absl-py annotated-types etils flax humanize importlib-resources markdown-it-py mdurl msgpack nest-asyncio optax
+orbax-checkpoint packaging pluggy protobuf psutil pydantic pydantic-core pygments pyyaml rich safetensors simplejson
+tensorstore tqdm treescope typing-extensions typing-inspection
+"""
 """What the benchmark imports besides jax, and what that needs."""
 PLATFORMS = ("2_28", "2_27", "2_17")
 GOLDEN = ("config.json", "model.safetensors", "golden.npz")
@@ -53,7 +53,7 @@ def prepare(directory: Path, golden: Path | None) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
     command += [part for each in PLATFORMS for part in ("--platform", f"manylinux_{each}_x86_64")]
-    subprocess.run([*command, "--platform", "manylinux2014_x86_64", *pinned(WHEELS)], check=True)
+    subprocess.run([*command, "--platform", "manylinux2014_x86_64", *pinned(WHEELS.split())], check=True)
     for file in golden.glob("*/golden.npz") if golden is not None else ():
         folder = directory / "golden" / file.parent.name
         folder.mkdir(parents=True, exist_ok=True)
