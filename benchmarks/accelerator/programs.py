@@ -157,9 +157,15 @@ def _training(
     stage = bench.stage("accelerator")
     model, updates = dataset_updates(model, config, stage, NoRows(), trees, **rows)
     tx, _ = make_optimizer(config, bench.registry, MANY)
-    state, update = create_state(model, tx, seed=SEED), updates.update(0)
+    # An update of all trees; drawing them in an order would take a package more.
+    values = {name: rows[name] for name in ("sequence_names", "group") if name in rows}
     return Training(
-        objective(model.definition), model, state, updates.shapes(), update.batches, update.tokens
+        objective(model.definition),
+        model,
+        create_state(model, tx, seed=SEED),
+        updates.shapes(),
+        pack(trees, updates.layout, **values),
+        sum(each.size for each in trees),
     )
 
 

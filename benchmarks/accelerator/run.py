@@ -54,11 +54,13 @@ def prepare(directory: Path, golden: Path | None) -> None:
     command += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
     command += [part for each in PLATFORMS for part in ("--platform", f"manylinux_{each}_x86_64")]
     subprocess.run([*command, "--platform", "manylinux2014_x86_64", *pinned(WHEELS.split())], check=True)
-    for file in golden.glob("*/golden.npz") if golden is not None else ():
-        folder = directory / "golden" / file.parent.name
+    for source in golden.iterdir() if golden is not None else ():
+        if not all((source / name).is_file() for name in GOLDEN):
+            continue
+        folder = directory / "golden" / source.name
         folder.mkdir(parents=True, exist_ok=True)
         for name in GOLDEN:
-            shutil.copyfile(file.parent / name, folder / name)
+            shutil.copyfile(source / name, folder / name)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     print(f"{size / 2**20:.1f} MiB in {directory}")
 
