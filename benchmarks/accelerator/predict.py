@@ -56,7 +56,6 @@ def predict(
     from rlhf_core.errors import error_line
     from rlhf_core.mesh import make_mesh
     from rlhf_core.runtime.devices import Planned, plan_for
-    from rlhf_core.runtime.files import write_atomic
     from rlhf_core.topologies.compile import Cache, compile_stage, find_devices
     from rlhf_core.topologies.judge import judge
     from rlhf_core.topologies.names import parse
@@ -86,10 +85,20 @@ def predict(
                 found = {"compiled_for": first.name, **as_json(topology, results, verdicts)}
                 written[topology.chip.name] = found
                 if not tiny:
-                    write_atomic(HERE / f"predicted_{topology.chip.name}.json", json.dumps(found, indent=1))
+                    merge(HERE / f"predicted_{topology.chip.name}.json", found)
     finally:
         plan_for(None)
     return written
+
+
+def merge(file: Path, found: dict[str, Any]) -> None:
+    """Write predictions; keep those of other works, if the same compiler made them."""
+    from rlhf_core.runtime.files import write_atomic
+
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    same = all(before.get(key) == found[key] for key in ("compiler", "compiled_for"))
+    stages = {**(before["stages"] if same else {}), **found["stages"]}
+    write_atomic(file, json.dumps({**found, "stages": stages}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -422,7 +422,7 @@ class Heads:
                 jax.random.normal(key, shape, dtype) for key, shape in zip(keys, wanted, strict=True)
             )
             arrays = (arrays[0] * head_dim**-0.5, *arrays[1:])
-        return *arrays, *self.layout()
+        return *arrays, *(self.layout() if planned() else map(jnp.asarray, self.layout()))
 
     def forward(self, q: Any, k: Any, v: Any, gradient: Any, positions: Any, until: Any) -> Any:
         return self.attention()(q, k, v, positions, until)

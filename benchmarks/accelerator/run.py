@@ -48,12 +48,15 @@ COLUMNS = {
 
 
 def prepare(directory: Path, golden: Path | None) -> None:
-    """Collect wheels for the Python 3.12 of the device's machine, and the golden files if there are any."""
+    """Collect wheels for the Python 3.12 of the device's machine, and the golden files if there are any.
+
+    The newest, not those of constraints.txt: jax may be newer there, and flax 0.12.8 cannot be imported with jax 0.11.
+    """
     wheels = directory / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", "--implementation", "cp", "--dest", str(wheels)]
     command += [part for each in PLATFORMS for part in ("--platform", f"manylinux_{each}_x86_64")]
-    subprocess.run([*command, "--platform", "manylinux2014_x86_64", *pinned(WHEELS.split())], check=True)
+    subprocess.run([*command, "--platform", "manylinux2014_x86_64", *WHEELS.split()], check=True)
     for source in golden.iterdir() if golden is not None else ():
         if not all((source / name).is_file() for name in GOLDEN):
             continue
@@ -63,13 +66,6 @@ def prepare(directory: Path, golden: Path | None) -> None:
             shutil.copyfile(source / name, folder / name)
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     print(f"{size / 2**20:.1f} MiB in {directory}")
-
-
-def pinned(names: Sequence[str]) -> list[str]:
-    """Write the version of each distribution that constraints.txt has, or the name alone."""
-    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").split()
-    versions = {line.split("==")[0].lower().replace("_", "-"): line for line in lines if "==" in line}
-    return [versions.get(name, name) for name in names]
 
 
 class Results:
