@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,12 @@ def compile_pipeline(
         stages = {
             name: None
             if programs is None
-            else _stage(name, programs, topology, cache, say, whole="suggest" not in job)
+            else compile_stage(
+                programs,
+                partial(cache.compiled, stage=name, topology=topology, say=say),
+                topology,
+                whole="suggest" not in job,
+            )
             for name, programs in described.items()
         }
         for stage in planned.stages:
@@ -106,20 +112,22 @@ def find_devices(topology: Topology) -> list[Any]:
     return list(described.devices)
 
 
-def _stage(
-    name: str,
+def compile_stage(
     described: StagePrograms,
+    compiled: Callable[[Program], dict[str, Any]],
     topology: Topology,
-    cache: Cache,
-    say: Callable[[str], None],
     *,
-    whole: bool,
+    whole: bool = True,
 ) -> dict[str, Any]:
-    """Compile the programs of one stage. whole: also those after one that does not fit."""
+    """Collect what `judge` needs of a stage's programs.
+
+    compiled: compiles a program, and returns its `program_facts`. whole: also compile the programs after one that does
+    not fit.
+    """
     resident = {key: device_bytes(tree) for key, tree in described.resident.items()}
     programs = []
     for program in described.programs:
-        facts = cache.compiled(program, f"{name}: {program.name}", topology, say)
+        facts = compiled(program)
         programs.append(
             {
                 "name": program.name,
@@ -167,7 +175,7 @@ class Cache:
         )
 
     def compiled(
-        self, program: Program, name: str, topology: Topology, say: Callable[[str], None]
+        self, program: Program, *, stage: str, topology: Topology, say: Callable[[str], None]
     ) -> dict[str, Any]:
         """Return a program's memory and counts, compiled now or before."""
         lowered = program.lower()
@@ -177,7 +185,7 @@ class Cache:
             facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return {**facts, "seconds": 0.0}
         except (OSError, ValueError):
-            say(f"compiling {name}")
+            say(f"compiling {stage}: {program.name}")
         began = time.perf_counter()
         facts = _facts(lowered, topology)
         if "error" not in facts:
@@ -188,11 +196,16 @@ class Cache:
 
 
 def _facts(lowered: Any, topology: Topology) -> dict[str, Any]:
-    """Compile a program; return its memory, bytes per device, and what it does, or why it cannot be compiled."""
+    """Compile a program; return its `program_facts`, or why it cannot be compiled."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         return {"error": " ".join(str(error).split())[:600]}
+    return program_facts(compiled, topology)
+
+
+def program_facts(compiled: Any, topology: Topology) -> dict[str, Any]:
+    """Return a compiled program's memory, bytes per device, and what it does."""
     memory = compiled.memory_analysis()
     once, loops = hlo.count_apart(compiled.as_text(), topology.machine)
     return {
