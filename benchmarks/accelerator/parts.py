@@ -23,8 +23,8 @@ from rlhf_core.models import load_model
 from rlhf_core.models.attention import attend
 from rlhf_core.state import TrainState, abstract_state
 from rlhf_core.topologies.compile import compile_stage, program_facts
-from rlhf_core.topologies.judge import FORWARD, TRAINING, judge
 from rlhf_core.topologies.names import Topology
+from rlhf_core.topologies.verdicts import FORWARD, TRAINING, judge_stage
 
 Row = dict[str, Any]
 GOLDEN_TOLERANCE = 1e-3
@@ -81,7 +81,9 @@ def compiled(context: Context, *described: StagePrograms) -> list[Row]:
         collected = compile_stage(
             stage, lambda program: {**facts[id(program)], "seconds": 0.0}, context.topology
         )
-        return judge("", {**collected, "remat": "auto"}, context.topology, context.bench.mesh.shape).to_dict()
+        return judge_stage(
+            "", {**collected, "remat": "auto"}, context.topology, context.bench.mesh.shape
+        ).to_dict()
 
     return [one(stage) for stage in described]
 

@@ -57,9 +57,9 @@ def predict(
     from rlhf_core.mesh import make_mesh
     from rlhf_core.runtime.devices import Planned, plan_for
     from rlhf_core.topologies.compile import Cache, compile_stage, find_devices
-    from rlhf_core.topologies.judge import judge
     from rlhf_core.topologies.names import parse
     from rlhf_core.topologies.table import as_json
+    from rlhf_core.topologies.verdicts import judge_stage
 
     topologies = [parse(name) for name in names]
     first = topologies[0]
@@ -80,7 +80,8 @@ def predict(
                 continue
             for topology in topologies:
                 verdicts = [
-                    judge(each, facts, topology, results["mesh"]) for each, facts in results["stages"].items()
+                    judge_stage(each, facts, topology, results["mesh"])
+                    for each, facts in results["stages"].items()
                 ]
                 found = {"compiled_for": first.name, **as_json(topology, results, verdicts)}
                 written[topology.chip.name] = found
