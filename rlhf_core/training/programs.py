@@ -244,10 +244,11 @@ def token_weights(definition: Definition) -> int:
     too, and of experts those that a token is sent to.
     """
     config = definition.config
+    is_head = definition.head == "lm" and getattr(config, "tied", False)
     experts, used = getattr(config, "experts", 0), getattr(config, "experts_per_token", 0)
     total = 0.0
     for path, leaf in paths(definition.abstract_params()):
-        if len(leaf.shape) < 2 or ("embed" in path[0] and not getattr(config, "tied", False)):
+        if len(leaf.shape) < 2 or ("embed" in path[0] and not is_head):
             continue
         share = used / experts if experts and any("expert" in part for part in path) else 1.0
         total += share * float(np.prod(leaf.shape))

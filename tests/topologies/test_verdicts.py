@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_core.models import DECODER
+from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.topologies.chips import CHIPS
 from rlhf_core.topologies.hlo import Counts
 from rlhf_core.topologies.names import parse
 from rlhf_core.topologies.roofline import bound, main_loop
 from rlhf_core.topologies.table import as_json, lines, program_table
 from rlhf_core.topologies.verdicts import judge_stage
+from rlhf_core.training.programs import token_weights
 
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
 GB = 10**9
@@ -74,6 +77,21 @@ def test_the_main_loop_is_the_one_that_moves_most() -> None:
     few, much = counts(size=1.0), counts(size=2.0)
     assert main_loop([few, much]) is much
     assert main_loop([]) == Counts()
+
+
+def test_an_embedding_that_no_token_is_multiplied_with_does_not_count() -> None:
+    """It is a language model's head where the two are tied, and never a reward model's."""
+    table = {"model_type": "llama", "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16}
+    table |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+
+    def weights(head: Any, *, tied: bool) -> int:
+        hf_config = complete_table({**table, "tie_word_embeddings": tied}, None, None)
+        return token_weights(describe(DECODER, hf_config, head, "model"))
+
+    language = weights("lm", tied=True)
+    assert language == weights("lm", tied=False)
+    assert language - weights("score", tied=True) == 32 * 8 - 8
+    assert weights("score", tied=True) == weights("score", tied=False)
 
 
 def test_speed_at_most() -> None:
