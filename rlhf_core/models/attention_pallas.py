@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,12 +20,11 @@ from jax.sharding import PartitionSpec
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import mesh_of_rows, row_axes
-from rlhf_core.models import attention_pallas_gpu, attention_pallas_tpu
 from rlhf_core.models.attention import attend
 from rlhf_core.models.attention_plan import Blocks, filled
 from rlhf_core.runtime.devices import platform
 
-KERNELS = {"gpu": attention_pallas_gpu, "tpu": attention_pallas_tpu}
+PLATFORMS = ("gpu", "tpu")
 LARGEST_HEAD = 256
 
 
@@ -59,7 +60,7 @@ def attend_pallas(
     """
     kernels = kernels or Kernels(platform())
     time, size = q.shape[3:]
-    if kernels.platform not in KERNELS:
+    if kernels.platform not in PLATFORMS:
         raise InputError(
             f"attention 'pallas': its kernels run on GPUs and TPUs, not on a {kernels.platform.upper()}; set attention "
             'to "blocks" or "auto"'
@@ -72,7 +73,7 @@ def attend_pallas(
     mesh = mesh_of_rows(q)
     if mesh is None and not _is_local(q):
         return attend(q, k, v, positions, visible_until, window=window, softcap=softcap)
-    blocks = kernels.blocks or KERNELS[kernels.platform].choose_blocks(time, size, q.shape[2], v.dtype)
+    blocks = kernels.blocks or _kernels_of(kernels.platform).choose_blocks(time, size, q.shape[2], v.dtype)
     fill = max(each.fill(time) for each in blocks)
     if fill:
         q, k, v = (filled(x, x.ndim - 2, fill) for x in (q, k, v))
@@ -82,6 +83,13 @@ def attend_pallas(
     mixed = _attend(q, k, v, rows, softcap, kernels, blocks)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
     return mixed[:, :time] if fill else mixed
+
+
+def _kernels_of(platform: str) -> ModuleType:
+    """Import the kernels of a platform; not with this module, since Pallas takes longer to import than most commands
+    need.
+    """
+    return import_module(f"rlhf_core.models.attention_pallas_{platform}")
 
 
 def _is_local(x: jax.Array) -> bool:
@@ -141,7 +149,7 @@ def _forward(
     how = {"softcap": softcap, "blocks": blocks[0], "interpret": kernels.interpret}
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> Any:
-        return tuple(KERNELS[kernels.platform].forward(q, k, v, rows, **how))
+        return tuple(_kernels_of(kernels.platform).forward(q, k, v, rows, **how))
 
     mixed, normalizers = _per_device(local, q, rows, (1, 1, 1), (2, 1))(q, k, v, rows)
     return mixed, (q, k, v, rows, mixed, normalizers)
@@ -164,7 +172,7 @@ def _backward(
     ) -> Any:
         # Σ_s p dp of a query is Σ_h d_mixed · mixed.
         sums = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1).transpose(0, 2, 3, 1)
-        return tuple(KERNELS[kernels.platform].backward(q, k, v, rows, d_mixed, normalizers, sums, **how))
+        return tuple(_kernels_of(kernels.platform).backward(q, k, v, rows, d_mixed, normalizers, sums, **how))
 
     call = _per_device(local, q, rows, (1, 1, 1, 2, 2, 1), (1, 1, 1))
     return *call(q, k, v, mixed, d_mixed, normalizers, rows), None
