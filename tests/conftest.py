@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ.setdefault("RLHF_CACHE", str(Path(tempfile.gettempdir()) / "rlhf-test-cache"))
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what imports and collection made from garbage collection: it stays, and each full one would visit it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def test_adapters_learn_and_the_base_stays(
     "trainer",
     [
         "reward",
-        "grpo",
+        pytest.param("grpo", marks=pytest.mark.long),
         *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
     ],
 )

@@ -84,7 +84,11 @@ def one_message(ended: list[tuple[int, str]], *said: str) -> None:
     ("second", "said"),
     [
         (arguments("p.toml", "--set", "rm.size=5"), "process 1: stage 'rm'.size is 5, and 3 on process 0"),
-        (arguments("p.toml", "--set", "base.log_steps=3"), "process 1: stage 'base'.log_steps is 3, and 10"),
+        pytest.param(
+            arguments("p.toml", "--set", "base.log_steps=3"),
+            "process 1: stage 'base'.log_steps is 3, and 10",
+            marks=pytest.mark.long,
+        ),
         (arguments("q.toml"), "process 1: stage 'base'.train_data is "),
     ],
 )

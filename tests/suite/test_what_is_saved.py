@@ -57,7 +57,12 @@ def train(tiny: ModuleType, name: str, directory: Path, model: Any = None, **fie
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "grpo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo"))]
+    "name",
+    [
+        "reward",
+        pytest.param("grpo", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo")),
+    ],
 )
 def test_an_evaluation_reads_the_rounded_weights_and_training_does_not(
     name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
