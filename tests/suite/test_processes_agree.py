@@ -97,6 +97,7 @@ def test_who_differs_and_in_what_is_said_by_all(place: Path, second: list[str], 
     assert not (place / "run" / "base").exists()
 
 
+@pytest.mark.long
 def test_a_run_directory_that_is_not_shared_is_said(place: Path) -> None:
     (place / "two" / "base").mkdir(parents=True)
     ended = both(COMMAND, place, arguments(dir="one"), arguments(dir="one"))
