@@ -45,9 +45,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what imports and collection made from garbage collection: it stays, and each full one would visit it."""
+    """Make garbage collection rarer: tracing makes many objects, few of them in cycles.
+
+    What imports and collection made is exempt: it stays, and each full collection would visit it.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(5_000, 10, 10)
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +84,7 @@ def _few_compiled_programs() -> Iterator[None]:
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
+        gc.collect()  # programs that cycles hold
 
 
 FAKE_TRAINERS = Path(__file__).parent / "shared" / "fake_trainers.py"
