@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,16 @@ os.environ.setdefault("RLHF_CACHE", str(Path(tempfile.gettempdir()) / "rlhf-test
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_finish() -> None:
+    """Make garbage collection rarer: tracing makes many objects, few of them in cycles.
+
+    What imports and collection made is exempt: it stays, and each full collection would visit it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 10, 10)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY
@@ -73,6 +84,7 @@ def _few_compiled_programs() -> Iterator[None]:
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
+        gc.collect()  # programs that cycles hold
 
 
 FAKE_TRAINERS = Path(__file__).parent / "shared" / "fake_trainers.py"

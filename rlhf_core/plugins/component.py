@@ -213,6 +213,17 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
             raise InputError(f"{what}: expected a dataclass or a function, got {type(thing).__name__}")
         _check_attributes(kind, thing, _fields(thing), what)
         return Entry(kind, name, thing, owner, None)
+    models, required = _options(kind, thing, what)
+    _check_attributes(kind, thing, models.keys() | _fields(thing), what)
+    return Entry(kind, name, thing, owner, models, required)
+
+
+@functools.lru_cache(maxsize=512)
+def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[Options]], frozenset[str]]:
+    """Make {option: a model with the one field `value`}, and list the options without a default.
+
+    Cached: plugins are loaded again for every run in a process, and the models take most of the time.
+    """
     models, required = {}, set()
     for parameter in parameters(kind, thing, what):
         if parameter.name == "name" and parameter.default is parameter.empty:
@@ -222,8 +233,7 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
         models[parameter.name] = option_model(thing, parameter, what)
         if parameter.default is parameter.empty:
             required.add(parameter.name)
-    _check_attributes(kind, thing, models.keys() | _fields(thing), what)
-    return Entry(kind, name, thing, owner, models, frozenset(required))
+    return types.MappingProxyType(models), frozenset(required)
 
 
 def qualified_name(thing: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ def find_distribution(point: EntryPoint) -> Installed | None:
     """Find the distribution that an entry point belongs to; None without one, or if it is half uninstalled."""
     if point.dist is None or leftover_path(point) is not None:
         return None
-    return Installed(point.dist.name, point.dist.version)
+    return _metadata(point.dist)
 
 
 def leftover_path(point: EntryPoint) -> str | None:
@@ -29,7 +30,7 @@ def leftover_path(point: EntryPoint) -> str | None:
         return None
     path = str(getattr(dist, "_path", None) or dist.locate_file(""))
     renamed = path.replace("\\", "/").rpartition("/")[2].startswith("~")
-    return path if renamed or not _has_metadata(dist) else None
+    return path if renamed or _metadata(dist) is None else None
 
 
 def versions() -> dict[str, str]:
@@ -38,9 +39,14 @@ def versions() -> dict[str, str]:
     return dict(sorted(distribution for distribution in distributions if distribution is not None))
 
 
-def _has_metadata(dist: Distribution) -> bool:
-    """Check for a name and version: without METADATA they are None, or an error in later Pythons."""
-    try:
-        return bool(dist.name) and bool(dist.version)
+@functools.lru_cache(maxsize=64)
+def _metadata(dist: Distribution) -> Installed | None:
+    """Read a distribution's name and version; None without them.
+
+    Each read parses the whole of METADATA, so it happens once per distribution that `entry_points` finds.
+    """
+    try:  # without METADATA they are None, or an error in later Pythons
+        installed = Installed(dist.name, dist.version)
     except Exception:
-        return False
+        return None
+    return installed if installed.name and installed.version else None

@@ -23,6 +23,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 def test_the_stage_of_the_page_runs(
     name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -124,7 +124,7 @@ def test_every_page_with_code_is_in_a_test() -> None:
             assert any(each in text for text in tests.values() for each in known), f"no test reads {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_readme_run(workplace: Path, tiny: ModuleType) -> None:
     """Its pipeline with an update a stage, and every command on it."""
     blocks = documents.blocks(REPOSITORY / "README.md")

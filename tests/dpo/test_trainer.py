@@ -58,7 +58,7 @@ def numbers(metrics):
     return {name: float(x) for name, x in metrics.items()}
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=pytest.mark.long)])
 def test_the_trainer_reports_what_the_functions_compute(tiny, tmp_path, loss):
     """Held-out metrics before and after, against `evaluation_step` with the starting model as reference."""
     model, held_out = tiny.make_model(scale=4.0), tiny.pairs(7, seed=5)

@@ -77,6 +77,7 @@ def whole(tiny: ModuleType, model: Any, tmp_path_factory: pytest.TempPathFactory
     return trained(tiny, model, tmp_path_factory.mktemp("whole"), 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "then"), [(8, 1), (1, 8)])
 def test_it_goes_on_in_the_middle_of_a_rollout(
     first: int, then: int, whole: Any, tiny: ModuleType, model: Any, tmp_path: Path

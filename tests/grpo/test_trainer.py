@@ -229,7 +229,7 @@ def test_it_learns(train):
     "changes",
     [
         {"num_iterations": 2, "beta": 0.1, "top_entropy_quantile": 0.5, "entropy_coef": 0.1},
-        {"loss_type": "grpo"},
+        pytest.param({"loss_type": "grpo"}, marks=pytest.mark.long),
     ],
     ids=["dapo, every term", "grpo"],
 )
@@ -343,7 +343,7 @@ def test_evaluation(tiny, model, tmp_path):
 
 @pytest.mark.parametrize(
     ("loss_type", "advantage"),
-    [("gspo", "reinforce_pp"), ("dr_grpo", "rloo")],
+    [("gspo", "reinforce_pp"), pytest.param("dr_grpo", "rloo", marks=pytest.mark.long)],
 )
 def test_other_losses_and_advantages_train(train, loss_type, advantage):
     """One that reads whole sequences and one that is averaged otherwise; `test_invariance.py` has all losses."""

@@ -49,7 +49,7 @@ def distance(one: np.ndarray, two: np.ndarray) -> float:
     return float(np.linalg.norm(one - two))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.long), *NAMES[1:]])
 def test_bfloat16_differs_from_float32_by_its_rounding(name: str, directories: Path) -> None:
     """Logits and the change of every parameter: as far apart as with weights that are rounded once, in float32."""
 

@@ -110,7 +110,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("count", "devices"), [(1, 8), (2, 1)], ids=["eight devices", "two processes"])
+@pytest.mark.parametrize(
+    ("count", "devices"),
+    [
+        pytest.param(1, 8, id="eight devices"),
+        pytest.param(2, 1, marks=pytest.mark.long, id="two processes"),
+    ],
+)
 def test_no_more_than_the_shards_and_two_parameters(
     source: Path, tmp_path: Path, count: int, devices: int
 ) -> None:

@@ -190,3 +190,10 @@ def test_another_method_is_not_taken_for_a_trainer_that_is_there() -> None:
     assert "Did you mean" not in said
     with pytest.raises(InputError, match=r"no trainer named 'gpro'\. Did you mean 'grpo'"):
         registry.get(TRAINER, "gpro")
+
+
+def test_option_models_are_made_once_per_component() -> None:
+    first, second = (plugins.load().registry._entry(OPTIMIZER, "adamw") for _ in range(2))
+    assert first.options is second.options
+    with pytest.raises(TypeError):
+        first.options["lr"] = None  # shared, so it cannot be changed

@@ -31,7 +31,7 @@ np.savez(arguments[0], **sampler(params, prompts, jax.random.key(0))._asdict())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_process_gets_every_rollout(tmp_path: Path) -> None:
     processes.alone_and_in_two(PROGRAM, lambda i, n: [tmp_path / f"{i}_of_{n}.npz"])
     alone, first, second = (np.load(tmp_path / f"{name}.npz") for name in ("0_of_1", "0_of_2", "1_of_2"))

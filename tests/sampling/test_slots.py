@@ -67,7 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", ["plain", pytest.param("penalty", marks=pytest.mark.long), "strings"])
 def test_the_number_of_slots_changes_nothing(
     options: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

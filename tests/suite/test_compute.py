@@ -39,7 +39,7 @@ def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         pytest.param("sft", "object", marks=pytest.mark.exhaustive),
         ("sft", "directory"),
         ("reward", "object"),
-        ("grpo", "object"),
+        pytest.param("grpo", "object", marks=pytest.mark.long),
     ],
 )
 def test_a_run_in_bfloat16(

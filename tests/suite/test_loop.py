@@ -27,7 +27,7 @@ ADAPTERS = {"rank": 2, "dropout": 0.1}
     ("trainer", "lora"),
     [
         *((trainer, None) for trainer in TRAINERS),
-        ("grpo", ADAPTERS),  # whose reference is the model without them
+        pytest.param("grpo", ADAPTERS, marks=pytest.mark.long),  # whose reference is the model without them
         *(
             pytest.param(trainer, ADAPTERS, marks=pytest.mark.exhaustive)
             for trainer in ("sft", "reward", "dpo")
@@ -143,7 +143,11 @@ def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any, frozen:
 
 @pytest.mark.parametrize(
     "trainer",
-    ["reward", "grpo", *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo"))],
+    [
+        "reward",
+        pytest.param("grpo", marks=pytest.mark.long),
+        *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
+    ],
 )
 def test_accumulation_changes_nothing_but_rounding(
     short: Any, monkeypatch: pytest.MonkeyPatch, trainer: str

@@ -31,7 +31,10 @@ def based(short: Any, tmp_path: Path) -> Any:
     return train
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    "trainer",
+    [name if name in ("reward", "grpo") else pytest.param(name, marks=pytest.mark.long) for name in TRAINERS],
+)
 def test_adapters_learn_and_the_base_stays(
     based: Any, short: Any, tiny: ModuleType, tmp_path: Path, trainer: str
 ) -> None:
@@ -58,7 +61,7 @@ def test_adapters_learn_and_the_base_stays(
     "trainer",
     [
         "reward",
-        "grpo",
+        pytest.param("grpo", marks=pytest.mark.long),
         *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
     ],
 )

@@ -160,6 +160,7 @@ def place(tiny: ModuleType, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) -> None:
     ended = job(place, ("run", "run"), ("", "SIGTERM load"))
     assert [code for code, _ in ended] == [75, 75], ended
@@ -179,7 +180,7 @@ def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) ->
     ("event", "process"),
     [
         ("SIGKILL step 3", 0),  # the process that the others have joined, which cannot say anything
-        ("raise step 3", 1),
+        pytest.param("raise step 3", 1, marks=pytest.mark.long),
         pytest.param("SIGKILL step 3", 1, marks=pytest.mark.exhaustive),
         pytest.param("raise step 3", 0, marks=pytest.mark.exhaustive),
     ],

@@ -84,7 +84,11 @@ def one_message(ended: list[tuple[int, str]], *said: str) -> None:
     ("second", "said"),
     [
         (arguments("p.toml", "--set", "rm.size=5"), "process 1: stage 'rm'.size is 5, and 3 on process 0"),
-        (arguments("p.toml", "--set", "base.log_steps=3"), "process 1: stage 'base'.log_steps is 3, and 10"),
+        pytest.param(
+            arguments("p.toml", "--set", "base.log_steps=3"),
+            "process 1: stage 'base'.log_steps is 3, and 10",
+            marks=pytest.mark.long,
+        ),
         (arguments("q.toml"), "process 1: stage 'base'.train_data is "),
     ],
 )
@@ -93,6 +97,7 @@ def test_who_differs_and_in_what_is_said_by_all(place: Path, second: list[str], 
     assert not (place / "run" / "base").exists()
 
 
+@pytest.mark.long
 def test_a_run_directory_that_is_not_shared_is_said(place: Path) -> None:
     (place / "two" / "base").mkdir(parents=True)
     ended = both(COMMAND, place, arguments(dir="one"), arguments(dir="one"))

@@ -24,7 +24,11 @@ BASE: dict[str, Any] = {
     "log_steps": 1,
     "progress_bar_type": "json",
 }
-TRAINERS = ["dpo", "grpo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "reward"))]
+TRAINERS = [
+    "dpo",
+    pytest.param("grpo", marks=pytest.mark.long),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "reward")),
+]
 
 
 def brief(completions: list[str]) -> list[float]:

@@ -20,7 +20,7 @@ SMALL = {"PAIRS": 2, "PAIR_TOKENS": 8, "PROMPTS": 2, "GROUP": 2, "PROMPT": 4, "C
 @pytest.mark.parametrize(
     ("work", "runner"),
     [
-        ("W1", "run_updates"),
+        pytest.param("W1", "run_updates", marks=pytest.mark.long),
         ("W2", "run_updates"),
         ("W3", "run_rollouts"),
         ("W4", "run_trainer"),

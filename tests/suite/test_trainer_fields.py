@@ -38,7 +38,11 @@ def checkpoints(directory: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["adafactor", "muon", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd"))],
+    [
+        "adafactor",
+        pytest.param("muon", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd")),
+    ],
 )
 def test_every_optimizer_learns_sharded_and_goes_on_from_its_checkpoint(short: Any, name: str) -> None:
     given: dict[str, Any] = {"optimizer": name, "learning_rate": RATES[name], "save_steps": 3}

@@ -57,7 +57,12 @@ def train(tiny: ModuleType, name: str, directory: Path, model: Any = None, **fie
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "grpo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo"))]
+    "name",
+    [
+        "reward",
+        pytest.param("grpo", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo")),
+    ],
 )
 def test_an_evaluation_reads_the_rounded_weights_and_training_does_not(
     name: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +80,7 @@ def test_an_evaluation_reads_the_rounded_weights_and_training_does_not(
         np.testing.assert_array_equal(leaf, after[path], err_msg=path)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_a_reward_models_record_is_of_the_model_that_was_saved(
     tiny: ModuleType, tmp_path: Path, dtype: str
 ) -> None:

@@ -132,6 +132,7 @@ rewards = ["length"]
 """
 
 
+@pytest.mark.long
 def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Path, tmp_path: Path) -> None:
     rlhf = environment / "bin/rlhf"
     found = command(

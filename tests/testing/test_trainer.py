@@ -157,9 +157,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["sft", *(pytest.param(name, marks=pytest.mark.long) for name in ("reward", "grpo"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
 def test_ours_have_none(name: str) -> None:
     check_trainer(name, **OURS[name])
