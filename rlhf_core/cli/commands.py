@@ -51,7 +51,7 @@ def check(
             raise InputError(
                 f"rlhf check: leave out --devices {devices}; --suggest takes them from --on {on}"
             )
-        machines(on)
+        devices = machines(on)[0].count
     elif on is not None:
         from rlhf_core.topologies.names import parse
 
@@ -86,7 +86,8 @@ def check(
         from rlhf_core.mesh import planned_mesh
 
         try:
-            mesh = planned_mesh(devices, **planned.mesh)
+            # A search chooses the mesh, whatever the file says.
+            mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if suggest else planned.mesh))
         except InputError as error:
             problems += error.problems
     try:

@@ -337,6 +337,15 @@ def test_what_is_printed(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch)
     assert printed["compiled"][0]["stages"]["base"]["fits"]
 
 
+def test_a_model_without_weights_is_enough(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the search; the command reads models before the other environment does."""
+    for file in (place.path / "model").glob("*.safetensors"):
+        file.unlink()
+    found_by(True, place, monkeypatch)
+    ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
+    assert ended.code == cli.DONE, ended.message
+
+
 def test_where_nothing_fits_why(place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found_by(False, place, monkeypatch)
     ended = rlhf("check", "base.toml", "--on", "h100:1", "--suggest")
