@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def attention(context: Context) -> Iterator[Row]:
                 exact = _exact(heads, inputs) if exact is None else exact
                 (verdict,) = compiled(context, heads.described())
                 forward, both = jax.jit(heads.forward), jax.jit(heads.both)
-                seconds = seconds_of(lambda: both(*inputs), context.repeats)  # noqa: B023
+                seconds = seconds_of(partial(both, *inputs), context.repeats)
                 errors = [
                     _largest_error(_first_head(heads, index, x), y)
                     for index, (x, y) in enumerate(zip(both(*inputs), exact, strict=True))
@@ -134,7 +135,7 @@ def attention(context: Context) -> Iterator[Row]:
                     name,
                     seconds,
                     verdict,
-                    forward_seconds=seconds_of(lambda: forward(*inputs), context.repeats),  # noqa: B023
+                    forward_seconds=seconds_of(partial(forward, *inputs), context.repeats),
                     tokens_per_second=np.prod(heads.layout()[0].shape).item() / seconds,
                     error=errors[0],
                     gradient_error=max(errors[1:]),
@@ -250,7 +251,7 @@ def _plain(state: TrainState) -> Any:
 
 
 def _steps(training: Training) -> Callable[[Callable[..., TrainState]], Callable[[], Any]]:
-    """Make calls that update a state, each of which overwrites the one before it."""
+    """Return a function that turns an update into a call without arguments, which replaces the training's state."""
     programs, held = training.programs(), [training.state]
 
     def make(update: Callable[[Any, TrainState], TrainState]) -> Callable[[], Any]:
@@ -261,6 +262,13 @@ def _steps(training: Training) -> Callable[[Callable[..., TrainState]], Callable
         return step
 
     return make
+
+
+def _sampled_update(
+    policy: Policy, samples: Callable[[TrainState], Any], programs: Any, state: TrainState
+) -> TrainState:
+    """Update a policy with the completions that `samples` returns for its state."""
+    return policy.update(programs, state, samples(state))
 
 
 def _update_row(context: Context, name: str, training: Training, passes: int) -> Row:
@@ -303,7 +311,7 @@ def updates(context: Context, name: str) -> Iterator[Row]:
         ("W2", lambda state: given, policy.tokens, trained),
         ("W4", lambda state: policy.sample(state, 1), policy.tokens, trained + sampled),
     ):
-        step = steps(lambda programs, state: policy.update(programs, state, samples(state)))  # noqa: B023
+        step = steps(partial(_sampled_update, policy, samples))
         seconds = seconds_of(step, context.repeats)
         yield row(
             f"{work} {name}",
@@ -322,7 +330,7 @@ def decode(context: Context) -> Iterator[Row]:
     verdicts = compiled(context, *(work.described() for work in works))
     for slots, work, verdict in zip(bench.sizes.slots, works, verdicts, strict=True):
         try:
-            seconds = seconds_of(lambda: work.sample(0), context.repeats)  # noqa: B023
+            seconds = seconds_of(partial(work.sample, 0), context.repeats)
             yield row(
                 f"decode {slots}",
                 seconds,

@@ -1,4 +1,4 @@
-"""The works as programs: of arrays on a device, or of shapes alone, to compile for a device that is not there."""
+"""Build the benchmark's programs: from arrays to run on a device, or from shapes to compile without one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
 import works as speed_works
 
 SAMPLING_MEMORY = 40 * 10**9
-"""Bytes that a rollout may take: enough for every completion of these works, on any device that they suit."""
+"""Memory for a rollout, in bytes: large enough to sample all completions of a work at once."""
 MANY = 1000
 """Updates of a run that is never run to its end."""
 
@@ -138,7 +138,7 @@ class Training:
         return Programs(self.objective, self.state, from_zero=self.known and len(self.batches) > 1)
 
     def update(self, programs: Programs, state: TrainState, batches: Sequence[Packed] = ()) -> TrainState:
-        """Do what `rlhf_core.fit` does in an update."""
+        """Run one update as `rlhf_core.fit` does: all micro-batches, then the optimizer."""
         done = None
         for number, batch in enumerate(batches or self.batches):
             done = programs.accumulate(state, put_rows(state.step.sharding.mesh, batch), done, number)
