@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
     from rlhf_core.contracts import ATTENTION as ATTENTION
     from rlhf_core.contracts import DATASET as DATASET
+    from rlhf_core.contracts import ENVIRONMENT as ENVIRONMENT
     from rlhf_core.contracts import LOGGER as LOGGER
     from rlhf_core.contracts import MODEL as MODEL
     from rlhf_core.contracts import OPTIMIZER as OPTIMIZER
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import Advantage as Advantage
     from rlhf_core.contracts import AdvantageInputs as AdvantageInputs
     from rlhf_core.contracts import Artifact as Artifact
+    from rlhf_core.contracts import Environment as Environment
     from rlhf_core.contracts import Forecast as Forecast
     from rlhf_core.contracts import Kind as Kind
     from rlhf_core.contracts import LossOutput as LossOutput
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from rlhf_core.contracts import SamplerInputs as SamplerInputs
     from rlhf_core.contracts import StagePrograms as StagePrograms
     from rlhf_core.contracts import Trainer as Trainer
+    from rlhf_core.contracts import Turn as Turn
     from rlhf_core.errors import InputError as InputError
     from rlhf_core.errors import RunError as RunError
     from rlhf_core.models import load_model as load_model
@@ -53,9 +56,10 @@ if TYPE_CHECKING:
     from rlhf_core.state import create_state as create_state
 
 _CONTRACTS = (
-    "ADVANTAGE ATTENTION DATASET LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER "
-    "Advantage AdvantageInputs Artifact Forecast Kind LossOutput ModelFamily PairInputs PairwiseLoss PolicyInputs "
-    "PolicyLoss Program RewardInputs Rollouts Rows SamplerInputs StagePrograms Trainer"
+    "ADVANTAGE ATTENTION DATASET ENVIRONMENT LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER "
+    "TRAINER Advantage AdvantageInputs Artifact Environment Forecast Kind LossOutput ModelFamily PairInputs "
+    "PairwiseLoss PolicyInputs PolicyLoss Program RewardInputs Rollouts Rows SamplerInputs StagePrograms Trainer "
+    "Turn"
 )
 _HOMES = {
     **dict.fromkeys(_CONTRACTS.split(), "contracts"),

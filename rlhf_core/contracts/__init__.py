@@ -296,6 +296,8 @@ class SamplerInputs:
     stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
     prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
     memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
+    conversation_length: in tokens, of the longest conversation without its prompt; None: there are no conversations,
+        and `converse` is not called.
     """
 
     definition: ModelDefinition
@@ -307,6 +309,7 @@ class SamplerInputs:
     prompts_per_call: int
     max_prompt_length: int
     memory: int | None = None
+    conversation_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -458,6 +461,32 @@ class Rollouts(_Rollouts):
         return super().__new__(cls, tokens, lengths, logps, finished, mask, version)
 
 
+class Continuation(NamedTuple):
+    """What follows a turn of the policy in a conversation.
+
+    conversation: its number in the call. tokens: int32 [n], what the world adds, which ends with the header of the
+        policy's next turn; None: the conversation is over. limit: the most tokens that the next turn may have.
+    replaces: whether `tokens` are the whole context of the next turn, instead of what is added to it.
+    """
+
+    conversation: int
+    tokens: np.ndarray | None
+    limit: int = 0
+    replaces: bool = False
+
+
+class World(Protocol):
+    """What the conversations of one call of `converse` are held with; the same calls on every process, in step."""
+
+    def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
+        """Take a turn of the policy: int32 and float32 [n], as in `Rollouts`, and whether it ended by itself."""
+        ...
+
+    def replies(self, *, wait: bool) -> Sequence[Continuation]:
+        """Return what has arrived since the last call, each once. wait: for at least one, if any is outstanding."""
+        ...
+
+
 class SamplerFunction(Protocol):
     """Sample completions of prompts. The trainer calls it on every process, in step.
 
@@ -475,6 +504,9 @@ class SamplerFunction(Protocol):
 
     An optional method `warm_up(params, lengths)` compiles for prompts of these lengths, or starts to in threads.
     Another, `programs(params, prompts)`, lists the `Program`s of a rollout of so many prompts, for `rlhf check --on`.
+    A third, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
+    prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
+    conversations take each turn together, in a call whose prompts are all that was said.
     """
 
     def __call__(
@@ -488,6 +520,38 @@ class SamplerMaker(Protocol):
 
 class Reward(Protocol):
     def __call__(self, *args: Any, **columns: Any) -> Any: ...
+
+
+class Turn(NamedTuple):
+    """What an environment answers to a completion.
+
+    messages: what it adds to the conversation, such as {"role": "tool", "content": "42"}.
+    reward: of this turn, in reward units; an episode's reward is the sum of its turns'; None: this turn has none.
+    done: whether the episode is over; its messages are then not sent to the policy.
+    metrics: numbers to log, averaged over the turns that have them.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, float] = {}
+
+
+class Environment(Protocol):
+    """The world of one episode; an object is made for each. Its methods may be async.
+
+    An attribute `tools` lists what the policy may call, as JSON schemas for the chat template; default: none.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, Any]]:
+        """Begin an episode with a row of the dataset, and return its first messages, the last of which is to be
+        replied to. seed: equal for the episodes of a group, which must begin alike.
+        """
+        ...
+
+    def step(self, completion: Mapping[str, Any]) -> Turn:
+        """Answer the policy's message: its `role`, `content`, and `tool_calls` where it made any."""
+        ...
 
 
 class Dataset(Protocol):
@@ -513,6 +577,7 @@ POLICY_LOSS: Kind[PolicyLoss] = Kind(
 ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",), constant=True)
 SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
 REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"))
+ENVIRONMENT: Kind[Environment] = Kind("environment", factory=True)
 MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)
 LOGGER: Kind[object] = Kind("logger", factory=True)
