@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from rlhf_core import data, loggers, optimizers, rewards, sampling
-from rlhf_core.contracts import ATTENTION, DATASET, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
+from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
 from rlhf_core.data.files import FORMATS
+from rlhf_core.environments import ToolEnvironment
 from rlhf_core.models import DECODER
 from rlhf_core.models.attention import attend
 from rlhf_core.models.attention_blocks import attend_blocks
@@ -34,6 +35,7 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(LOGGER, "jsonl", loggers.JsonLines)
     registry.add(LOGGER, "wandb", wandb)
     registry.add(SAMPLER, "jax", sampling.make_sampler)
+    registry.add(ENVIRONMENT, "tools", ToolEnvironment)
     registry.add(REWARD, "exact_match", rewards.exact_match)
     registry.add(REWARD, "numeric_answer", rewards.numeric_answer)
     registry.add(REWARD, "math_verify", rewards.MathVerify)

@@ -112,11 +112,11 @@ def _nest_flat(fields: dict[str, Any], cls: type[Options], base: Options | None)
             tables[field] = {} if other else dict(start)
         if key in (given_tables.get(field) or {}):
             problems.append(Problem(name, f"the same as {field}.{key}, which is given too; remove one"))
-        elif value is None and isinstance(default, Component):
+        elif value is None and (default is None or isinstance(default, Component)):
             tables[field].pop(key, None)  # an option that is none counts as not given
         else:
             tables[field][key] = value
-    fields |= tables
+    fields |= {name: table for name, table in tables.items() if table or name in given_tables}
     return problems
 
 

@@ -76,7 +76,7 @@ def _walk(annotation: Any, value: Any, path: str) -> Iterator[Found]:
         kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
         if kind is None:
             yield from _walk(arguments[0], value, path)
-        elif (component := _component(value)) is not None:
+        elif (component := _component(value, arguments[0])) is not None:
             yield path, kind, arguments[0], component
     elif isinstance(annotation, type) and issubclass(annotation, Options):
         if isinstance(value, Mapping | Options):
@@ -91,10 +91,13 @@ def _walk(annotation: Any, value: Any, path: str) -> Iterator[Found]:
             yield from _walk(arm, value, path)
 
 
-def _component(value: Any) -> dict[str, Any] | None:
+def _component(value: Any, owner: type[Component]) -> dict[str, Any] | None:
     if isinstance(value, Component):
         return {**dict(value), **value.options}
     table = {"name": value} if isinstance(value, str) else value
+    usual = owner.model_fields["name"].default
+    if isinstance(table, Mapping) and isinstance(usual, str):
+        table = {"name": usual, **table}
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
         return None
     return table if isinstance(table, dict) else dict(table)

@@ -41,6 +41,7 @@ class Kind(Generic[T]):
     constant: True where jit closes over the component, so that it must hash by value: a class must be frozen, without
         public class attributes other than its options and `attributes`.
     attributes: {name: allowed values} that a trainer reads from a component with `attribute`; the first is the default.
+    by_path: True where a name may also be `module:function` or `file.py:function`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Kind(Generic[T]):
     factory: bool = False
     constant: bool = False
     attributes: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
+    by_path: bool = False
 
     def attribute(self, component: Any, name: str) -> str:
         """Read a declared attribute from an option, a class or a function; return the default where it is absent.
@@ -576,8 +578,8 @@ POLICY_LOSS: Kind[PolicyLoss] = Kind(
 )
 ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",), constant=True)
 SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
-REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"))
-ENVIRONMENT: Kind[Environment] = Kind("environment", factory=True)
+REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"), by_path=True)
+ENVIRONMENT: Kind[Environment] = Kind("environment", factory=True, by_path=True)
 MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)
 LOGGER: Kind[object] = Kind("logger", factory=True)

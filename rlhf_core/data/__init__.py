@@ -5,6 +5,7 @@ from rlhf_core.data.batch_order import count_updates as count_updates
 from rlhf_core.data.batch_order import visited_rows as visited_rows
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.encoded import Texts as Texts
+from rlhf_core.data.episode_rows import EpisodeRows as EpisodeRows
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.prompts import Prompts as Prompts
 from rlhf_core.data.prompts import encode_prompts as encode_prompts

@@ -50,6 +50,16 @@ class Prompts:
         return self.places[i]
 
     @property
+    def sizes(self) -> NDArray[np.int64]:
+        """int64 [prompts]: tokens of each prompt."""
+        return np.asarray(self.ids.lengths, np.int64)
+
+    def row(self, i: int) -> Mapping[str, Any]:
+        """Return the row of prompt `i`, as in the data."""
+        row: Mapping[str, Any] = self.places.records[int(self.rows[i])]
+        return row
+
+    @property
     def rows(self) -> NDArray[np.int64]:
         """int64 [prompts]: index of each prompt's row in the records."""
         return self.places.rows

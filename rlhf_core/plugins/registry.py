@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic.fields import FieldInfo
 
-from rlhf_core.contracts import REWARD, TRAINER, Kind
+from rlhf_core.contracts import TRAINER, Kind
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
 
@@ -94,7 +94,7 @@ class Registry:
     def get(self, kind: Kind[T], name: str, /, **options: Any) -> T:
         """Make the component of that name with the options.
 
-        A reward may also be `module:function` or `file.py:function`, relative to the current directory.
+        For kinds with `by_path` it may be `module:function` or `file.py:function`, relative to the current directory.
         Raises InputError for an unknown name or option.
         """
         component: T = self._entry(kind, name).make(options)
@@ -180,7 +180,7 @@ class Registry:
         entries = self._entries.get(kind, {})
         if name in entries:
             return entries[name]
-        if kind == REWARD and ":" in name:
+        if kind.by_path and ":" in name:
             return make_entry(kind, name, load_function(name), name)
         raise InputError(self._explain_missing(kind, name))
 
@@ -194,8 +194,9 @@ class Registry:
         elsewhere = [other.name for other in self.kinds() if name in self._entries[other]]
         if elsewhere:
             message += f" '{name}' is of another kind: {', '.join(elsewhere)}."
-        if kind == REWARD:
-            message += " A function of yours is module:function or file.py:function."
+        if kind.by_path:
+            article = "An" if kind.name[0] in "aeiou" else "A"
+            message += f" {article} {kind.name} of yours is module:name or file.py:name."
         if not ((alike and hint) or elsewhere or self.failures or self.disabled):
             package = f"rlhf-{name.replace('_', '-')}"
             message += (

@@ -25,7 +25,7 @@ from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError, run_async
 
 if TYPE_CHECKING:
-    from rlhf_core.data import Prompts, Records
+    from rlhf_core.data import EpisodeRows, Prompts, Records
     from rlhf_core.stage import Stage
 
 HERE = str(Path(__file__).parent.parent)
@@ -43,7 +43,9 @@ MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNo
 """Exceptions that show a mistake in the function; others may be due to the made-up completions."""
 
 
-def check_columns(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
+def check_columns(
+    rewards: Sequence[Reward], columns: Prompts | EpisodeRows | Sequence[str], stage: Stage
+) -> None:
     """Raise InputError, with all problems at once, if a reward needs a column that the prompts lack.
 
     columns: their names; or the prompts, whose rows the first process then passes to the rewards' `check`. A row that
@@ -101,7 +103,7 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
     return problems, skipped
 
 
-def set_up(rewards: Sequence[Reward], columns: Prompts | Sequence[str], stage: Stage) -> None:
+def set_up(rewards: Sequence[Reward], columns: Prompts | EpisodeRows | Sequence[str], stage: Stage) -> None:
     """Check columns, and rows where prompts are given; then let rewards load what they need, once."""
     check_columns(rewards, columns, stage)
     for reward in rewards:
@@ -123,7 +125,9 @@ class _Table:
         return self.records.where(i)
 
 
-def forecast_rewards(rewards: Sequence[Reward], prompts: Prompts | Records, stage: Stage) -> Forecast:
+def forecast_rewards(
+    rewards: Sequence[Reward], prompts: Prompts | EpisodeRows | Records, stage: Stage
+) -> Forecast:
     """Forecast what rewards will do with these prompts.
 
     Calls each plain function once, in a process of its own, with made-up completions of the first prompt, as texts or

@@ -227,13 +227,16 @@ def make_rewards(
     weights: Sequence[float] | None,
     registry: Registry,
     where: str,
+    *,
+    first: Sequence[Reward] = (),
 ) -> list[Reward]:
     """Build the rewards that a config names and those a caller passes.
 
-    given: callables, registered names, or reward model directories. Raises InputError where there is no reward, two
-    share a label, weights do not match in number, or a reward cannot have its `timeout` or `processes`.
+    given: callables, registered names, or reward model directories. first: rewards that come before them.
+    Raises InputError where there is no reward, two share a label, weights do not match in number, or a reward cannot
+    have its `timeout` or `processes`.
     """
-    rewards: list[Reward] = []
+    rewards: list[Reward] = [*first]
     for component in components:
         function = registry.get(REWARD, component.name, **component.options)
         rewards.append(

@@ -12,19 +12,29 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data import Prompts
+from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.rewards.checks import set_up
-from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
-from rlhf_core.rollouts.layout import require_whole_groups
+from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts.conversations import Conversations
+from rlhf_core.rollouts.episodes import open_environment
+from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.training.memory import sampling_memory
-from rlhf_core.training.open import open_prompts, open_sampler, require_vocabulary, warm_up
+from rlhf_core.training.open import (
+    open_episode_rows,
+    open_prompts,
+    open_sampler,
+    require_vocabulary,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.config import Component, TrainerConfig
     from rlhf_core.contracts import SamplerFunction
+    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Model
     from rlhf_core.rewards.reward import Reward
+    from rlhf_core.rollouts.episodes import EpisodeSource
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
@@ -39,13 +49,13 @@ class RolloutCollector:
         rounds give too few, equal groups, first sampled first, fill the rollout up. Metrics cover everything that was
         sampled, since those of the kept groups alone would say nothing about the policy.
     sampling: the options that the sampler was made with. policy: picks the policy's parameters from a state's, where it
-        holds several models.
+        holds several models. episodes: holds the episodes of the stage's environment; None: prompts have completions.
 
     Making one checks that the prompts have the columns that the rewards read, and lets rewards load their weights.
     """
 
     stage: Stage
-    prompts: Prompts
+    prompts: Prompts | EpisodeRows
     tokenizer: Any
     sampler: SamplerFunction
     rewards: Sequence[Reward]
@@ -53,9 +63,15 @@ class RolloutCollector:
     sampling: SamplingOptions
     max_rounds: int = 1
     policy: Callable[[Any], Any] = lambda params: params
+    episodes: EpisodeSource | None = None
 
     def __post_init__(self) -> None:
         set_up(self.rewards, self.prompts, self.stage)
+
+    def tree_sizes(self) -> tuple[NDArray[np.int64], int, int]:
+        """Return the most tokens of each prompt, how many completions share one, and the most tokens of these."""
+        options = None if self.episodes is None else self.episodes.options
+        return tree_sizes(self.prompts.sizes, self.num_generations, self.sampling, options)
 
     def collect(
         self, state: TrainState, number: int, next_prompts: Callable[[], NDArray[np.int64]]
@@ -115,6 +131,9 @@ class RolloutCollector:
         ids: int64 [N], the number that each completion's random numbers are derived from. required: whether to raise
         RunError where no reward applies to any completion.
         """
+        if self.episodes is not None:
+            return self._hold(self.episodes, params, chosen, key, ids, required=required)
+        assert isinstance(self.prompts, Prompts)
         began = time.perf_counter()
         samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
         sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
@@ -125,9 +144,43 @@ class RolloutCollector:
         timing = Timing(sampled - began, time.perf_counter() - sampled, int(np.sum(samples.lengths)))
         return Rollout(chosen, samples, rewards, total, inputs, timing=timing)
 
+    def _hold(
+        self,
+        source: EpisodeSource,
+        params: Any,
+        chosen: NDArray[np.int64],
+        key: jax.Array,
+        ids: NDArray[np.int64],
+        *,
+        required: bool,
+    ) -> Rollout:
+        """Hold and score episodes that begin with the `chosen` rows; the rest as in `complete`."""
+        began = time.perf_counter()
+        held = source.hold(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
+        ended, group, samples = time.perf_counter(), len(ids) // len(chosen), held.samples()
+        failures = [episode.failure for episode in held.episodes if episode.failure is not None]
+        if failures and self.stage.is_main:
+            warnings.warn(
+                f"{len(failures)} of {len(ids)} episodes failed and are left out; the first: {failures[0]}",
+                stacklevel=2,
+            )
+        inputs = episode_inputs(self.prompts, chosen.tolist(), held.episodes)
+        rewards, total = measure(self.rewards, inputs, needed=required)
+        failed = [episode.failure is not None for episode in held.episodes]
+        rewards[failed], total[failed] = np.nan, np.nan
+        timing = Timing(ended - began, time.perf_counter() - ended, int(np.sum(samples.mask)))
+        said = Conversations.of(held, group, one_row_per_turn=source.one_row_per_turn)
+        metrics = held.measure()
+        return Rollout(
+            chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, conversations=said
+        )
+
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """Measure a rollout, by the names of the metrics page."""
-        return rollout_metrics(self.rewards, rollout.rewards, rollout.total, rollout.samples, rollout.group)
+        measured = rollout_metrics(
+            self.rewards, rollout.rewards, rollout.total, rollout.samples, rollout.group
+        )
+        return {**measured, **rollout.metrics}
 
 
 def open_collector(
@@ -144,27 +197,39 @@ def open_collector(
     sampler: Component | None = None,
     max_rounds: int = 1,
     policy: Callable[[Any], Any] = lambda params: params,
+    environment: EnvironmentOptions | None = None,
 ) -> RolloutCollector | None:
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
     prompts_per_call: how many prompts the sampler will usually get at once. sampler: the component that makes it; None:
-    the core's. The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
-    Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, and a
-    model without a stop token.
+    the core's. environment: holds episodes that begin with the rows of the field; its reward comes before `rewards`.
+    The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
+    Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
+    model without a stop token, and a chat template that the environment cannot be used with.
     """
     if prompts_per_call < 1:
         require_whole_groups(config, stage, num_generations)
-    prompts = open_prompts(
+    needed = field == "train_data"
+    prompts: Prompts | EpisodeRows | None
+    if environment is None:
+        prompts = open_prompts(
+            config, stage, model.tokenizer, field, max_prompt_length=max_prompt_length, needed=needed
+        )
+    else:
+        prompts = open_episode_rows(config, stage, field, max_prompt_length=max_prompt_length, needed=needed)
+    if prompts is None:
+        return None
+    if isinstance(prompts, Prompts):
+        require_vocabulary(prompts, model.definition.vocab_size)
+    episodes = open_environment(
+        environment,
         config,
         stage,
         model.tokenizer,
-        field,
+        stop_ids=(*model.stop_ids, *sampling.stop_token_ids),
         max_prompt_length=max_prompt_length,
-        needed=field == "train_data",
+        max_completion_length=sampling.max_completion_length,
     )
-    if prompts is None:
-        return None
-    require_vocabulary(prompts, model.definition.vocab_size)
     count = min(prompts_per_call, len(prompts))
     models = [getattr(reward.function, "model", None) for reward in rewards]
     function = open_sampler(
@@ -176,13 +241,23 @@ def open_collector(
         prompts_per_call=prompts_per_call if field == "train_data" else count,
         sampler=sampler,
         memory=sampling_memory(config, stage, model, [name for name in models if isinstance(name, str)]),
+        conversation_length=None if episodes is None else episodes.length,
     )
     if (room := getattr(function, "room", None)) is not None and room.bytes is not None:
         stage.say(room.line(stage.devices().size, field))
     if field == "train_data":
-        warm_up(function, model, prompts.ids)
+        warm_up(function, model, prompts.sizes)
     return RolloutCollector(
-        stage, prompts, model.tokenizer, function, rewards, num_generations, sampling, max_rounds, policy
+        stage,
+        prompts,
+        model.tokenizer,
+        function,
+        rewards,
+        num_generations,
+        sampling,
+        max_rounds,
+        policy,
+        episodes,
     )
 
 

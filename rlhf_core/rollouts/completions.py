@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import RewardInputs, total_reward
-from rlhf_core.data import Prompts
+from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.data.conversations import is_blank
+from rlhf_core.environments import Episode
 from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.reward import Reward
 from rlhf_core.sampling import Rollouts
@@ -50,6 +51,27 @@ def reward_inputs(
     return RewardInputs(raw, completions, ids, columns, [prompts.where(i) for i in rows])
 
 
+def episode_inputs(
+    prompts: Prompts | EpisodeRows, chosen: Sequence[int], episodes: Sequence[Episode]
+) -> RewardInputs:
+    """Make the inputs of reward functions from episodes: the messages that each began with, and those that followed.
+
+    `completion_ids` has all tokens after the prompt. The column `environment_rewards` has what the environment gave.
+    """
+    group = len(episodes) // len(chosen)
+    columns = {
+        name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
+    }
+    columns["environment_rewards"] = [None if np.isnan(e.reward) else e.reward for e in episodes]
+    return RewardInputs(
+        [episode.messages[: episode.first] for episode in episodes],
+        [episode.messages[episode.first :] for episode in episodes],
+        [episode.tokens.tolist() for episode in episodes],
+        columns,
+        [episode.place for episode in episodes],
+    )
+
+
 def empty_warning(completions: Sequence[Turns]) -> str | None:
     """Return a warning if more than half of the completions, texts or message lists, are empty, else None."""
     empty = sum(map(is_blank, completions))
@@ -81,7 +103,7 @@ def rollout_metrics(
     grouped = total.reshape(-1, group)
     compared = [values[~np.isnan(values)] for values in grouped]
     compared = [values for values in compared if len(values) > 1]
-    lengths, finished = np.asarray(samples.lengths), np.asarray(samples.finished)
+    lengths, finished = np.asarray(samples.mask).sum(1), np.asarray(samples.finished)
     out = {"reward": float(np.nanmean(total))}
     if group > 1:
         out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])

@@ -44,7 +44,7 @@ class FixedPrompts:
 
     def warm_up(self, model: Model) -> None:
         """Start to compile the sampler for these prompts."""
-        warm_up(self.collector.sampler, model, self.collector.prompts.ids[: self.count])
+        warm_up(self.collector.sampler, model, self.collector.prompts.sizes[: self.count])
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Return metrics over completions of all prompts, by the names of the metrics page."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
@@ -10,15 +11,23 @@ from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
+from rlhf_core.rollouts.episodes import environment_reward, forecast_episodes
 from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import memory_forecast, scoring_bytes
-from rlhf_core.training.open import open_prompts, open_records, open_rewards, require_model
+from rlhf_core.training.open import (
+    open_episode_rows,
+    open_prompts,
+    open_records,
+    open_rewards,
+    require_model,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
+    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.rewards.reward import Reward, WeightedReward
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
@@ -39,26 +48,32 @@ def forecast_rollouts(
     reward_weights: Sequence[float] | None = None,
     copies: Sequence[str] = (),
     warn: Callable[[int, Any, int], Sequence[str]] | None = None,
+    environment: EnvironmentOptions | None = None,
 ) -> Forecast:
     """Forecast prompts, completions, updates, tokens and memory, what rewards will do, and the config's warnings.
 
     `config.total_batch_size` counts completions per update; a rollout has `minibatches` times as many and serves
     updates_per_rollout. copies: names of copies of the trained parameters, such as "reference". warn: (updates, the
-    model's positions or None, tokens of the longest prompt) → warnings of the trainer's own.
+    model's positions or None, tokens of the longest prompt) → warnings of the trainer's own. environment: of the
+    stage's episodes, one of which is begun, and takes a made-up turn, unless its options say otherwise.
     """
     require_whole_groups(config, stage, num_generations)
     require_model(config, stage, head="lm")
-    functions = open_rewards(rewards, stage, weights=reward_weights)
+    first = [] if environment is None else [environment_reward(environment)]
+    functions = open_rewards(rewards, stage, weights=reward_weights, first=first)
     tokenizer = stage.inputs.get("tokenizer")
     for options in (sampling, evaluation_sampling):
         if tokenizer is not None and options is not None and options.stop_strings:
             stop_table(options.stop_strings, tokenizer, len(tokenizer))
-    count, longest, report, of_rewards = _prompts(config, stage, functions, max_prompt_length)
+    length = sampling.max_completion_length
+    count, longest, report, of_rewards = _prompts(
+        config, stage, functions, max_prompt_length, environment, length
+    )
+    length = length if environment is None else environment.length(length)
     per_rollout = config.total_batch_size * minibatches // num_generations
     rollouts = data.count_updates(count, per_rollout, config.num_train_epochs, None)
     total = config.max_training_steps or rollouts * updates_per_rollout
     sampled = -(-total // updates_per_rollout) * per_rollout * num_generations
-    length = sampling.max_completion_length
     lines = [
         report,
         f"a rollout is {per_rollout:,} prompts × {num_generations} completions = {per_rollout * num_generations:,}"
@@ -66,7 +81,8 @@ def forecast_rollouts(
         f"{'at most ' if max_rounds > 1 and config.max_training_steps is None else ''}"
         f"{total:,} updates of {config.total_batch_size:,} completions; a rollout serves {updates_per_rollout}; "
         f"{sampled // num_generations / count:.2f} epochs",
-        f"{sampled:,} completions, at most {sampled * length:,} sampled tokens",
+        f"{sampled:,} completions, at most {sampled * length:,} sampled tokens"
+        + ("" if environment is None else ", the environment's included"),
     ]
     warnings: list[str] = []
     positions = None
@@ -110,13 +126,32 @@ def _reward_models(rewards: Sequence[WeightedReward], stage: Stage, policy: int)
 
 
 def _prompts(
-    config: TrainerConfig, stage: Stage, rewards: Sequence[Reward], max_prompt_length: int
+    config: TrainerConfig,
+    stage: Stage,
+    rewards: Sequence[Reward],
+    max_prompt_length: int,
+    environment: EnvironmentOptions | None,
+    max_completion_length: int,
 ) -> tuple[int, int, str, Forecast]:
     """Return the number of prompts, tokens of the longest, a line about them, and the rewards' forecast.
 
     Without the model's tokenizer rows are counted, not tokenised.
     """
     tokenizer = stage.inputs.get("tokenizer")
+    if environment is not None:
+        rows = open_episode_rows(config, stage, "train_data", max_prompt_length=max_prompt_length)
+        open_episode_rows(config, stage, "eval_data", max_prompt_length=max_prompt_length, needed=False)
+        assert rows is not None
+        of_rewards = forecast_rewards(rewards, rows, stage)
+        lines = forecast_episodes(
+            environment, config, stage, rows, tokenizer, max_completion_length=max_completion_length
+        )
+        return (
+            len(rows),
+            max_prompt_length,
+            lines[0],
+            replace(of_rewards, lines=(*lines[1:], *of_rewards.lines)),
+        )
     if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None

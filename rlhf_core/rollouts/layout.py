@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.config import TrainerConfig
+    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Model
     from rlhf_core.rollouts.collector import RolloutCollector
+    from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
 
 
@@ -31,12 +33,30 @@ def choose_rollout_rows(
     `config.total_batch_size` counts completions. Raises InputError where it is not a multiple of `num_generations`.
     """
     require_whole_groups(config, stage, collector.num_generations)
-    sizes = np.array([len(ids) for ids in collector.prompts.ids])
-    group, length = collector.num_generations, collector.sampling.max_completion_length
+    sizes, group, length = collector.tree_sizes()
     width, mesh = model.definition.hidden_size, stage.devices()
     layout = group_layout(config, sizes, width, mesh, group=group, length=length)
     longest = longest_groups(config, sizes, group=group, length=length)
     return choose_attention(model, config, stage, longest, layout), layout
+
+
+def tree_sizes(
+    prompt_sizes: NDArray[np.int64],
+    num_generations: int,
+    sampling: SamplingOptions,
+    environment: EnvironmentOptions | None,
+) -> tuple[NDArray[np.int64], int, int]:
+    """Return the most tokens of each tree's prompt, how many completions share one, and the most tokens of these.
+
+    prompt_sizes: int64 [prompts], tokens. environment: of the episodes that the prompts begin, if any.
+    """
+    turn = sampling.max_completion_length
+    if environment is None:
+        return prompt_sizes, num_generations, turn
+    length = environment.length(turn)
+    if environment.history == "kept":
+        return prompt_sizes, num_generations, length
+    return prompt_sizes + length - turn, 1, turn
 
 
 def require_whole_groups(config: TrainerConfig, stage: Stage, num_generations: int) -> None:

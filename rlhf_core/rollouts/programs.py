@@ -13,12 +13,12 @@ from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
 from rlhf_core.fit.batches import empty_batches
 from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.packing.rows import pack
-from rlhf_core.rollouts.layout import full_groups, group_layout, longest_groups
+from rlhf_core.rollouts.layout import full_groups, group_layout, longest_groups, tree_sizes
 from rlhf_core.scoring import scoring_function, scoring_layout
 from rlhf_core.state import create_state
 from rlhf_core.training.attention import choose_attention
 from rlhf_core.training.memory import definition_of, sampling_memory
-from rlhf_core.training.open import open_prompts, open_sampler
+from rlhf_core.training.open import open_episode_rows, open_prompts, open_sampler
 from rlhf_core.training.programs import (
     NOT_HERE,
     loads,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from rlhf_core.config import Component, TrainerConfig
+    from rlhf_core.data import EpisodeRows, Prompts
+    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Tree
     from rlhf_core.rewards.reward import WeightedReward
@@ -59,21 +61,30 @@ def rollout_programs(
     copies: Sequence[str] = (),
     reader: Callable[[Definition], Any] | None = None,
     policies: Sequence[str] = (),
+    environment: EnvironmentOptions | None = None,
 ) -> StagePrograms:
     """Describe the programs of a trainer that samples, with completions of full length; its `programs` calls it.
 
     objective: makes the objective for a model; its micro-batches carry the values `token_names` and `sequence_names`.
     copies: names of copies of the trained parameters, such as "reference". reader: makes the function of a
     `TokenReader` for a model, which reads every rollout; its params are {name: parameters}, of "policy" and `copies`.
-    policies: those of them that it uses. The rest: see `forecast_rollouts` and `open_collector`.
+    policies: those of them that it uses. environment: of the stage's episodes, if any. The rest: see
+    `forecast_rollouts` and `open_collector`.
     """
     model = planned_model(config, stage, "lm")
     if model is None:
         return StagePrograms(note=NOT_HERE)
-    prompts = open_prompts(config, stage, model.tokenizer, "train_data", max_prompt_length=max_prompt_length)
+    prompts: Prompts | EpisodeRows | None
+    if environment is None:
+        prompts = open_prompts(
+            config, stage, model.tokenizer, "train_data", max_prompt_length=max_prompt_length
+        )
+    else:
+        prompts = open_episode_rows(config, stage, "train_data", max_prompt_length=max_prompt_length)
+    assert prompts is not None
     mesh, width = stage.devices(), model.definition.hidden_size
-    sizes = np.array([len(ids) for ids in prompts.ids])
-    group = {"group": num_generations, "length": sampling.max_completion_length}
+    sizes, members, length = tree_sizes(prompts.sizes, num_generations, sampling, environment)
+    group = {"group": members, "length": length}
     layout = group_layout(config, sizes, width, mesh, **group)
     longest = longest_groups(config, sizes, **group)
     model = choose_attention(model, config, stage, longest, layout)
@@ -89,7 +100,7 @@ def rollout_programs(
     held = resident(state)
     held |= dict.fromkeys(copies, state.trained().params)
     rollouts = 1 / updates_per_rollout
-    groups = full_groups(sizes[:per_rollout], **group)
+    groups = full_groups(np.repeat(sizes[:per_rollout], num_generations // members), **group)
     if reader is not None and policies:
         read = TokenReader(reader(model.definition), layout, mesh)
         programs += reading_programs(
@@ -114,6 +125,9 @@ def rollout_programs(
         prompts_per_call=per_rollout,
         sampler=sampler,
         memory=sampling_memory(config, stage, model, list(_reward_sources(rewards, stage).values())),
+        conversation_length=None
+        if environment is None
+        else environment.length(sampling.max_completion_length),
     )
     notes = []
     if hasattr(draws, "programs"):

@@ -16,15 +16,17 @@ from rlhf_core.contracts import RewardInputs
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.packing.rows import Tree
 from rlhf_core.rollouts.advantages import compute_advantages
+from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.sampling import Rollouts
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Advantage
-    from rlhf_core.data import Prompts
     from rlhf_core.rewards.reward import Reward
 
 VALUE = "value_"
 """Precedes the names of `Rollout.token_values` in a checkpoint."""
+EPISODES = "episodes_"
+"""Precedes the names of the arrays of `Conversations` in a checkpoint."""
 ARRAYS = ("prompts", "rewards", "total", "advantages")
 
 
@@ -56,6 +58,8 @@ class Rollout:
     metrics: over everything that was sampled, by the names of the metrics page.
     advantages: float32 [N], or [N, C] where each token has its own. token_values: {name: float32 [N, C]}, whatever the
         trainer reads at the start of the rollout and keeps, such as `old_logps`. Both are the trainer's to fill in.
+    conversations: of episodes with an environment: what prompts and turns were; None: completions of the dataset's
+        prompts. The samples then have the environment's tokens too, outside their mask.
     """
 
     prompts: NDArray[np.int64]
@@ -69,6 +73,7 @@ class Rollout:
     timing: Timing = field(default_factory=Timing)
     advantages: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     token_values: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    conversations: Conversations | None = None
 
     @property
     def group(self) -> int:
@@ -93,6 +98,7 @@ class Rollout:
             rewards=self.rewards[rows],
             total=self.total[rows],
             inputs=inputs,
+            conversations=None if self.conversations is None else self.conversations.take(groups, rows),
         )
 
     @classmethod
@@ -112,12 +118,14 @@ class Rollout:
                 completion_ids=[x for each in inputs for x in each.completion_ids],
                 columns={name: [x for i in inputs for x in i.columns[name]] for name in inputs[0].columns},
             ),
+            metrics=_joined([part.metrics for part in parts]),
             timing=Timing(*(sum(values) for values in zip(*(part.timing for part in parts), strict=True))),
+            conversations=Conversations.join([part.conversations for part in parts]),
         )
 
     def trees(
         self,
-        prompts: Prompts,
+        prompts: Any,
         start: int = 0,
         stop: int | None = None,
         *,
@@ -125,35 +133,56 @@ class Rollout:
     ) -> list[Tree]:
         """Make trees of the groups from `start` to `stop`: the prompt once, its completions as branches.
 
+        prompts: the `Prompts` that were completed; those of episodes are in `conversations`.
         mask: bool [N, C], the tokens to train on; None: those that the policy wrote. Branches carry, per token, the
         sampler's log-probabilities as `sampling_logps`, the advantages, if there are any, and all token values; and
         `index`, the completion's number in the rollout, and `reward`, its total, 0 where it has none.
+        Where each turn of an episode has a context of its own, it is a tree of its own; see `tree_groups`.
         """
         mask = self.samples.mask if mask is None else mask
         values = {"sampling_logps": self.samples.logps, **self.token_values}
         if len(self.advantages):
             by_token = self.advantages if self.advantages.ndim > 1 else self.advantages[:, None]
             values["advantages"] = np.broadcast_to(by_token, mask.shape)
-        trees = []
+
+        def tree(prefix: Any, spans: Sequence[tuple[int, slice]]) -> Tree:
+            members = [i for i, _ in spans]
+            return Tree(
+                prefix=np.asarray(prefix, np.int32),
+                branches=tuple(self.samples.tokens[i, span].astype(np.int32) for i, span in spans),
+                weights=tuple(mask[i, span].astype(np.float32) for i, span in spans),
+                token_values={
+                    name: tuple(x[i, span].astype(np.float32) for i, span in spans)
+                    for name, x in values.items()
+                },
+                sequence_values={
+                    "index": np.array(members, np.float32),
+                    "reward": np.nan_to_num(self.total[members]).astype(np.float32),
+                },
+            )
+
+        trees, said = [], self.conversations
         for group in range(len(self.prompts))[start:stop]:
             members = range(group * self.group, (group + 1) * self.group)
-            spans = [(i, slice(int(self.samples.lengths[i]))) for i in members]
-            trees.append(
-                Tree(
-                    prefix=np.asarray(prompts.ids[self.prompts[group]], np.int32),
-                    branches=tuple(self.samples.tokens[i, span].astype(np.int32) for i, span in spans),
-                    weights=tuple(mask[i, span].astype(np.float32) for i, span in spans),
-                    token_values={
-                        name: tuple(x[i, span].astype(np.float32) for i, span in spans)
-                        for name, x in values.items()
-                    },
-                    sequence_values={
-                        "index": np.array(members, np.float32),
-                        "reward": np.nan_to_num(self.total[members.start : members.stop]).astype(np.float32),
-                    },
-                )
-            )
+            prompt = said.prompts[group] if said is not None else prompts.ids[self.prompts[group]]
+            if said is not None and said.one_row_per_turn:
+                trees += [
+                    tree(prompt if turn.context is None else turn.context, [(i, slice(turn.start, turn.end))])
+                    for i in members
+                    for turn in said.turns[i]
+                ]
+            else:
+                trees.append(tree(prompt, [(i, slice(int(self.samples.lengths[i]))) for i in members]))
         return trees
+
+    def tree_groups(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the group that each of `trees` belongs to."""
+        groups, said = range(len(self.prompts))[start:stop], self.conversations
+        if said is None or not said.one_row_per_turn:
+            return list(groups)
+        return [
+            g for g in groups for turns in said.turns[g * self.group : (g + 1) * self.group] for _ in turns
+        ]
 
     def with_advantages(self, advantage: Advantage, rewards: Sequence[Reward], *, name: str) -> Rollout:
         """Compute the advantages with a component of the kind ADVANTAGE, called `name` in errors.
@@ -184,6 +213,7 @@ class Rollout:
             **{name: getattr(self, name) for name in ARRAYS},
             **{f"samples_{name}": getattr(self.samples, name) for name in Rollouts._fields},
             **{f"{VALUE}{name}": values for name, values in self.token_values.items()},
+            **({} if self.conversations is None else self.conversations.arrays(EPISODES)),
         }
 
     @classmethod
@@ -204,33 +234,47 @@ class Rollout:
             metrics=metrics,
             advantages=advantages,
             token_values=values,
+            conversations=Conversations.from_arrays(arrays, EPISODES),
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
         """Write one JSON line per completion: `prompt`, `completion`, `reward` (the weighted sum), `rewards` ({label:
         value, null where one does not apply}), `advantage` (its mean over tokens, where there are advantages), `length`
-        in tokens and `finished`, false for a completion that was cut.
+        in tokens and `finished`, false for a completion that was cut. An episode also has `turns`, with the length in
+        tokens and the reward of each, and `failure`, where it failed; its `length` is that of all its turns.
         """
         assert self.inputs is not None
         lines = []
         for i, text in enumerate(self.inputs.completions):
-            length = int(self.samples.lengths[i])
+            length, said = int(self.samples.mask[i].sum()), self.conversations
             line = {
                 "prompt": self.inputs.prompts[i],
                 "completion": text,
                 "reward": _number(self.total[i]),
                 "rewards": {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)},
-                **({"advantage": _advantage(self.advantages[i], length)} if len(self.advantages) else {}),
+                **({"advantage": self._mean_advantage(i)} if len(self.advantages) else {}),
                 "length": length,
                 "finished": bool(self.samples.finished[i]),
+                **({} if said is None else said.described(i)),
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         write_atomic(path, "".join(lines))
 
+    def _mean_advantage(self, i: int) -> float:
+        """Average completion i's advantage over its tokens that the policy wrote."""
+        advantage = self.advantages[i]
+        return float(advantage[self.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
+
+
+def _joined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Join the metrics of rounds: counts of failures add up, the others are averaged."""
+    names = dict.fromkeys(name for each in metrics for name in each)
+    out = {}
+    for name in names:
+        values = [each[name] for each in metrics if name in each]
+        out[name] = float(sum(values) if name.endswith("/failed") else np.mean(values))
+    return out
+
 
 def _number(x: float) -> float | None:
     return None if np.isnan(x) else float(x)
-
-
-def _advantage(advantage: NDArray[np.float32], length: int) -> float:
-    return float(advantage[:length].mean()) if advantage.ndim else float(advantage)

@@ -71,7 +71,7 @@ class RolloutUpdates(ABC):
     def minibatches(self, rollout: Rollout) -> Sequence[Sequence[Packed]]:
         """Return the micro-batches of each minibatch, a function of the completed rollout alone.
 
-        Minibatch i of n has the i-th n-th of the prompts; `Packed.example` counts its groups.
+        Minibatch i of n has the i-th n-th of the prompts; `Packed.example` counts its trees.
         """
 
     def needs_state(self, step: int) -> bool:
@@ -83,7 +83,8 @@ class RolloutUpdates(ABC):
         assert self.rollout is not None
         minibatch, groups = step % len(self.packed), len(self.rollout.prompts) // len(self.packed)
         batches = self.packed[minibatch]
-        rows = self.rollout.prompts[minibatch * groups : (minibatch + 1) * groups]
+        within = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
+        rows = self.rollout.prompts[np.asarray(within, np.int64)]
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
         self.updates_per_epoch = self.order.updates_per_epoch(step + 1)
         metrics = _update_metrics(self.rollout.metrics, first=step % self.updates_per_rollout == 0)

@@ -14,7 +14,7 @@ from rlhf_core import artifacts
 from rlhf_core.config.build import components
 from rlhf_core.config.paths import is_input_field
 from rlhf_core.config.secrets import public_table
-from rlhf_core.contracts import DATASET, LOGGER, REWARD, TRAINER, Kind
+from rlhf_core.contracts import DATASET, LOGGER, TRAINER, Kind
 from rlhf_core.errors import InputError, exists
 from rlhf_core.models import Model
 from rlhf_core.stage import code_identity, identity
@@ -165,7 +165,7 @@ def _components(
     """Yield (field, code) of the trainer and of every component that the configuration names."""
     named: list[tuple[str, Kind[Any], str]] = [("trainer", TRAINER, trainer)]
     for field, kind, _, component in components(type(config), dict(config)):
-        if kind != LOGGER and not (kind == REWARD and ".py:" in component["name"]):  # that file is an input
+        if kind != LOGGER and not (kind.by_path and ".py:" in component["name"]):  # that file is an input
             named.append((field, kind, component["name"]))
     for field in ("train_data", "eval_data"):
         names = {v for k, v in flat(getattr(config, field)).items() if k == "" or k.endswith(("name", "]"))}

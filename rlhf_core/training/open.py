@@ -26,9 +26,11 @@ from rlhf_core.stage.text_settings import read_at_of, text_options
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from rlhf_core.config import TrainerConfig
     from rlhf_core.config.trainer import LoraOptions
-    from rlhf_core.data import Pairs, Prompts, Records, Texts
+    from rlhf_core.data import EpisodeRows, Pairs, Prompts, Records, Texts
     from rlhf_core.data.report import Report
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.tokenizer.text_options import ReadAt
@@ -327,38 +329,56 @@ def _encoding(config: TrainerConfig, stage: Stage, read_at: ReadAt | None = "eos
     }
 
 
+def open_episode_rows(
+    config: TrainerConfig, stage: Stage, field: str, *, max_prompt_length: int, needed: bool = True
+) -> EpisodeRows | None:
+    """Open the rows of `train_data` or `eval_data` that an environment's episodes begin with; None where the field is
+    not given and not needed.
+    """
+    records = open_records(config, stage, field, needed=needed)
+    return None if records is None else data.EpisodeRows(records, max_prompt_length)
+
+
 def require_vocabulary(prompts: Prompts, vocab_size: int) -> None:
     """Raise InputError naming the rows with tokens that the model has no embedding for."""
     data.require_vocabulary(prompts.ids, prompts.where, vocab_size)
 
 
 def open_rewards(
-    components: Sequence[WeightedReward], stage: Stage, *, weights: Sequence[float] | None = None
+    components: Sequence[WeightedReward],
+    stage: Stage,
+    *,
+    weights: Sequence[float] | None = None,
+    first: Sequence[Reward] = (),
 ) -> list[Reward]:
     """Make the reward functions of a config's field `rewards`, followed by those passed from Python.
 
-    weights: of all functions in this order, instead of those in the config. Raises InputError where there is no
-    function, and for unknown names and options, equal labels, and weights that do not match.
+    weights: of all functions in this order, instead of those in the config. first: functions that come before them.
+    Raises InputError where there is no function, and for unknown names and options, equal labels, and weights that do
+    not match.
     """
     return make_rewards(
-        components, stage.inputs.get("rewards"), weights, stage.registry, f"stage '{stage.name}'"
+        components, stage.inputs.get("rewards"), weights, stage.registry, f"stage '{stage.name}'", first=first
     )
 
 
 def open_sampler(
     stage: Stage,
     model: Model,
-    prompts: Prompts,
+    prompts: Prompts | EpisodeRows,
     options: SamplingOptions,
     *,
     num_generations: int,
     prompts_per_call: int,
     sampler: Component | None = None,
     memory: int | None = None,
+    conversation_length: int | None = None,
 ) -> Any:
     """Make a function (parameters, prompts, key) → `rlhf_core.sampling.Rollouts`; see `rlhf_core.sampling.Sampler`.
 
-    sampler: the component that makes it; None: the core's sampler. Raises InputError for a model without a stop token.
+    sampler: the component that makes it; None: the core's sampler. conversation_length: as in `SamplerInputs`; a
+    sampler without `converse` is then made to take whole conversations as prompts.
+    Raises InputError for a model without a stop token.
     """
     if not model.stop_ids and not options.stop_token_ids:
         raise InputError(
@@ -367,22 +387,33 @@ def open_sampler(
         )
     component = Component(name="jax") if sampler is None else sampler
     make = stage.registry.get(SAMPLER, component.name, **component.options)
+    inputs = SamplerInputs(
+        definition=model.definition,
+        tokenizer=model.tokenizer,
+        options=options,
+        mesh=stage.devices(),
+        stop_ids=model.stop_ids,
+        num_generations=num_generations,
+        prompts_per_call=prompts_per_call,
+        max_prompt_length=int(prompts.sizes.max()),
+        memory=memory,
+        conversation_length=conversation_length,
+    )
+    made = make(inputs)
+    if conversation_length is None or hasattr(made, "converse"):
+        return made
     return make(
-        SamplerInputs(
-            definition=model.definition,
-            tokenizer=model.tokenizer,
-            options=options,
-            mesh=stage.devices(),
-            stop_ids=model.stop_ids,
-            num_generations=num_generations,
-            prompts_per_call=prompts_per_call,
-            max_prompt_length=int(prompts.ids.lengths.max()),
-            memory=memory,
+        replace(
+            inputs,
+            num_generations=1,
+            prompts_per_call=prompts_per_call * num_generations,
+            max_prompt_length=inputs.max_prompt_length + conversation_length,
+            conversation_length=None,
         )
     )
 
 
-def warm_up(sampler: Any, model: Model, prompts: Sequence[Any]) -> None:
+def warm_up(sampler: Any, model: Model, sizes: NDArray[np.int64]) -> None:
     """Compile the sampler's programs for prompts of these lengths, if the sampler can compile early."""
     if hasattr(sampler, "warm_up"):
-        sampler.warm_up(model.params, [len(ids) for ids in prompts])
+        sampler.warm_up(model.params, sizes)

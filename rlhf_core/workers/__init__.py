@@ -1,6 +1,7 @@
 """Where a stranger's slow or fragile code runs: worker processes, and one event loop in a thread of its own."""
 
 from rlhf_core.workers.event_loop import run_async as run_async
+from rlhf_core.workers.event_loop import start_async as start_async
 from rlhf_core.workers.pickling import ByName as ByName
 from rlhf_core.workers.pickling import UnsendableError as UnsendableError
 from rlhf_core.workers.pool import DiedError as DiedError

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rlhf_core.workers import stage_end
@@ -17,18 +18,23 @@ _running: _LoopThread | None = None
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the loop; return its result or raise what it raised."""
+    future = start_async(work)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # in case this thread was interrupted
+        raise
+
+
+def start_async(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine on the loop; return the future of its result."""
     global _running
     with _lock:
         if _running is None or _running.owner != os.getpid():
             _running = _LoopThread()
             stage_end.before_end(_close)
         loop = _running.loop
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # in case this thread was interrupted
-        raise
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 def _close() -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, REWARD, SAMPLER, Component, Options, TrainerConfig
+from rlhf_core import ADVANTAGE, ENVIRONMENT, POLICY_LOSS, REWARD, SAMPLER, Component, Options, TrainerConfig
+from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.rollouts import WeightedReward
 from rlhf_core.sampling import SamplingOptions
 
@@ -89,6 +90,7 @@ class GRPOConfig(TrainerConfig):
         "min_p": ("sampling", "min_p"),
         "repetition_penalty": ("sampling", "repetition_penalty"),
         "max_completion_length": ("sampling", "max_completion_length"),
+        "tools": ("environment", "tools"),
     }
 
     UNUSED: ClassVar[Mapping[str, str]] = {
@@ -108,6 +110,11 @@ class GRPOConfig(TrainerConfig):
     )
     reward_weights: list[float] | None = Field(
         default=None, description="one weight per reward; none: each reward's own `weight`, 1 by default"
+    )
+    environment: Annotated[EnvironmentOptions, ENVIRONMENT] | None = Field(
+        default=None,
+        description="what the policy talks with over several turns; its reward comes before `rewards`; none: "
+        "completions end at their first stop token",
     )
     advantage: Annotated[Component, ADVANTAGE] = Field(
         default=Component(name="group"), description="how rewards become advantages"
@@ -175,6 +182,12 @@ class GRPOConfig(TrainerConfig):
             raise ValueError(
                 f"total_batch_size={self.total_batch_size} (completions of an update) is not a multiple of "
                 f"num_generations={self.num_generations}: a group would be split"
+            )
+        turn = self.sampling.max_completion_length
+        if self.environment is not None and self.environment.length(turn) < turn:
+            raise ValueError(
+                f"environment.max_tokens={self.environment.max_tokens} (tokens of an episode) is less than "
+                f"sampling.max_completion_length={turn}, those of a single turn"
             )
         if self.sampling.temperature == 0:
             raise ValueError(

@@ -72,6 +72,7 @@ def _rollouts(config: GRPOConfig) -> dict[str, Any]:
         "updates_per_rollout": config.updates_per_rollout,
         "minibatches": config.steps_per_generation,
         "copies": ("reference",) if config.keeps_reference else (),
+        "environment": config.environment,
     }
 
 

@@ -11,7 +11,7 @@ from rlhf_core.artifacts import save_model
 from rlhf_core.fit import fit
 from rlhf_core.objective import trained_logps
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.rollouts import FixedPrompts, choose_rollout_rows, open_collector
+from rlhf_core.rollouts import FixedPrompts, choose_rollout_rows, environment_reward, open_collector
 from rlhf_core.training import Reference, open_model, open_rewards, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import config_warnings
@@ -31,7 +31,8 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     """Improve `config.model` on the prompts of `config.train_data` and save the artifact `model`."""
     registry, mesh, temperature = stage.registry, stage.devices(), config.sampling.temperature
     model = open_model(config, stage, head="lm")
-    rewards = open_rewards(config.rewards, stage, weights=config.reward_weights)
+    first = [] if config.environment is None else [environment_reward(config.environment)]
+    rewards = open_rewards(config.rewards, stage, weights=config.reward_weights, first=first)
     advantage = registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
 
@@ -47,6 +48,7 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         prompts_per_call=config.prompts_per_rollout,
         sampler=config.sampler,
         max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
+        environment=config.environment,
     )
     assert collector is not None
     model, layout = choose_rollout_rows(model, config, stage, collector)
@@ -101,6 +103,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
         sampling=config.evaluation_sampling,
         prompts_per_call=size,
         sampler=config.sampler,
+        environment=config.environment,
     )
     if collector is None:
         return None
@@ -111,7 +114,7 @@ def _held_out(config: GRPOConfig, stage: Stage, model: Model, rewards: list[Rewa
 
 def _warn(config: GRPOConfig, stage: Stage, model: Model, updates: GRPOUpdates) -> None:
     context = model.hf_config.get("max_position_embeddings")
-    longest = int(updates.prompts.ids.lengths.max())
+    longest = int(updates.prompts.sizes.max())
     lines = config_warnings(config, updates=updates.total, context=context, longest_prompt=longest)
     for line in lines if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=3)

@@ -1,0 +1,72 @@
+"""Try an episode before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.environments.calls import EnvironmentCalls, checked_messages, checked_turn
+from rlhf_core.errors import InputError
+from rlhf_core.workers import UnsendableError
+
+if TYPE_CHECKING:
+    from rlhf_core.environments.conversation import ConversationEncoder
+
+SECONDS = 60.0
+"""How long a call may take that has no `timeout`."""
+MADE_UP = {"role": "assistant", "content": "The answer is 4."}
+
+
+def try_episode(
+    calls: EnvironmentCalls,
+    encoder: ConversationEncoder,
+    row: Mapping[str, Any],
+    place: str,
+    max_prompt_length: int,
+) -> str:
+    """Begin an episode with a row and answer its prompt with a made-up completion; return a line about it.
+
+    Calls are made in a process of their own where the environment can be sent to one.
+    Raises InputError for what the methods raise, or return that is no messages and no turn.
+    """
+    probe = (
+        EnvironmentCalls(calls.options.replace(timeout=calls.options.timeout or SECONDS), calls.make, "")
+        if (_sendable(calls))
+        else calls
+    )
+    method = "reset"
+    try:
+        environment, value = _call(probe, probe.make(), "reset", dict(row), 0)
+        messages = checked_messages(value, "reset")
+        prompt = encoder.prompt(messages, tools=calls.tools)
+        if len(prompt) > max_prompt_length:
+            raise InputError(
+                f"{place}: reset returned a prompt of {len(prompt):,} tokens, more than "
+                f"max_prompt_length={max_prompt_length:,}; raise it"
+            )
+        method = "step"
+        _, value = _call(probe, environment, "step", dict(MADE_UP))
+        turn = checked_turn(value)
+        if not turn.done:
+            reply = [*messages, MADE_UP]
+            encoder.observation(reply, [dict(m) for m in turn.messages], ended_by=None, tools=calls.tools)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{place}: {probe.explain(method, error)}") from error
+    return f"{place} begins with {len(prompt):,} tokens"
+
+
+def _sendable(calls: EnvironmentCalls) -> bool:
+    try:
+        EnvironmentCalls(calls.options.replace(timeout=SECONDS), calls.make, "")
+    except (InputError, UnsendableError):
+        return False
+    return True
+
+
+def _call(calls: EnvironmentCalls, environment: Any, method: str, *arguments: Any) -> tuple[Any, Any]:
+    """Call a method and wait for it: (the environment afterwards, the value)."""
+    call = calls.call(environment, method, *arguments)
+    return call.result() if isinstance(call, Future) else (environment, call)

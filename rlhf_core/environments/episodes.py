@@ -1,0 +1,314 @@
+"""Hold the episodes of one rollout: what each is, what its environment answers, and when it is over."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.contracts import Continuation, Rollouts, Turn
+from rlhf_core.environments.calls import (
+    EnvironmentCalls,
+    EpisodeError,
+    checked_messages,
+    checked_turn,
+    outcome,
+    plain_metrics,
+)
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.runtime.agreement import broadcast_text
+
+if TYPE_CHECKING:
+    from rlhf_core.environments.conversation import ConversationEncoder
+
+Ints = NDArray[np.int32]
+NOTHING = np.zeros(0, np.int32)
+
+
+class TurnRecord(NamedTuple):
+    """A turn of the policy: its tokens are `start` to `end` of the episode's, end excluded.
+
+    context: int32 [n], all that it continues, where that is not the episode's prompt and earlier tokens; else None.
+    """
+
+    start: int
+    end: int
+    context: Ints | None = None
+
+
+@dataclass
+class Episode:
+    """One episode. Its tokens follow its prompt; `written` marks those of the policy."""
+
+    row: Mapping[str, Any]
+    seed: int
+    place: str
+    environment: Any = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    first: int = 0
+    """How many messages it began with."""
+    prompt: Ints = field(default_factory=NOTHING.copy)
+    tokens: Ints = field(default_factory=NOTHING.copy)
+    logps: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    written: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    turns: list[TurnRecord] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    """One per turn that the environment answered."""
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    failure: str | None = None
+    finished: bool = False
+    """Whether the environment ended it, after a turn that was not cut."""
+    ended_by: int | None = None
+    """The stop token that the last turn ended with; None: it was cut."""
+    context: Ints | None = None
+    """What the next turn continues, where the history is encoded again."""
+    began: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """The sum of its turns' rewards; NaN where there are none."""
+        given = [reward for reward in self.rewards if reward is not None]
+        return float(sum(given)) if given else float("nan")
+
+    def append(self, tokens: Ints, logps: NDArray[np.float32], *, written: bool) -> None:
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.logps = np.concatenate([self.logps, logps])
+        self.written = np.concatenate([self.written, np.full(len(tokens), written)])
+
+
+class Episodes:
+    """The `World` of one call of `converse`. Every process makes one; the first one calls the environments.
+
+    length: the most tokens of an episode after its prompt; turn_length: of a turn of the policy.
+    """
+
+    def __init__(
+        self,
+        calls: EnvironmentCalls,
+        encoder: ConversationEncoder,
+        episodes: Sequence[Episode],
+        *,
+        group: int,
+        max_prompt_length: int,
+        length: int,
+        turn_length: int,
+    ) -> None:
+        """Begin the episodes, those of a group adjacent. Raises RunError where one fails, with on_error "stop"."""
+        self.calls, self.encoder, self.options = calls, encoder, calls.options
+        self.episodes, self.length, self.turn_length = episodes, length, turn_length
+        self.quick = calls.quick
+        self._again = self.options.history == "encoded_again"
+        self._ready: list[Continuation] = []
+        self._pending: dict[Future[Any], int] = {}
+        self._calls_here = jax.process_index() == 0
+        self._reset(group, max_prompt_length)
+        self.running = [i for i, episode in enumerate(episodes) if episode.failure is None]
+        """The episodes that are held: conversation k of the call is episode running[k]."""
+
+    @property
+    def prompts(self) -> list[Ints]:
+        """The prompts of the episodes that are held."""
+        return [self.episodes[i].prompt for i in self.running]
+
+    def _reset(self, group: int, max_prompt_length: int) -> None:
+        begun: list[Any] = []
+        if self._calls_here:
+            for episode in self.episodes:
+                episode.began = time.monotonic()
+                try:
+                    episode.environment = self.calls.make()
+                    begun.append(
+                        self.calls.call(episode.environment, "reset", dict(episode.row), episode.seed)
+                    )
+                except Exception as error:
+                    begun.append(error)
+            for episode, call in zip(self.episodes, begun, strict=True):
+                try:
+                    messages = self._value(episode, outcome(call))
+                    episode.messages = checked_messages(messages, "reset")
+                except Exception as error:
+                    self._fail(episode, "reset", error)
+        self._share()
+        for i, episode in enumerate(self.episodes):
+            episode.first = len(episode.messages)
+            if episode.failure is None:
+                first = next(each for each in self.episodes[i - i % group :] if each.failure is None)
+                self._encode_prompt(episode, first, max_prompt_length)
+
+    def _encode_prompt(self, episode: Episode, first: Episode, max_prompt_length: int) -> None:
+        """Encode the messages that an episode began with. first: of its group, whose prompt it shares."""
+        try:
+            if episode is not first:
+                if episode.messages != first.messages:
+                    raise EpisodeError(
+                        "returned other messages than for the first episode of its group, with the same row and seed"
+                    )
+                episode.prompt = first.prompt
+                return
+            prompt = self.encoder.prompt(episode.messages, tools=self.calls.tools)
+            if len(prompt) > max_prompt_length:
+                raise EpisodeError(
+                    f"returned a prompt of {len(prompt):,} tokens, more than max_prompt_length={max_prompt_length:,}"
+                )
+            episode.prompt = prompt
+        except (EpisodeError, InputError) as error:
+            self._fail(episode, "reset", error)
+
+    def _value(self, episode: Episode, result: Any) -> Any:
+        """Return what a method returned, and keep the environment that a future came back with."""
+        if isinstance(result, BaseException):
+            raise result
+        if self.calls.quick:
+            return result
+        episode.environment, value = result
+        return value
+
+    def _fail(self, episode: Episode, method: str, error: BaseException) -> None:
+        episode.failure = f"{episode.place}: {self.calls.explain(method, error)}"
+        if self.options.on_error == "stop":
+            raise RunError(episode.failure) from error
+
+    def submit(self, conversation: int, tokens: NDArray[Any], logps: NDArray[Any], finished: bool) -> None:
+        """Take a turn of the policy, and have the environment answer it."""
+        episode = self.episodes[self.running[conversation]]
+        start = len(episode.tokens)
+        episode.append(np.asarray(tokens, np.int32), np.asarray(logps, np.float32), written=True)
+        episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context))
+        episode.ended_by = int(tokens[-1]) if finished else None
+        episode.messages.append(self.encoder.message(tokens, ended=finished, tools=self.calls.tools))
+        if not self._calls_here:
+            return
+        try:
+            call = self.calls.call(episode.environment, "step", dict(episode.messages[-1]))
+        except Exception as error:
+            call = error
+        if isinstance(call, Future):
+            self._pending[call] = conversation
+        else:
+            self._answer(conversation, call)
+
+    def _answer(self, conversation: int, result: Any) -> None:
+        """Make the continuation that follows from what `step` returned or raised."""
+        episode = self.episodes[self.running[conversation]]
+        over = Continuation(conversation, None)
+        try:
+            turn = checked_turn(self._value(episode, result))
+            episode.rewards.append(turn.reward)
+            episode.metrics.append(turn.metrics)
+            self._ready.append(self._continue(conversation, episode, turn) or over)
+        except Exception as error:
+            self._fail(episode, "step", error)
+            self._ready.append(over)
+
+    def _continue(self, conversation: int, episode: Episode, turn: Turn) -> Continuation | None:
+        """Return what the next turn continues; None where the episode is over."""
+        if turn.done:
+            episode.messages += [dict(message) for message in turn.messages]
+            episode.finished = episode.ended_by is not None
+            return None
+        spent, limit = time.monotonic() - episode.began, self.options.max_seconds
+        if len(episode.turns) >= self.options.max_turns or (limit is not None and spent > limit):
+            return None
+        added = [dict(message) for message in turn.messages]
+        if self._again:
+            tokens = self.encoder.prompt([*episode.messages, *added], tools=self.calls.tools)
+            left = self.length - max(len(tokens) - len(episode.prompt), len(episode.tokens))
+        else:
+            tokens = self.encoder.observation(
+                episode.messages,
+                added,
+                ended_by=episode.ended_by,
+                tools=self.calls.tools,
+            )
+            left = self.length - len(episode.tokens) - len(tokens)
+        if left < 1:
+            return None
+        episode.messages += added
+        return Continuation(conversation, tokens, min(left, self.turn_length), self._again)
+
+    def replies(self, *, wait: bool) -> Sequence[Continuation]:
+        """Return the answers that have arrived. wait: for at least one, if any is outstanding."""
+        if self._calls_here:
+            self._collect(block=wait)
+        replies, self._ready = self._ready, []
+        if jax.process_count() > 1:
+            replies = _shared(replies)
+        for conversation, tokens, _, replaces in replies:
+            if tokens is None:
+                continue
+            episode = self.episodes[self.running[conversation]]
+            if replaces:
+                episode.context = np.asarray(tokens, np.int32)
+            else:
+                episode.append(tokens, np.zeros(len(tokens), np.float32), written=False)
+        return replies
+
+    def _collect(self, *, block: bool) -> None:
+        if self._pending:
+            timeout = None if block and not self._ready else 0
+            done, _ = futures.wait(self._pending, timeout=timeout, return_when=futures.FIRST_COMPLETED)
+            for call in [call for call in self._pending if call in done]:
+                self._answer(self._pending.pop(call), outcome(call))
+
+    def end(self) -> None:
+        """Let every process know how the episodes went. Raises RunError where all of them failed."""
+        self._share()
+        failures = [episode.failure for episode in self.episodes if episode.failure is not None]
+        if failures and len(failures) == len(self.episodes):
+            raise RunError(f"every episode of the rollout failed; the first: {failures[0]}")
+
+    def _share(self) -> None:
+        """Give every process what the environments said to the first one."""
+        if jax.process_count() == 1:
+            return
+        names = ("messages", "rewards", "metrics", "failure", "finished")
+        text = json.dumps([{name: getattr(episode, name) for name in names} for episode in self.episodes])
+        for episode, values in zip(self.episodes, json.loads(broadcast_text(text)), strict=True):
+            for name in names:
+                setattr(episode, name, values[name])
+
+    def samples(self) -> Rollouts:
+        """Return the episodes as completions, [N, length]; one that failed has no token that the policy wrote."""
+        count = len(self.episodes)
+        tokens, logps = np.zeros((count, self.length), np.int32), np.zeros((count, self.length), np.float32)
+        mask = np.zeros((count, self.length), np.bool_)
+        for i, episode in enumerate(self.episodes):
+            size = len(episode.tokens)
+            tokens[i, :size], logps[i, :size] = episode.tokens, episode.logps
+            mask[i, :size] = episode.written if episode.failure is None else False
+        lengths = np.array([max(len(episode.tokens), 1) for episode in self.episodes], np.int32)
+        finished = np.array([episode.finished for episode in self.episodes], np.bool_)
+        return Rollouts(tokens, lengths, logps, finished, mask)
+
+    def measure(self) -> dict[str, float]:
+        """Measure the episodes, by the names of the metrics page."""
+        held = [episode for episode in self.episodes if episode.failure is None]
+        turns = [len(episode.turns) for episode in held]
+        means = [plain_metrics(episode.metrics) for episode in held]
+        observed = [float(np.sum(~episode.written)) for episode in held]
+        return {
+            "episodes/turns": float(np.mean(turns)) if turns else float("nan"),
+            "episodes/failed": float(len(self.episodes) - len(held)),
+            "episodes/observation_tokens": float(np.mean(observed)) if observed else float("nan"),
+            **{f"episodes/{name}": value for name, value in plain_metrics(means).items()},
+        }
+
+
+def _shared(replies: Sequence[Continuation]) -> list[Continuation]:
+    """Return the first process's replies on every process."""
+    plain = [
+        (each.conversation, None if each.tokens is None else each.tokens.tolist(), *each[2:])
+        for each in replies
+    ]
+    return [
+        Continuation(conversation, None if tokens is None else np.array(tokens, np.int32), limit, replaces)
+        for conversation, tokens, limit, replaces in json.loads(broadcast_text(json.dumps(plain)))
+    ]

@@ -1,0 +1,52 @@
+"""How a stage's episodes are held: the environment by name, and their limits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_core.config import Component
+
+
+class EnvironmentOptions(Component):
+    """Name an environment in a config: `environment: Annotated[EnvironmentOptions, ENVIRONMENT] | None`."""
+
+    name: str = Field(
+        default="tools", description="the environment; `tools`: functions that the policy may call"
+    )
+    max_turns: int = Field(default=8, ge=1, description="completions per episode")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per episode after its first prompt, the environment's included; none: max_turns × "
+        "sampling.max_completion_length",
+    )
+    max_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="wall time per episode, after which it ends with its turn; none: no limit",
+    )
+    timeout: float | None = Field(
+        default=None, gt=0, description="seconds per call of `reset` or `step`; none: no limit"
+    )
+    processes: int | None = Field(
+        default=None, ge=1, description="worker processes that the calls share; none: no worker"
+    )
+    on_error: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="when an episode fails or takes too long: leave it out and report it, or end the run",
+    )
+    weight: float = Field(default=1.0, description="weight of the episode's reward in the sum of rewards")
+    history: Literal["kept", "encoded_again"] = Field(
+        default="kept",
+        description="what a turn continues: the tokens so far, or the conversation as the chat template writes it "
+        "anew, for templates that rewrite earlier turns; every turn is then a training row of its own",
+    )
+    check: bool = Field(
+        default=True, description="whether `rlhf check` begins an episode and takes one made-up turn"
+    )
+
+    def length(self, max_completion_length: int) -> int:
+        """Return the most tokens of an episode after its first prompt."""
+        return self.max_tokens or self.max_turns * max_completion_length

@@ -1,0 +1,182 @@
+"""Open a stage's environment, and hold its episodes with a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.contracts import ENVIRONMENT
+from rlhf_core.environments import (
+    ConversationEncoder,
+    EnvironmentCalls,
+    EnvironmentOptions,
+    Episode,
+    Episodes,
+    try_episode,
+)
+from rlhf_core.rewards.reward import Reward
+from rlhf_core.sampling import converse_by_turns
+from rlhf_core.stage.text_settings import text_options
+from rlhf_core.training.open import error_context
+
+if TYPE_CHECKING:
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.data import EpisodeRows, Prompts
+    from rlhf_core.stage import Stage
+
+LABEL = "environment"
+"""The name of an environment's reward in the metrics."""
+
+
+@dataclass(frozen=True)
+class EpisodeSource:
+    """Holds the episodes of a stage.
+
+    length: the most tokens of an episode after its prompt; turn_length: of a completion.
+    """
+
+    calls: EnvironmentCalls
+    encoder: ConversationEncoder
+    max_prompt_length: int
+    length: int
+    turn_length: int
+
+    @property
+    def options(self) -> EnvironmentOptions:
+        return self.calls.options
+
+    @property
+    def one_row_per_turn(self) -> bool:
+        """Whether every turn is a training row of its own, whose prompt is all that was said before it."""
+        return self.options.history == "encoded_again"
+
+    def hold(
+        self,
+        sampler: Any,
+        params: Any,
+        prompts: Prompts | EpisodeRows,
+        chosen: Sequence[int],
+        key: jax.Array,
+        ids: NDArray[np.int64],
+    ) -> Episodes:
+        """Hold an episode for each of `ids`, int64 [N]; those of a group begin with the same row of `chosen`, [P].
+
+        Raises RunError where all episodes fail, or one does and `on_error` is "stop".
+        """
+        group = len(ids) // len(chosen)
+        seeds = [_seed(key, int(ids[i * group])) for i in range(len(chosen))]
+        episodes = Episodes(
+            self.calls,
+            self.encoder,
+            [
+                Episode(prompts.row(row), seed, prompts.where(row))
+                for row, seed in zip(chosen, seeds, strict=True)
+                for _ in range(group)
+            ],
+            group=group,
+            max_prompt_length=self.max_prompt_length,
+            length=self.length,
+            turn_length=self.turn_length,
+        )
+        held = np.asarray(ids)[episodes.running]
+        if len(held):
+            if hasattr(sampler, "converse"):
+                sampler.converse(params, episodes.prompts, key, held, episodes)
+            else:
+                converse_by_turns(sampler, params, episodes.prompts, key, held, episodes)
+        episodes.end()
+        return episodes
+
+
+def open_environment(
+    options: EnvironmentOptions | None,
+    config: TrainerConfig,
+    stage: Stage,
+    tokenizer: Any,
+    *,
+    stop_ids: Sequence[int],
+    max_prompt_length: int,
+    max_completion_length: int,
+) -> EpisodeSource | None:
+    """Open the environment of a stage; None where it has none.
+
+    stop_ids: tokens that end a completion. Raises InputError for an unknown environment or option, for one without
+    `reset` and `step`, and for a chat template that it cannot be used with, naming what to do.
+    """
+    if options is None:
+        return None
+    where = f"stage '{stage.name}'.environment"
+    with error_context(stage, "environment"):
+        calls = EnvironmentCalls(
+            options, lambda: stage.registry.get(ENVIRONMENT, options.name, **options.options), where
+        )
+        encoder = ConversationEncoder(tokenizer, text_options(config, stage), stop_ids)
+        encoder.require(tools=calls.tools, again=options.history == "encoded_again")
+    return EpisodeSource(
+        calls, encoder, max_prompt_length, options.length(max_completion_length), max_completion_length
+    )
+
+
+def forecast_episodes(
+    options: EnvironmentOptions,
+    config: TrainerConfig,
+    stage: Stage,
+    rows: EpisodeRows,
+    tokenizer: Any | None,
+    *,
+    max_completion_length: int,
+) -> list[str]:
+    """Describe the episodes that rows begin, first the rows; try one, unless `check` is false or calls are async.
+
+    tokenizer: the model's; None: prompts are not encoded. Raises InputError for what would end every episode.
+    """
+    length = options.length(max_completion_length)
+    name = Path(options.name).name
+    lines = [
+        f"{len(rows):,} rows, which begin episodes of '{name}' with prompts of at most "
+        f"{rows.max_prompt_length:,} tokens",
+        f"an episode has at most {options.max_turns} turns of {max_completion_length:,} tokens, and "
+        f"{length:,} tokens with the environment's",
+    ]
+    if tokenizer is None:
+        return lines
+    source = open_environment(
+        options,
+        config,
+        stage,
+        tokenizer,
+        stop_ids=(),
+        max_prompt_length=rows.max_prompt_length,
+        max_completion_length=max_completion_length,
+    )
+    assert source is not None
+    if options.check and not source.calls.asynchronous:
+        with error_context(stage, "environment"):
+            lines.append(
+                try_episode(source.calls, source.encoder, rows.row(0), rows.where(0), rows.max_prompt_length)
+            )
+    return lines
+
+
+def environment_reward(options: EnvironmentOptions) -> Reward:
+    """Make the reward function that returns what the environment gave."""
+    return Reward(LABEL, options.weight, episode_rewards, tried=False)
+
+
+def episode_rewards(
+    completion_ids: Sequence[Any], environment_rewards: Sequence[float | None] | None = None
+) -> Sequence[float | None]:
+    """Return the sum of each episode's rewards; None where the environment gave none."""
+    return [None] * len(completion_ids) if environment_rewards is None else environment_rewards
+
+
+def _seed(key: jax.Array, number: int) -> int:
+    """Derive the seed of the episodes of a group from the key of the rollout and the number of the group's first."""
+    words = np.asarray(jax.random.key_data(key)).reshape(-1).tolist()
+    return int(np.random.SeedSequence([*words, number]).generate_state(1)[0])
