@@ -208,9 +208,9 @@ class AdaptConfig(Protocol):
 class TensorParallel:
     """How a family samples with every layer shared by the devices along the mesh axis `tensor`.
 
-    Within `jax.shard_map` the family's `prefill`, `decode`, `extend` and `unembedding` then get each device's part of the
-    parameters, and sum over the axis where a layer needs it (`rlhf_core.mesh.sum_over_tensor`). The tokens, positions
-    and hidden states are the same on all devices of the axis.
+    Within `jax.shard_map` the family's `prefill`, `decode`, `extend` and `unembedding` then get each device's part of
+    the parameters, and sum over the axis where a layer needs it (`rlhf_core.mesh.sum_over_tensor`). The tokens,
+    positions and hidden states are the same on all devices of the axis.
     divides: (config) → the number that the axis' size must divide; 1: no layer can be shared.
     prepare: as `PrepareParams`, in a layout whose parts are those of the devices. axes: the logical axes of its result.
     """

@@ -113,9 +113,7 @@ def attend_continued(
     age = positions[:, :, None] - jnp.arange(keys.shape[3])  # [B, T, S]
     seen = age >= 0 if window is None else (age >= 0) & (age < window)
     logits = jnp.einsum("bkgth,bkhs->bkgts", q, keys, preferred_element_type=jnp.float32)
-    mixed = _mix(
-        jnp.where(seen[:, None, None], capped(logits, softcap), MASKED), values, "bkgts,bksh->bkgth"
-    )
+    mixed = _mix(jnp.where(seen[:, None, None], capped(logits, softcap), MASKED), values, "bkgts,bksh->bkgth")
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
 
 

@@ -370,7 +370,7 @@ def _placed(x: jax.Array, new: jax.Array, slot: jax.Array | int, axis: int) -> j
         start: list[jax.Array | int] = [0] * x.ndim
         start[axis] = slot
         return lax.dynamic_update_slice(x, new, start)
-    over_rows = jax.vmap(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis - 1))
+    over_rows: Any = jax.vmap(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis - 1))
     placed: jax.Array = over_rows(x, new, slot)
     return placed
 

@@ -19,7 +19,6 @@ from rlhf_core.sampling.layout import Peers, param_specs
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 
 
-
 class Queue(NamedTuple):
     """The sequences that each shard has begun; its sequence q is completion q mod G of its prompt q // G."""
 

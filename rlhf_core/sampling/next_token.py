@@ -1,4 +1,4 @@
-"""What a sampling step does with hidden states: choose each row's next token, and see whether it ends the completion."""
+"""What a sampling step does with hidden states: choose each row's next token, and see whether that is the last one."""
 
 from __future__ import annotations
 
