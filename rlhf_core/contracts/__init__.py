@@ -478,7 +478,11 @@ class Continuation(NamedTuple):
 
 
 class World(Protocol):
-    """What the conversations of one call of `converse` are held with; the same calls on every process, in step."""
+    """What the conversations of one call of `converse` are held with; the same calls on every process, in step.
+
+    An attribute `quick` says whether it answers at once, so that a conversation need not make room for others while it
+    waits; default: False.
+    """
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
         """Take a turn of the policy: int32 and float32 [n], as in `Rollouts`, and whether it ended by itself."""

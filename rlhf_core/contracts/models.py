@@ -164,6 +164,22 @@ class DecodeGroups(Protocol):
     ) -> tuple[jax.Array, Any]: ...
 
 
+class Extend(Protocol):
+    """Continue each row's cached tokens by `time` more: (hidden states [B, time, hidden], cache with them).
+
+    cache: with the shapes of `RingCache`, its entry p the token at position p. tokens: int32 [B, time], at positions
+    start … start + time - 1, which are entries of the cache; start: int32 [B]. A token sees the entries up to its own.
+    What lies behind a row's last token is overwritten before it is seen, so that the last of `tokens` may be padding.
+
+    The `decode` of a family with this function takes `slot`, int32 [B], of each row, too, and like `unembedding` the
+    parameters that `prepare` returned.
+    """
+
+    def __call__(
+        self, config: Any, params: Any, cache: Any, tokens: jax.Array, start: jax.Array, /
+    ) -> tuple[jax.Array, Any]: ...
+
+
 class LoadParams(Protocol):
     """Read the parameters from a Hugging Face directory, float32, sharded so; leave out a missing score head."""
 
@@ -192,9 +208,9 @@ class AdaptConfig(Protocol):
 class TensorParallel:
     """How a family samples with every layer shared by the devices along the mesh axis `tensor`.
 
-    Within `jax.shard_map` the family's `prefill`, `decode` and `unembedding` then get each device's part of the
-    parameters, and sum over the axis where a layer needs it (`rlhf_core.mesh.sum_over_tensor`). The tokens, positions
-    and hidden states are the same on all devices of the axis.
+    Within `jax.shard_map` the family's `prefill`, `decode`, `extend` and `unembedding` then get each device's part of
+    the parameters, and sum over the axis where a layer needs it (`rlhf_core.mesh.sum_over_tensor`). The tokens,
+    positions and hidden states are the same on all devices of the axis.
     divides: (config) → the number that the axis' size must divide; 1: no layer can be shared.
     prepare: as `PrepareParams`, in a layout whose parts are those of the devices. axes: the logical axes of its result.
     """
@@ -216,6 +232,7 @@ class ModelFamily:
     adapt: None where the family takes no adapters. hidden_at: None where `hidden` is as fast. tensor_parallel: None
     where sampling uses the shardings of training, whose compiler may then send weights for every token.
     decode_groups: None where every completion has a copy of its prompt's cache.
+    extend: None where every turn of a conversation is prefilled again, from its first token on.
     """
 
     name: tuple[str, ...]
@@ -236,6 +253,7 @@ class ModelFamily:
     hidden_at: HiddenStatesAt | None = None
     tensor_parallel: TensorParallel | None = None
     decode_groups: DecodeGroups | None = None
+    extend: Extend | None = None
 
 
 class ModelDefinition(Protocol):
@@ -263,3 +281,4 @@ class ModelDefinition(Protocol):
     def decode_groups(
         self, params: Any, prompts: Any, used: Any, cache: Any, tokens: Any, positions: Any, step: Any
     ) -> tuple[jax.Array, Any]: ...
+    def extend(self, params: Any, cache: Any, tokens: Any, start: Any) -> tuple[jax.Array, Any]: ...

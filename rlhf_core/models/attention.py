@@ -95,6 +95,28 @@ def attend_cached(
     return mixed.reshape(q.shape[0], -1)
 
 
+def attend_continued(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute attention of the last few tokens of each row over a cache whose entry p is the token at position p.
+
+    q: [B, K, G, T, h], already scaled; keys: [B, K, h, S]; values: [B, K, S, h], the tokens' own included; positions:
+    int32 [B, T]; window, softcap as in `attend`. Returns [B, T, K·G·h] in the values' dtype.
+    """
+    batch, kv_heads, groups, time, head_dim = q.shape
+    age = positions[:, :, None] - jnp.arange(keys.shape[3])  # [B, T, S]
+    seen = age >= 0 if window is None else (age >= 0) & (age < window)
+    logits = jnp.einsum("bkgth,bkhs->bkgts", q, keys, preferred_element_type=jnp.float32)
+    mixed = _mix(jnp.where(seen[:, None, None], capped(logits, softcap), MASKED), values, "bkgts,bksh->bkgth")
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, time, kv_heads * groups * head_dim)
+
+
 def attend_groups(
     q: jax.Array,
     prompts: tuple[jax.Array, jax.Array, jax.Array],

@@ -21,7 +21,7 @@ from jax import lax
 from rlhf_core.contracts import TensorParallel
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import row_parts
-from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_groups
+from rlhf_core.models.attention import attend, attend_at, attend_cached, attend_continued, attend_groups
 from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
@@ -317,7 +317,7 @@ def decode(
     visible: jax.Array,
     slot: jax.Array | int,
 ) -> tuple[jax.Array, Cache]:
-    """Decode one token per row, written at cache index `slot`: (hidden [B, hidden], cache).
+    """Decode one token per row, written at cache index `slot`, int32 scalar or [B]: (hidden [B, hidden], cache).
 
     params: from `prepare`, or plain ones. tokens, positions: int32 [B]. visible: bool [B, cache_length], the slots that
     a row's token sees, its own included.
@@ -361,7 +361,18 @@ def decode_groups(
 
 def _noted(cache: Cache, positions: jax.Array, slot: jax.Array | int) -> Cache:
     """Write the positions, int32 [B], of the tokens in `slot`."""
-    return cache._replace(positions=lax.dynamic_update_slice(cache.positions, positions[:, None], (0, slot)))
+    return cache._replace(positions=_placed(cache.positions, positions[:, None], slot, 1))
+
+
+def _placed(x: jax.Array, new: jax.Array, slot: jax.Array | int, axis: int) -> jax.Array:
+    """Write `new`, [B, …], into the cache `x` from index `slot` of `axis` on: one for all rows, or one for each."""
+    if jnp.ndim(slot) == 0:
+        start: list[jax.Array | int] = [0] * x.ndim
+        start[axis] = slot
+        return lax.dynamic_update_slice(x, new, start)
+    over_rows: Any = jax.vmap(lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, axis - 1))
+    placed: jax.Array = over_rows(x, new, slot)
+    return placed
 
 
 def _decode(
@@ -384,10 +395,35 @@ def _decode(
     keys, values = [], []
     for i, (layer, window, rope) in enumerate(layers):
         q, k, v = layer.project(x, ropes[rope])
-        keys.append(lax.dynamic_update_slice(cache.keys[i], k.swapaxes(2, 3), (0, 0, 0, slot)))
-        values.append(lax.dynamic_update_slice(cache.values[i], v, (0, 0, slot, 0)))
+        keys.append(_placed(cache.keys[i], k.swapaxes(2, 3), slot, 3))
+        values.append(_placed(cache.values[i], v, slot, 2))
         x = layer.finish(x, mix(q[:, :, :, 0], i, keys[-1], values[-1], window)[:, None])
     return norm(x)[:, 0], Cache(tuple(keys), tuple(values), cache.positions)
+
+
+def extend(
+    config: DecoderConfig, params: Params, cache: Cache, tokens: jax.Array, start: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Compute tokens, int32 [B, T], at positions `start` … `start` + T - 1, start int32 [B], and write them to the
+    cache's entries of the same numbers, which are there: (hidden states [B, T, hidden], cache).
+
+    params: from `prepare`, or plain ones. A token sees the cache's entries up to its own.
+    """
+    weights = params if isinstance(params["layers"], tuple) else prepare(config, params)
+    _check_length(config, cache.positions.shape[1])
+    embed, norm, layers = _modules(config, weights)
+    positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    ropes = [rotation(rope, config.head_dim, positions) for rope in config.ropes]
+    x, keys, values = embed(tokens, compute_dtype(config)), [], []
+    for i, (layer, window, rope) in enumerate(layers):
+        q, k, v = layer.project(x, ropes[rope])
+        keys.append(_placed(cache.keys[i], k.swapaxes(2, 3), start, 3))
+        values.append(_placed(cache.values[i], v, start, 2))
+        mixed = attend_continued(
+            q, keys[-1], values[-1], positions, window=window, softcap=config.attention_softcap
+        )
+        x = layer.finish(x, mixed)
+    return norm(x), Cache(tuple(keys), tuple(values), _placed(cache.positions, positions, start, 1))
 
 
 def _tensor_divides(config: DecoderConfig) -> int:

@@ -35,6 +35,7 @@ def decoder_family(architectures: Mapping[str, Architecture]) -> ModelFamily:
         adapt=decoder.adapt,
         tensor_parallel=decoder.TENSOR_PARALLEL,
         decode_groups=decoder.decode_groups,
+        extend=decoder.extend,
     )
 
 

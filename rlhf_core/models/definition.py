@@ -117,7 +117,7 @@ class Definition:
     def decode(
         self, params: Any, cache: Any, tokens: Any, positions: Any, visible: Any, slot: Any
     ) -> tuple[jax.Array, Any]:
-        """Decode one token per row, written at `slot`: (hidden [B, hidden], cache)."""
+        """Decode one token per row, written at `slot`, int32 scalar or [B]: (hidden [B, hidden], cache)."""
         return self.family.decode(self.config, params, cache, tokens, positions, visible, slot)
 
     def decode_groups(
@@ -126,6 +126,11 @@ class Definition:
         """Do what `decode` does for rows whose prompts have one cache each, see `DecodeGroups`."""
         assert self.family.decode_groups is not None
         return self.family.decode_groups(self.config, params, prompts, used, cache, tokens, positions, step)
+
+    def extend(self, params: Any, cache: Any, tokens: Any, start: Any) -> tuple[jax.Array, Any]:
+        """Continue each row's cached tokens by several: (hidden [B, T, hidden], cache), see `Extend`."""
+        assert self.family.extend is not None
+        return self.family.extend(self.config, params, cache, tokens, start)
 
 
 def define(

@@ -24,23 +24,29 @@ from rlhf_core.contracts import (
     ProgramShape,
     SamplerInputs,
     SamplingSettings,
+    World,
 )
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
+from rlhf_core.sampling.by_turns import converse_by_turns as converse_by_turns
 from rlhf_core.sampling.layout import (
     abstract_weights,
     allowed_sizes,
     bring,
     cache_bytes,
+    plan_conversations,
     plan_room,
+    replicated,
     sampling_mesh,
     weight_bytes,
 )
 from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
 from rlhf_core.sampling.stop_strings import stop_table
+from rlhf_core.sampling.turn_sampler import TurnSampler
+from rlhf_core.sampling.turns import TurnsProgram, cache_length
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -110,6 +116,7 @@ class Sampler:
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
+    conversation_length: tokens that a conversation may have after its prompt; None: `converse` is not called.
 
     One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length; `warm_up` compiles them
     ahead of time.
@@ -130,19 +137,36 @@ class Sampler:
         max_prompt_length: int,
         tokenizer: Any = None,
         memory: int | None = None,
+        conversation_length: int | None = None,
     ) -> None:
-        if min(num_generations, prompts_per_call, max_prompt_length) < 1:
+        if min(num_generations, prompts_per_call, max_prompt_length, conversation_length or 1) < 1:
             raise ValueError(
-                "num_generations, prompts_per_call and max_prompt_length must be positive; got "
-                f"{num_generations}, {prompts_per_call} and {max_prompt_length}"
+                "num_generations, prompts_per_call, max_prompt_length and conversation_length must be positive; got "
+                f"{num_generations}, {prompts_per_call}, {max_prompt_length} and {conversation_length}"
             )
         self.definition = definition
         self.options = options
         prompt_length = bucket(max_prompt_length, max_prompt_length)
+        sizes = allowed_sizes(definition, mesh, options.mesh.tensor)
+        conversations, whole = (
+            prompts_per_call * num_generations,
+            max_prompt_length + (conversation_length or 0),
+        )
+        held = None
+        if conversation_length is not None and keeps_caches(definition, mesh):
+            held = plan_conversations(
+                definition,
+                mesh,
+                sizes,
+                memory=memory,
+                conversations=conversations,
+                length=cache_length(whole),
+            )
+            sizes = [held.tensor]
         self.room = plan_room(
             definition,
             mesh,
-            allowed_sizes(definition, mesh, options.mesh.tensor),
+            sizes,
             memory=memory,
             prompts=prompts_per_call,
             num_generations=num_generations,
@@ -151,13 +175,48 @@ class Sampler:
         )
         shared = sampling_mesh(definition, mesh, self.room.tensor)
         self.shares_layers = shared is not None
-        self.mesh = mesh = mesh if shared is None else shared
+        trained_on, self.mesh = mesh, mesh if shared is None else shared
         self.stop_ids = tuple(int(i) for i in (*stop_ids, *options.stop_token_ids))
         self.num_generations = num_generations
         self.prompts_per_call = self.room.prompts
         self.max_prompt_length = max_prompt_length
         self._stop_table = self._table(tokenizer)
         self._ahead = BackgroundCompiler()
+        self._converse: Any = None
+        self.turn_sampler: TurnSampler | None = None
+        if held is not None and conversation_length is not None:
+            key_type = str(jax.random.key_impl(jax.random.key(0)))
+            program = TurnsProgram(
+                definition,
+                options,
+                self.mesh,
+                self.stop_ids,
+                held.slots,
+                cache_length(whole),
+                key_type,
+                self.shares_layers,
+            )
+            self.turn_sampler = TurnSampler(
+                program,
+                held,
+                max_prompt_length=max_prompt_length,
+                conversation_length=conversation_length,
+                stop_table=self._stop_table,
+                compiling=self._ahead,
+            )
+            self._converse = self.turn_sampler.converse
+        elif conversation_length is not None:
+            by_turns = Sampler(
+                definition,
+                options,
+                mesh=trained_on,
+                stop_ids=stop_ids,
+                prompts_per_call=conversations,
+                max_prompt_length=whole,
+                tokenizer=tokenizer,
+                memory=memory,
+            )
+            self._converse = partial(converse_by_turns, by_turns)
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
@@ -196,6 +255,37 @@ class Sampler:
                 whole[chosen] = part.reshape(-1, *whole.shape[1:])[rows]
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
 
+    def converse(
+        self,
+        params: Any,
+        prompts: Sequence[np.ndarray],
+        key: jax.Array,
+        ids: np.ndarray | None,
+        world: World,
+    ) -> None:
+        """Sample the turns of the policy in conversations with `world`, which gets them, until all are over.
+
+        prompts: int [length] each, one per conversation; those of a group, which are equal, are adjacent and are
+        computed once. key: a typed key, the same on every process. ids: int [len(prompts)], default 0 … N - 1. The t-th
+        token of the first turn of conversation j is sampled with fold_in(fold_in(key, ids[j]), t), as that of a
+        completion; for turn k ≥ 1, fold_in(key, 2**31 + k) replaces the key.
+
+        A turn ends as a completion does, or at its `Continuation.limit`, or where the conversation has
+        conversation_length tokens after its prompt.
+
+        Raises InputError for prompts that are empty or longer than max_prompt_length, and ValueError without a
+        conversation_length and for a continuation after which no token fits.
+        """
+        if self._converse is None:
+            raise ValueError("this sampler was made without conversation_length")
+        self._check(np.array([len(prompt) for prompt in prompts], np.int32))
+        ids = np.arange(len(prompts)) if ids is None else np.asarray(ids)
+        if ids.shape != (len(prompts),):
+            raise ValueError(
+                f"ids must have one entry per conversation, [{len(prompts)}]; its shape is {ids.shape}"
+            )
+        self._converse(params, prompts, key, ids.astype(np.uint32), world)
+
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
         """Start to compile the programs for prompts of `lengths` tokens; a call waits for its own program.
 
@@ -205,6 +295,9 @@ class Sampler:
         """
         lengths = np.asarray(lengths, np.int32)
         self._check(lengths)
+        if self.turn_sampler is not None:
+            self.turn_sampler.warm_up(params)
+            return
         weights = params
         if self.shares_layers:
             self._ahead.compile("weights", bring(self.definition, self.mesh).lower(params))
@@ -215,8 +308,11 @@ class Sampler:
     def programs(self, params: Any, prompts: int) -> list[Program]:
         """Describe the programs of a rollout of `prompts` of the greatest length, with completions of full length.
 
-        params: shapes with shardings will do. `Program.calls` are those of a rollout.
+        params: shapes with shardings will do. `Program.calls` are those of a rollout, or with a conversation_length of
+        the conversations of so many prompts.
         """
+        if self.turn_sampler is not None:
+            return self.turn_sampler.programs(params, prompts * self.num_generations)
         time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
         calls, lengths = -(-prompts // self.prompts_per_call), f"{self.max_prompt_length} + {longest}"
@@ -300,12 +396,7 @@ class Sampler:
 
     @cached_property
     def _stop_table_on_devices(self) -> jax.Array | None:
-        table = self._stop_table
-        if table is None:
-            return None
-        return jax.make_array_from_callback(
-            table.shape, replicated_sharding(self.mesh), lambda index: table[index]
-        )
+        return None if self._stop_table is None else replicated(self.mesh, self._stop_table)
 
     def _table(self, tokenizer: Any) -> np.ndarray | None:
         """Make the table of the stop strings; None where there are none."""
@@ -359,6 +450,12 @@ class Sampler:
         return i % shards * (self.prompts_per_call // shards) + i // shards
 
 
+def keeps_caches(definition: ModelDefinition, mesh: Mesh) -> bool:
+    """Whether the caches of a model's conversations can stay on the devices of `mesh` from turn to turn."""
+    family = definition.family
+    return family.extend is not None and (mesh.size == 1 or family.tensor_parallel is not None)
+
+
 def bucket(length: int, longest: int) -> int:
     """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most that of the longest.
 
@@ -382,4 +479,5 @@ def make_sampler(inputs: SamplerInputs) -> Sampler:
         max_prompt_length=inputs.max_prompt_length,
         tokenizer=inputs.tokenizer,
         memory=inputs.memory,
+        conversation_length=inputs.conversation_length,
     )

@@ -20,7 +20,15 @@ import numpy as np
 from jax import lax
 
 from rlhf_core.errors import InputError
-from rlhf_core.mesh import AnyMesh, make_mesh, param_shardings, planned_mesh, row_multiple, with_shardings
+from rlhf_core.mesh import (
+    AnyMesh,
+    make_mesh,
+    param_shardings,
+    planned_mesh,
+    replicated_sharding,
+    row_multiple,
+    with_shardings,
+)
 from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
@@ -130,6 +138,39 @@ def plan_room(
         size = weights + (at_once + caches) // tensor
         room = Room(tensor, slots, count * groups, size, shares and whole, part)
         if size <= memory and slots >= min(in_group * num_generations // tensor, ENOUGH_SLOTS) * tensor:
+            break
+    return room
+
+
+def plan_conversations(
+    definition: ModelDefinition,
+    mesh: AnyMesh,
+    sizes: Sequence[int],
+    *,
+    memory: int | None,
+    conversations: int,
+    length: int,
+) -> Room:
+    """Choose as `plan_room` does for conversations, each with a cache of `length` tokens of its own.
+
+    memory: bytes per device for weights, caches and logits; None: unknown. conversations: the usual number of a call.
+    `Room.prompts` is the number of conversations that have a slot at once.
+    """
+    shared = definition.family.tensor_parallel is not None and mesh.size > 1
+    # What is fed at once is computed beside the caches that it is written to.
+    per_slot = cache_bytes(definition, 1, length) * 5 // 4 + LOGITS * 4 * definition.vocab_size
+    for tensor in sizes:
+        groups = mesh.size // tensor
+        in_group, most = -(-conversations // groups), most_slots(memory) * tensor
+        if memory is None:
+            slots = min(in_group, most)
+            return Room(tensor, slots, slots * groups, None)
+        weights = weight_bytes(definition, mesh, tensor) if shared else prepared_bytes(definition)
+        free = max(memory - weights, 0) * tensor
+        slots = max(min(in_group, most, free // per_slot), 1)
+        size = weights + slots * per_slot // tensor
+        room = Room(tensor, slots, slots * groups, size)
+        if size <= memory and slots >= min(in_group // tensor, ENOUGH_SLOTS) * tensor:
             break
     return room
 
@@ -256,6 +297,27 @@ def bring(definition: ModelDefinition, mesh: Mesh) -> Any:
     assert parallel is not None
     prepare = functools.partial(parallel.prepare, definition.config)
     return jax.jit(prepare, out_shardings=shardings(definition, mesh))
+
+
+@functools.cache
+def prepare(definition: ModelDefinition, mesh: Mesh) -> Any:
+    """Compile-on-call: parameters as they are trained → what `PrepareParams` returns, on a mesh of one device."""
+    return jax.jit(
+        functools.partial(definition.family.prepare, definition.config),
+        out_shardings=replicated_sharding(mesh),
+    )
+
+
+def abstract_prepared(definition: ModelDefinition, mesh: AnyMesh) -> Any:
+    """Describe the parameters that `prepare` returns."""
+    prepare = functools.partial(definition.family.prepare, definition.config)
+    abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
+    return with_shardings(abstract, jax.tree.map(lambda _: replicated_sharding(mesh), abstract))
+
+
+def replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """Put an array that is the same on every process onto every device."""
+    return jax.make_array_from_callback(x.shape, replicated_sharding(mesh), lambda index: x[index])
 
 
 class Peers(NamedTuple):

@@ -14,21 +14,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.contracts import ModelDefinition, SamplingSettings
-from rlhf_core.logprobs import unembed
 from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
-from rlhf_core.sampling.filters import (
-    min_p_filter,
-    repetition_penalty,
-    sample_token,
-    top_k_filter,
-    top_p_filter,
-)
 from rlhf_core.sampling.layout import Peers, param_specs
-
-ENDED = 1
-"""In `Written.ends`: a stop token was sampled, or a stop string completed."""
-CUT = 2
-"""In `Written.ends`: the completion reached its maximum length."""
+from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
 
 
 class Queue(NamedTuple):
@@ -56,7 +44,7 @@ class Written(NamedTuple):
     logps: jax.Array
     """float32 [T, B]."""
     ends: jax.Array
-    """int8 [T, B]: 0, ENDED or CUT."""
+    """int8 [T, B]: 0, `next_token.ENDED` or `CUT`."""
 
 
 def most_steps(sequences: int, slots: int, longest: int) -> int:
@@ -239,16 +227,15 @@ def _sample(
     sequences, rows = len(ids) // shards, shards * program.slots
     cache_length = prompts.shape[1] + longest  # a completion's last token is never fed back, its prompt's is
     place = jnp.arange(cache_length)
-    stops = jnp.asarray(program.stop_ids, jnp.int32)
+    stops = Stops.of(program.stop_ids, stop_table)
 
     used = jnp.arange(prompts.shape[1]) >= prompts.shape[1] - (lengths[:, None] - 1)
     positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)
     until = jnp.where(used, prompts.shape[1], 0)
     read = _prefill(model, params, (prompts, positions, until), program.prefill_tokens)
     prepared = params if program.shared_layers else model.prepare(params)
-    kernel, softcap = model.unembedding(params)
     peers = Peers(program.mesh.shape["tensor"] if program.shared_layers else 1)
-    kernel = peers.own_columns(kernel, model.vocab_size)
+    sampler = TokenSampler.of(model, params, peers, options, program.key_type)
     key = jax.random.wrap_key_data(key_data, impl=program.key_type)
 
     def begin(queue: Queue, index: jax.Array) -> _Slots:
@@ -258,7 +245,7 @@ def _sample(
         seen = None
         if options.repetition_penalty != 1:
             none = jnp.zeros((len(token), model.vocab_size), jnp.bool_)
-            seen = _mark(_mark(none, *take((prompts, used), prompt)), token[:, None], True)
+            seen = mark(mark(none, *take((prompts, used), prompt)), token[:, None], True)
         waiting = (index < queue.wanted[:, None]).reshape(-1)
         return _Slots(
             jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(own_ids),
@@ -309,18 +296,8 @@ def _sample(
         """Decode a token per slot. columns: int32 [shards, slots], the slot of each column of `written`; None: same."""
         slots = carry.slots
         hidden, cache = decode(carry.cache, slots, carry.step)
-        if kernel.shape[1] < model.vocab_size:
-            logits = peers.exchange(unembed(hidden, kernel.astype(hidden.dtype), softcap))
-        else:
-            logits = unembed(peers.own_rows(hidden), kernel.astype(hidden.dtype), softcap)
-        keys, drawn, seen = peers.own_rows((slots.keys, slots.drawn, slots.seen))
-        sampled = _choose(logits, _uniforms(keys, drawn, program.key_type), options, seen)
-        token, logp = peers.join(*sampled, len(slots.last))
-        stopped = (token[:, None] == stops).any(-1)
-        matched = slots.matched
-        if stop_table is not None:
-            matched = stop_table[matched, token].astype(jnp.int32)
-            stopped |= matched == stop_table.shape[0] - 1
+        token, logp = sampler.sample(hidden, slots.keys, slots.drawn, slots.seen)
+        stopped, matched = stops.after(token, slots.matched)
         cut = slots.drawn == longest - 1
         ends = jnp.where(slots.free, 0, jnp.where(stopped, ENDED, jnp.where(cut, CUT, 0)))
         new = Written(token, logp, ends.astype(jnp.int8))
@@ -334,7 +311,7 @@ def _sample(
             slots.position + 1,
             token,
             slots.free | stopped | cut,
-            None if slots.seen is None else _mark(slots.seen, token[:, None], True),
+            None if slots.seen is None else mark(slots.seen, token[:, None], True),
             matched,
         )
         return _Carry(carry.step + 1, slots, carry.queue, written, cache)
@@ -364,8 +341,8 @@ def _sample(
     written = Written(*(jnp.zeros((steps, rows), x) for x in (jnp.int32, jnp.float32, jnp.int8)))
     slots = begin(queue, first)
     if program.shares_prompts:
-        axes = _time_axes(model, read, cache_length)
-        cache = _empty_cache(read, axes, rows, longest)
+        axes = time_axes(model, read, cache_length)
+        cache = empty_cache(read, axes, rows, longest)
     else:
         cache = rings(first, 0)
     if not program.shared_layers:
@@ -413,7 +390,7 @@ def _prefill(model: ModelDefinition, params: Any, prompts: tuple[jax.Array, ...]
     return lax.fori_loop(0, parts, part, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
 
-def _time_axes(model: ModelDefinition, read: Any, length: int) -> Any:
+def time_axes(model: ModelDefinition, read: Any, length: int) -> Any:
     """Find the axis of time of each array of a cache: the one that a ring of `length` slots has more of."""
     rings = jax.eval_shape(lambda cache: model.ring(cache, length, 0), read)
     return jax.tree.map(
@@ -421,8 +398,8 @@ def _time_axes(model: ModelDefinition, read: Any, length: int) -> Any:
     )
 
 
-def _empty_cache(read: Any, axes: Any, rows: int, length: int) -> Any:
-    """Make the cache of `rows` rows with `length` entries. read: that of prompts; axes: from `_time_axes`."""
+def empty_cache(read: Any, axes: Any, rows: int, length: int) -> Any:
+    """Make the cache of `rows` rows with `length` entries. read: that of prompts; axes: from `time_axes`."""
 
     def one(x: jax.Array, axis: int) -> jax.Array:
         return jnp.zeros((rows, *x.shape[1:axis], length, *x.shape[axis + 1 :]), x.dtype)
@@ -444,52 +421,3 @@ def _rings(cache: Any, read: Any, axes: Any, index: jax.Array, groups: int) -> A
         return ring
 
     return jax.tree.map(one, cache, read, axes)
-
-
-def _mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:
-    """Set `seen`, bool [B, V], at those of tokens, int32 [B, n], that are `used`."""
-    used = jnp.broadcast_to(used, tokens.shape)
-    return jax.vmap(lambda row, token, use: row.at[token].max(use))(seen, tokens, used)
-
-
-def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
-    """Draw float32 [B, 2] in [0, 1) for tokens number `counts`, int32 [B], of sequences with `keys`, uint32 [B, …]."""
-
-    def of_sequence(key: jax.Array, count: jax.Array) -> jax.Array:
-        own = jax.random.wrap_key_data(key, impl=key_type)
-        return jax.random.uniform(jax.random.fold_in(own, count), (2,))
-
-    return jax.vmap(of_sequence)(keys, counts)
-
-
-def _choose(
-    logits: jax.Array, uniforms: jax.Array, options: SamplingSettings, seen: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Choose (tokens int32 [B], their log-probabilities float32 [B]) from logits [B, V], given uniforms [B, 2].
-
-    The log-probabilities are the policy's: neither penalty nor filters change them.
-    """
-    greedy = options.temperature == 0
-
-    def scaled(logits: jax.Array) -> jax.Array:
-        logits = logits if greedy else logits / options.temperature
-        return logits - logits.max(-1, keepdims=True)
-
-    policy = scaled(logits)
-    mass = jnp.exp(policy)
-    normalizer = jnp.log(mass.sum(-1))
-    preferred = policy
-    if seen is not None:
-        preferred = scaled(repetition_penalty(logits, seen, options.repetition_penalty))
-        mass = jnp.exp(preferred)
-    if greedy:
-        token = jnp.argmax(preferred, axis=-1).astype(jnp.int32)
-    else:
-        if options.top_k is not None:
-            mass = top_k_filter(mass, options.top_k)
-        if options.top_p < 1:
-            mass = top_p_filter(mass, options.top_p)
-        if options.min_p:
-            mass = min_p_filter(mass, options.min_p)
-        token = sample_token(mass, uniforms)
-    return token, jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0] - normalizer

@@ -13,7 +13,8 @@ import pytest
 from rlhf_core import sampling
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, layout
-from rlhf_core.sampling.loop import CUT, ENDED, Written, most_steps, read_completions
+from rlhf_core.sampling.loop import Written, most_steps, read_completions
+from rlhf_core.sampling.next_token import CUT, ENDED
 
 NEW, GROUP = 24, 3
 KEY = jax.random.key(2)

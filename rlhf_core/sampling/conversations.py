@@ -1,0 +1,265 @@
+"""Hold conversations with a world: which conversation has which slot, what its slot is fed, and when it decodes.
+
+Everything that is computed for a conversation depends on its own tokens alone: neither on the others, nor on its slot,
+nor on when its world answers. Every process of a run goes through the same steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.contracts import Continuation, World
+from rlhf_core.sampling.next_token import ENDED
+from rlhf_core.sampling.slot_devices import Devices
+from rlhf_core.sampling.turns import STEPS, empty_slots
+
+STEPS_OWED = 16
+"""The most tokens per turn that are decoded, while the world owes replies, before it is asked for them."""
+
+
+NO_SLOT = -1
+
+
+@dataclass
+class Conversation:
+    """A conversation that is not over."""
+
+    number: int
+    context: np.ndarray
+    """int32, everything said so far."""
+    longest: int
+    """Tokens that the context may have."""
+    group: int | None
+    """The number of its prompt; None once another context has replaced it."""
+    limit: int
+    """The most tokens of the turn."""
+    turn: int = 0
+    base: int = 0
+    """Tokens of the prompt, or of the context that replaced it, but its last: they are fed by themselves, because the
+    conversations of a group have them in common."""
+    fed: int = 0
+    """Tokens at the start of the context that its slot's cache has."""
+    slot: int = NO_SLOT
+    written: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    """The turn so far: tokens and log-probabilities."""
+
+    def __post_init__(self) -> None:
+        self.base = len(self.context) - 1
+
+    def finish_turn(self) -> tuple[np.ndarray, np.ndarray]:
+        """Add the turn to the context, and return it: int32 and float32 [n]."""
+        tokens, logps = (np.concatenate(parts) for parts in zip(*self.written, strict=True))
+        self.written = []
+        self.fed = len(self.context) + len(tokens) - 1  # the last token was not fed
+        self.context = np.concatenate([self.context, tokens])
+        return tokens, logps
+
+    def continue_with(self, reply: Continuation, longest_turn: int) -> None:
+        """Begin the next turn. Raises ValueError for a continuation after which no token fits."""
+        assert reply.tokens is not None
+        added = np.asarray(reply.tokens, np.int32)
+        if reply.replaces:
+            self.context, self.group, self.fed = added, None, 0
+            self.base = len(added) - 1
+        else:
+            self.context = np.concatenate([self.context, added])
+        room = self.longest - len(self.context)
+        if room < 1 or reply.limit < 1 or not len(self.context):
+            raise ValueError(
+                f"conversation {self.number}: a turn of at most {reply.limit} tokens after a context of "
+                f"{len(self.context)}; the context must have tokens, the turn at least one, and both together at "
+                f"most {self.longest}"
+            )
+        self.limit = min(reply.limit, longest_turn, room)
+        self.turn += 1
+
+    def pieces(self, end: int, chunks: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, chunk) of what its slot is fed up to `end`. length: of the cache, in which every chunk fits."""
+        while self.fed < end:
+            fitting = [size for size in chunks if self.fed + size <= length]
+            chunk = next((size for size in fitting if size >= end - self.fed), fitting[-1])
+            yield self.fed, chunk
+            self.fed = min(self.fed + chunk, end)
+
+
+class Holder:
+    """Holds the conversations of one call.
+
+    Where every conversation has a slot, caches stay while the world thinks. Otherwise a conversation keeps its slot
+    until it is over if the world is quick, and else gives it up at the end of each turn; the next turn then feeds
+    everything that was said.
+    """
+
+    def __init__(
+        self, devices: Devices, conversations: Sequence[Conversation], ids: np.ndarray, world: World
+    ):
+        self.devices, self.world = devices, world
+        program = devices.program
+        self.longest_turn = program.options.max_completion_length
+        self.chunks, self.length = program.chunks, program.length
+        count = program.shards * program.slots
+        self.keeps_slots = len(conversations) <= count or bool(getattr(world, "quick", False))
+        self.waiting, self.resumed = deque(conversations), list[Conversation]()
+        self.owed: dict[int, Conversation] = {}
+        self.holders: list[Conversation | None] = [None] * count
+        self.groups: list[int | None] = [None] * count
+        """The prompt that the cache of each slot begins with."""
+        self.slots: Any = empty_slots(count)
+        self.ids = ids
+
+    def hold(self) -> None:
+        """Hold them until all are over."""
+        while self.waiting or self.resumed or self.owed or self.slots.active.any():
+            if self.owed:
+                starts = self.waiting and None in self.holders
+                busy = self.slots.active.any() or self.resumed or starts
+                for reply in self.world.replies(wait=not busy):
+                    self._take(reply)
+            self._begin_turns()
+            if self.slots.active.any():
+                self._decode()
+
+    def _take(self, reply: Continuation) -> None:
+        conversation = self.owed.pop(reply.conversation, None)
+        if conversation is None:
+            raise ValueError(f"conversation {reply.conversation}: a continuation after no turn of the policy")
+        if reply.tokens is None:
+            self._release(conversation)
+            return
+        conversation.continue_with(reply, self.longest_turn)
+        if conversation.slot == NO_SLOT:
+            self.waiting.append(conversation)
+        else:
+            self.resumed.append(conversation)
+
+    def _release(self, conversation: Conversation) -> None:
+        if conversation.slot != NO_SLOT:
+            self.holders[conversation.slot] = None
+            conversation.slot = NO_SLOT
+
+    def _begin_turns(self) -> None:
+        """Give free slots to conversations that wait, feed all whose turn it is, and set their slots up."""
+        placed = [(self.waiting.popleft(), slot) for slot in self._deal(len(self.waiting))]
+        first: list[Conversation] = []
+        alike: list[tuple[Conversation, int]] = []
+        for conversation, slot in placed:
+            conversation.slot, conversation.fed = slot, 0
+            self.holders[slot] = conversation
+            if conversation.group is not None and self.groups[slot] == conversation.group:
+                conversation.fed = conversation.base
+        begun = [*(conversation for conversation, _ in placed), *self.resumed]
+        self.resumed = []
+        if not begun:
+            return
+        for conversation in begun:
+            if not conversation.fed:
+                self.groups[conversation.slot] = None
+        sources: dict[tuple[int, int | None], int] = {
+            (self._shard(slot), group): slot for slot, group in enumerate(self.groups) if group is not None
+        }
+        for conversation in begun:
+            if conversation.fed:
+                continue
+            self.groups[conversation.slot] = group = conversation.group
+            source = sources.setdefault((self._shard(conversation.slot), group), conversation.slot)
+            if group is None or source == conversation.slot:
+                first.append(conversation)
+            else:
+                alike.append((conversation, source))
+        self._feed([(conversation, conversation.base) for conversation in first])
+        self.devices.copy(
+            [(conversation.slot, source) for conversation, source in alike if conversation.base]
+        )
+        for conversation, _ in alike:
+            conversation.fed = conversation.base
+        self._feed([(conversation, len(conversation.context) - 1) for conversation in begun])
+        self.devices.note([(conversation.slot, conversation.context) for conversation in begun])
+        for conversation in begun:
+            self._set_up(conversation)
+
+    def _shard(self, slot: int) -> int:
+        return slot // self.devices.program.slots
+
+    def _deal(self, count: int) -> list[int]:
+        """Choose free slots for the first of `count` conversations: as many of each shard are busy, and neighbours,
+        which are of one group, share a shard.
+        """
+        size = self.devices.program.slots
+        free: list[list[int]] = [[] for _ in range(self.devices.program.shards)]
+        for slot, holder in enumerate(self.holders):
+            if holder is None:
+                free[slot // size].append(slot)
+        share = [0] * len(free)
+        for _ in range(min(count, sum(map(len, free)))):
+            share[max(range(len(free)), key=lambda i: len(free[i]) - share[i])] += 1
+        return [slot for slots, n in zip(free, share, strict=True) for slot in slots[:n]]
+
+    def _feed(self, ends: Sequence[tuple[Conversation, int]]) -> None:
+        """Feed conversations' contexts up to an end each, a chunk of every conversation at a time."""
+        pending = [(c, end, c.pieces(end, self.chunks, self.length)) for c, end in ends]
+        while pending:
+            pieces, left = [], []
+            for conversation, end, rest in pending:
+                piece = next(rest, None)
+                if piece is not None:
+                    start, chunk = piece
+                    tokens = conversation.context[start : min(start + chunk, end)]
+                    pieces.append((conversation.slot, chunk, start, tokens))
+                    left.append((conversation, end, rest))
+            pending = left
+            self.devices.feed(pieces)
+
+    def _set_up(self, conversation: Conversation) -> None:
+        slot, slots = conversation.slot, self.slots
+        slots.active[slot] = True
+        slots.last[slot] = conversation.context[-1]
+        slots.position[slot] = len(conversation.context) - 1
+        slots.drawn[slot] = slots.matched[slot] = 0
+        slots.limit[slot] = conversation.limit
+        slots.ids[slot] = self.ids[conversation.number]
+        slots.turn[slot] = conversation.turn
+
+    def _decode(self) -> None:
+        """Decode for a while, and submit the turns that have ended, by the number of their conversations."""
+        slots = self.slots
+        decoded = self.devices.decode(slots, STEPS_OWED if self.owed else STEPS)
+        ended = []
+        for slot in np.flatnonzero(slots.active):
+            conversation = self.holders[slot]
+            assert conversation is not None
+            count = int(decoded.drawn[slot] - slots.drawn[slot])
+            if count:
+                tokens, logps = decoded.tokens[:count, slot], decoded.logps[:count, slot]
+                conversation.written.append((tokens, logps))
+                slots.last[slot] = tokens[-1]
+            slots.position[slot] += count
+            if decoded.ends[slot]:
+                slots.active[slot] = False
+                ended.append((conversation, bool(decoded.ends[slot] == ENDED)))
+        slots.drawn[:], slots.matched[:] = decoded.drawn, decoded.matched
+        for conversation, finished in sorted(ended, key=lambda each: each[0].number):
+            tokens, logps = conversation.finish_turn()
+            self.owed[conversation.number] = conversation
+            if not self.keeps_slots:
+                self._release(conversation)
+            self.world.submit(conversation.number, tokens, logps, finished)
+
+
+def begin_conversations(
+    prompts: Sequence[np.ndarray], conversation_length: int, longest_turn: int
+) -> list[Conversation]:
+    """Make a conversation of each prompt; equal neighbours are a group."""
+    conversations: list[Conversation] = []
+    group = -1
+    for number, prompt in enumerate(prompts):
+        context = np.asarray(prompt, np.int32)
+        if number == 0 or not np.array_equal(context, conversations[-1].context):
+            group += 1
+        limit = min(longest_turn, conversation_length)
+        conversations.append(Conversation(number, context, len(context) + conversation_length, group, limit))
+    return conversations

@@ -1,0 +1,134 @@
+"""What a sampling step does with hidden states: choose each row's next token, and see whether that is the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from rlhf_core.contracts import ModelDefinition, SamplingSettings
+from rlhf_core.logprobs import unembed
+from rlhf_core.sampling.filters import (
+    min_p_filter,
+    repetition_penalty,
+    sample_token,
+    top_k_filter,
+    top_p_filter,
+)
+from rlhf_core.sampling.layout import Peers
+
+ENDED = 1
+"""A token that ends its completion: a stop token, or one that completes a stop string."""
+CUT = 2
+"""A token that ends its completion because no more are allowed."""
+
+
+class Stops(NamedTuple):
+    """What ends a completion by itself."""
+
+    ids: jax.Array
+    """int32 [n], stop tokens."""
+    table: jax.Array | None
+    """Unsigned [states, V], from `rlhf_core.sampling.stop_strings`; None: no stop strings."""
+
+    @classmethod
+    def of(cls, ids: tuple[int, ...], table: jax.Array | None) -> Self:
+        return cls(jnp.asarray(ids, jnp.int32), table)
+
+    def after(self, token: jax.Array, matched: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Compute (whether `token`, int32 [B], stops its row, bool [B], the table's state after it, int32 [B]).
+
+        matched: int32 [B], the state before it; None without stop strings.
+        """
+        stopped = (token[:, None] == self.ids).any(-1)
+        if self.table is not None:
+            matched = self.table[matched, token].astype(jnp.int32)
+            stopped |= matched == self.table.shape[0] - 1
+        return stopped, matched
+
+
+@dataclass(frozen=True)
+class TokenSampler:
+    """Samples tokens from hidden states; of the devices that share layers, each for its part of the rows."""
+
+    kernel: jax.Array
+    softcap: float | None
+    peers: Peers
+    vocab_size: int
+    options: SamplingSettings
+    key_type: str
+
+    @classmethod
+    def of(
+        cls, model: ModelDefinition, params: Any, peers: Peers, options: SamplingSettings, key_type: str
+    ) -> Self:
+        kernel, softcap = model.unembedding(params)
+        kernel = peers.own_columns(kernel, model.vocab_size)
+        return cls(kernel, softcap, peers, model.vocab_size, options, key_type)
+
+    def sample(
+        self, hidden: jax.Array, keys: jax.Array, drawn: jax.Array, seen: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sample (tokens int32 [B], their log-probabilities float32 [B], nats) after `hidden`, [B, hidden].
+
+        keys: uint32 [B, words], each row's key; drawn: int32 [B], the number of the token in its completion. seen: bool
+        [B, V], the tokens that the repetition penalty applies to; None without one.
+        """
+        if self.kernel.shape[1] < self.vocab_size:
+            logits = self.peers.exchange(unembed(hidden, self.kernel.astype(hidden.dtype), self.softcap))
+        else:
+            logits = unembed(self.peers.own_rows(hidden), self.kernel.astype(hidden.dtype), self.softcap)
+        own_keys, own_drawn, seen = self.peers.own_rows((keys, drawn, seen))
+        sampled = _choose(logits, _uniforms(own_keys, own_drawn, self.key_type), self.options, seen)
+        return self.peers.join(*sampled, len(drawn))
+
+
+def mark(seen: jax.Array, tokens: jax.Array, used: jax.Array | bool) -> jax.Array:
+    """Set `seen`, bool [B, V], at those of tokens, int32 [B, n], that are `used`."""
+    used = jnp.broadcast_to(used, tokens.shape)
+    return jax.vmap(lambda row, token, use: row.at[token].max(use))(seen, tokens, used)
+
+
+def _uniforms(keys: jax.Array, counts: jax.Array, key_type: str) -> jax.Array:
+    """Draw float32 [B, 2] in [0, 1) for tokens number `counts`, int32 [B], of sequences with `keys`, uint32 [B, …]."""
+
+    def of_sequence(key: jax.Array, count: jax.Array) -> jax.Array:
+        own = jax.random.wrap_key_data(key, impl=key_type)
+        return jax.random.uniform(jax.random.fold_in(own, count), (2,))
+
+    return jax.vmap(of_sequence)(keys, counts)
+
+
+def _choose(
+    logits: jax.Array, uniforms: jax.Array, options: SamplingSettings, seen: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Choose (tokens int32 [B], their log-probabilities float32 [B]) from logits [B, V], given uniforms [B, 2].
+
+    The log-probabilities are the policy's: neither penalty nor filters change them.
+    """
+    greedy = options.temperature == 0
+
+    def scaled(logits: jax.Array) -> jax.Array:
+        logits = logits if greedy else logits / options.temperature
+        return logits - logits.max(-1, keepdims=True)
+
+    policy = scaled(logits)
+    mass = jnp.exp(policy)
+    normalizer = jnp.log(mass.sum(-1))
+    preferred = policy
+    if seen is not None:
+        preferred = scaled(repetition_penalty(logits, seen, options.repetition_penalty))
+        mass = jnp.exp(preferred)
+    if greedy:
+        token = jnp.argmax(preferred, axis=-1).astype(jnp.int32)
+    else:
+        if options.top_k is not None:
+            mass = top_k_filter(mass, options.top_k)
+        if options.top_p < 1:
+            mass = top_p_filter(mass, options.top_p)
+        if options.min_p:
+            mass = min_p_filter(mass, options.min_p)
+        token = sample_token(mass, uniforms)
+    return token, jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0] - normalizer

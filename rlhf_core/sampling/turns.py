@@ -1,0 +1,323 @@
+"""The compiled programs of conversations: feed tokens into the caches of slots, copy caches, and decode turns.
+
+A conversation's cache has an entry for every position, so that one slot can pause while others decode, and can be fed
+what its world said. All programs run within `jax.shard_map`: each shard of rows has slots of its own, numbered from 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from rlhf_core.contracts import ModelDefinition, SamplingSettings
+from rlhf_core.mesh import AXES, ROW_AXES, replicated_sharding, row_multiple
+from rlhf_core.sampling.layout import Peers, param_specs
+from rlhf_core.sampling.loop import empty_cache, put, take, time_axes
+from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
+
+CHUNKS = (16, 64, 256)
+"""Tokens that are fed to a slot at once, padding included."""
+FED_AT_ONCE = 1024
+"""Tokens that a shard is fed at once, at most, padding included."""
+SHARE = 8
+"""Decoding stops for the host once one in so many of the turns that ran has ended; as large a share is fed at once."""
+STEPS = 64
+"""The most tokens per turn that are decoded before the host sees them."""
+
+ALIGNED = 8
+"""Caches have a multiple of this many entries: products over another number make XLA copy them on GPUs."""
+
+CACHE = PartitionSpec(AXES)
+"""Of arrays that every device has its own part of, whichever axis of theirs `tensor` cuts: one part after the other."""
+ROWS = PartitionSpec(ROW_AXES)
+WHOLE = PartitionSpec()
+
+
+def cache_length(tokens: int) -> int:
+    """Count the entries of the cache of a conversation of so many tokens, behind which the shortest chunk fits."""
+    return -(-(tokens + CHUNKS[0]) // ALIGNED) * ALIGNED
+
+
+@dataclass(frozen=True)
+class TurnsProgram:
+    """The static arguments of the compiled programs."""
+
+    definition: ModelDefinition
+    options: SamplingSettings
+    mesh: Mesh
+    stop_ids: tuple[int, ...]
+    slots: int
+    """Conversations that each shard of rows holds at once."""
+    length: int
+    """Entries of a slot's cache, see `cache_length`."""
+    key_type: str
+    shared_layers: bool
+    """Whether the parameters have the layout of `sampling.layout`; otherwise they are what `PrepareParams` returned."""
+
+    @property
+    def shards(self) -> int:
+        return row_multiple(self.mesh)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """List the lengths that `extend` is compiled for, ascending."""
+        return tuple(chunk for chunk in CHUNKS if chunk <= self.length)
+
+    def rows(self, chunk: int) -> int:
+        """Count the slots of a shard that are fed `chunk` tokens at once."""
+        return max(min(FED_AT_ONCE // chunk, self.slots // SHARE), 1)
+
+    @property
+    def copies(self) -> int:
+        """Count the caches of a shard that are copied at once."""
+        return max(self.slots // SHARE, 1)
+
+
+class Slots(NamedTuple):
+    """The turn in each slot of all shards, [B], NumPy arrays on the host."""
+
+    active: Any
+    """bool: the turn goes on."""
+    last: Any
+    """int32, the last token of the conversation, which is not in its cache."""
+    position: Any
+    """int32, of that token."""
+    drawn: Any
+    """int32, tokens of the turn so far."""
+    limit: Any
+    """int32, the most tokens of the turn."""
+    matched: Any
+    """int32, the state in the table of stop strings."""
+    ids: Any
+    """uint32, the conversation's id."""
+    turn: Any
+    """uint32, the number of the turn."""
+
+
+def empty_slots(count: int) -> Slots:
+    """Make the slots, NumPy arrays, in which nothing runs."""
+    types = (np.bool_, *[np.int32] * 5, *[np.uint32] * 2)
+    return Slots(*(np.zeros(count, dtype) for dtype in types))
+
+
+class Fed(NamedTuple):
+    """What `extend` feeds to some slots of each shard, [shards · rows], NumPy arrays on the host."""
+
+    slot: Any
+    """int32, within the shard."""
+    used: Any
+    """bool; the other rows are padding."""
+    tokens: Any
+    """int32 [shards · rows, chunk], of which the last may be padding."""
+    start: Any
+    """int32, the position of the first of them."""
+
+
+class Decoded(NamedTuple):
+    """What `decode` sampled, by step [STEPS, B], and where that left each slot, [B]; NumPy arrays on the host."""
+
+    tokens: Any
+    """int32 [STEPS, B]."""
+    logps: Any
+    """float32 [STEPS, B]."""
+    drawn: Any
+    """int32, tokens of the turn so far."""
+    matched: Any
+    """int32, the state in the table of stop strings."""
+    ends: Any
+    """int8: 0, `next_token.ENDED` or `CUT`."""
+
+
+def _on_shards(program: TurnsProgram, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:
+    return jax.shard_map(function, mesh=program.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def _weights(program: TurnsProgram) -> Any:
+    return param_specs(program.definition, program.mesh) if program.shared_layers else WHOLE
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def begin(weights: Any, *, program: TurnsProgram) -> tuple[Any, jax.Array | None]:
+    """Make (the cache of all slots, the tokens that each has seen: bool [B, V], None without a repetition penalty)."""
+    model = program.definition
+
+    def shard(weights: Any) -> Any:
+        one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        read = jax.eval_shape(model.prefill, weights, one, one, one)[1]
+        cache = empty_cache(read, time_axes(model, read, program.length), program.slots, program.length)
+        penalised = program.options.repetition_penalty != 1
+        return cache, jnp.zeros((program.slots, model.vocab_size), jnp.bool_) if penalised else None
+
+    made: tuple[Any, jax.Array | None] = _on_shards(program, shard, (_weights(program),), (CACHE, ROWS))(
+        weights
+    )
+    return made
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
+def extend(weights: Any, cache: Any, fed: Fed, *, program: TurnsProgram) -> Any:
+    """Write the keys and values of tokens into the caches of their slots."""
+
+    def shard(weights: Any, cache: Any, fed: Fed) -> Any:
+        rows = take(cache, fed.slot[None])
+        rows = program.definition.extend(weights, rows, fed.tokens, fed.start)[1]
+
+        def one(i: jax.Array, cache: Any) -> Any:
+            row = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), (fed.slot, rows, fed.used))
+            return put(cache, *row)
+
+        return lax.fori_loop(0, len(fed.slot), one, cache)
+
+    return _on_shards(program, shard, (_weights(program), CACHE, ROWS), CACHE)(weights, cache, fed)
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
+def copy(cache: Any, source: jax.Array, slot: jax.Array, used: jax.Array, *, program: TurnsProgram) -> Any:
+    """Copy the caches of slots `source` to `slot`, int32 [shards · copies], within each shard, where `used`, bool."""
+
+    def shard(cache: Any, *pairs: jax.Array) -> Any:
+        def one(i: jax.Array, cache: Any) -> Any:
+            source, slot, used = (lax.dynamic_slice_in_dim(x, i, 1) for x in pairs)
+            return put(cache, slot, take(cache, source[None]), used)
+
+        return lax.fori_loop(0, program.copies, one, cache)
+
+    return _on_shards(program, shard, (CACHE, ROWS, ROWS, ROWS), CACHE)(cache, source, slot, used)
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="seen")
+def note(seen: jax.Array, fed: Fed, lengths: jax.Array, *, program: TurnsProgram) -> jax.Array:
+    """Set the tokens that slots have seen, bool [B, V], to the first `lengths` of their rows of `fed.tokens`."""
+
+    def shard(seen: jax.Array, fed: Fed, lengths: jax.Array) -> jax.Array:
+        none = jnp.zeros((len(fed.slot), seen.shape[1]), jnp.bool_)
+        rows = mark(none, fed.tokens, jnp.arange(fed.tokens.shape[1]) < lengths[:, None])
+
+        def one(i: jax.Array, seen: jax.Array) -> Any:
+            slot, row, used = (lax.dynamic_slice_in_dim(x, i, 1) for x in (fed.slot, rows, fed.used))
+            return put(seen, slot, row, used)
+
+        return lax.fori_loop(0, len(rows), one, seen)
+
+    noted: jax.Array = _on_shards(program, shard, (ROWS, ROWS, ROWS), ROWS)(seen, fed, lengths)
+    return noted
+
+
+class _Carry(NamedTuple):
+    step: jax.Array
+    slots: Slots
+    ends: jax.Array
+    cache: Any
+    seen: jax.Array | None
+    tokens: jax.Array
+    logps: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames=("cache", "seen"))
+def decode(
+    weights: Any,
+    cache: Any,
+    seen: jax.Array | None,
+    slots: Slots,
+    key_data: jax.Array,
+    stop_table: jax.Array | None,
+    steps: jax.Array,
+    *,
+    program: TurnsProgram,
+) -> tuple[Any, jax.Array | None, Decoded]:
+    """Decode the turns of active slots until one in SHARE of a shard's has ended, or `steps`, int32, tokens of each are
+    sampled, at most STEPS: (cache, seen, what was sampled, replicated).
+    """
+    function = functools.partial(_decode, program=program)
+    inputs = (_weights(program), CACHE, ROWS, ROWS, WHOLE, WHOLE, WHOLE)
+    columns = PartitionSpec(None, ROW_AXES)
+    outputs = (CACHE, ROWS, Decoded(columns, columns, ROWS, ROWS, ROWS))
+    cache, seen, decoded = _on_shards(program, function, inputs, outputs)(
+        weights, cache, seen, slots, key_data, stop_table, steps
+    )
+    # Replicated: every process of a multi-process run reads all of it.
+    return cache, seen, lax.with_sharding_constraint(decoded, replicated_sharding(program.mesh))
+
+
+def _decode(
+    weights: Any,
+    cache: Any,
+    seen: jax.Array | None,
+    slots: Any,
+    key_data: jax.Array,
+    stop_table: jax.Array | None,
+    steps: jax.Array,
+    *,
+    program: TurnsProgram,
+) -> Any:
+    model, rows = program.definition, program.slots
+    peers = Peers(program.mesh.shape["tensor"])
+    sampler = TokenSampler.of(model, weights, peers, program.options, program.key_type)
+    stops = Stops.of(program.stop_ids, stop_table)
+    keys = _turn_keys(key_data, slots, program.key_type)
+    place = jnp.arange(program.length)
+    running = slots.active.sum()
+    enough = jnp.clip(running // SHARE, 1, running)
+
+    def goes_on(carry: _Carry) -> jax.Array:
+        return (carry.step < steps) & (running - carry.slots.active.sum() < enough)
+
+    def step(carry: _Carry) -> _Carry:
+        slots: Any = carry.slots
+        # Slots that pause write their last token to its own entry, again and again.
+        visible = place <= slots.position[:, None]
+        hidden, cache = model.decode(
+            weights, carry.cache, slots.last, slots.position, visible, slots.position
+        )
+        seen = None if carry.seen is None else mark(carry.seen, slots.last[:, None], True)
+        token, logp = sampler.sample(hidden, keys, slots.drawn, seen)
+        stopped, matched = stops.after(token, slots.matched)
+        cut = slots.drawn == slots.limit - 1
+        goes, active = ~(stopped | cut), slots.active
+        sampled = slots._replace(
+            active=goes, last=token, position=slots.position + 1, drawn=slots.drawn + 1, matched=matched
+        )
+        return _Carry(
+            carry.step + 1,
+            jax.tree.map(lambda new, old: jnp.where(active, new, old), sampled, slots),
+            jnp.where(active & ~goes, jnp.where(stopped, ENDED, CUT), carry.ends).astype(jnp.int8),
+            cache,
+            seen,
+            lax.dynamic_update_slice(carry.tokens, token[None], (carry.step, 0)),
+            lax.dynamic_update_slice(carry.logps, logp[None], (carry.step, 0)),
+        )
+
+    none = jnp.zeros((STEPS, rows), jnp.int32)
+    start = _Carry(
+        jnp.int32(0), slots, jnp.zeros(rows, jnp.int8), cache, seen, none, none.astype(jnp.float32)
+    )
+    end: Any = lax.while_loop(goes_on, step, start)
+    decoded = Decoded(end.tokens, end.logps, end.slots.drawn, end.slots.matched, end.ends)
+    return end.cache, end.seen, decoded
+
+
+def _turn_keys(key_data: jax.Array, slots: Slots, key_type: str) -> jax.Array:
+    """Compute the key of each slot's turn, uint32 [B, words]: that of the rollout for the first one, then the number of
+    the turn is folded into it; then the conversation's id.
+    """
+    key = jax.random.wrap_key_data(key_data, impl=key_type)
+
+    def one(turn: jax.Array, id_: jax.Array) -> jax.Array:
+        later = jax.random.key_data(jax.random.fold_in(key, turn_number(turn)))
+        of_turn = jax.random.wrap_key_data(jnp.where(turn == 0, key_data, later), impl=key_type)
+        return jax.random.key_data(jax.random.fold_in(of_turn, id_))
+
+    return jax.vmap(one)(slots.turn, slots.ids)
+
+
+def turn_number(turn: Any) -> Any:
+    """Return what is folded into the key of a rollout for turn number `turn` ≥ 1; ids of conversations are smaller."""
+    return turn + np.uint32(2**31)
