@@ -2,7 +2,7 @@
 
     python examples/tools/generate.py examples/tools/data
 
-    tokenizer/             byte-level, one token per digit, with the chat template chat.jinja
+    tokenizer/             byte-level, up to three digits per token, with the chat template chat.jinja
     shown.jsonl            messages, tools: conversations in which the tool is called, about other numbers
     told.jsonl             messages: the same sums, answered at once: the control without a tool
     sums.jsonl             prompt, answer: what GRPO trains on
@@ -34,7 +34,7 @@ class Sizes:
     shown: int = 4096
     sums: int = 4096
     heldout: int = 256
-    digits: int = 5
+    digits: int = 6
 
 
 def question(a: int, b: int) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def generate(directory: Path, *, seed: int = 0, sizes: Sizes | None = None) -> N
     for name, lines in rows.items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         (directory / name).write_text(text, encoding="utf-8")
-    tokenizer = train_tokenizer([*rows["shown.jsonl"][:512], *rows["told.jsonl"][:64]])
+    tokenizer = train_tokenizer([*rows["shown.jsonl"], *rows["told.jsonl"]])
     tokenizer.save_pretrained(directory / "tokenizer")
 
 
@@ -97,13 +97,16 @@ def _asked(drawn: Iterator[tuple[int, int]], count: int) -> Iterator[dict[str, A
 
 
 def train_tokenizer(rows: list[dict[str, Any]]) -> Any:
-    """Train a byte-level tokenizer on rendered conversations, one token per digit."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Train a byte-level tokenizer on rendered conversations; three digits are a token, as for Llama 3."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     raw.decoder = decoders.ByteLevel()
     blank = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -112,7 +115,7 @@ def train_tokenizer(rows: list[dict[str, Any]]) -> Any:
         blank.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False) for row in rows
     ]
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=2048, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     raw.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(

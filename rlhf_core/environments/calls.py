@@ -36,7 +36,8 @@ class EnvironmentCalls:
     """
 
     def __init__(self, options: EnvironmentOptions, make: Callable[[], Environment], where: str) -> None:
-        self.options, self.make, self.name = options, make, Path(options.name.rpartition("/")[2]).name
+        self.options, self.make, self.where = options, make, where
+        self.name = Path(options.name).name
         first = make()
         missing = [method for method in METHODS if not callable(getattr(first, method, None))]
         if missing:

@@ -28,9 +28,14 @@ from rlhf_core.runtime.agreement import broadcast_text
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
+    from rlhf_core.environments.parsing import CallParser
 
 Ints = NDArray[np.int32]
 NOTHING = np.zeros(0, np.int32)
+
+
+class TemplateError(InputError):
+    """The chat template cannot be used with the environment."""
 
 
 class TurnRecord(NamedTuple):
@@ -66,6 +71,8 @@ class Episode:
     failure: str | None = None
     finished: bool = False
     """Whether the environment ended it, after a turn that was not cut."""
+    cut: bool = False
+    """Whether a limit of turns, tokens or seconds ended it."""
     ended_by: int | None = None
     """The stop token that the last turn ended with; None: it was cut."""
     context: Ints | None = None
@@ -94,6 +101,7 @@ class Episodes:
         self,
         calls: EnvironmentCalls,
         encoder: ConversationEncoder,
+        parser: CallParser,
         episodes: Sequence[Episode],
         *,
         group: int,
@@ -102,7 +110,7 @@ class Episodes:
         turn_length: int,
     ) -> None:
         """Begin the episodes, those of a group adjacent. Raises RunError where one fails, with on_error "stop"."""
-        self.calls, self.encoder, self.options = calls, encoder, calls.options
+        self.calls, self.encoder, self.parser, self.options = calls, encoder, parser, calls.options
         self.episodes, self.length, self.turn_length = episodes, length, turn_length
         self.quick = calls.quick
         self._again = self.options.history == "encoded_again"
@@ -183,7 +191,7 @@ class Episodes:
         episode.append(np.asarray(tokens, np.int32), np.asarray(logps, np.float32), written=True)
         episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context))
         episode.ended_by = int(tokens[-1]) if finished else None
-        episode.messages.append(self.encoder.message(tokens, ended=finished, tools=self.calls.tools))
+        episode.messages.append(self.parser.message(tokens))
         if not self._calls_here:
             return
         try:
@@ -204,6 +212,8 @@ class Episodes:
             episode.rewards.append(turn.reward)
             episode.metrics.append(turn.metrics)
             self._ready.append(self._continue(conversation, episode, turn) or over)
+        except TemplateError:
+            raise
         except Exception as error:
             self._fail(episode, "step", error)
             self._ready.append(over)
@@ -216,8 +226,10 @@ class Episodes:
             return None
         spent, limit = time.monotonic() - episode.began, self.options.max_seconds
         if len(episode.turns) >= self.options.max_turns or (limit is not None and spent > limit):
+            episode.cut = True
             return None
         added = [dict(message) for message in turn.messages]
+        self._require_encodable(added)
         if self._again:
             tokens = self.encoder.prompt([*episode.messages, *added], tools=self.calls.tools)
             left = self.length - max(len(tokens) - len(episode.prompt), len(episode.tokens))
@@ -230,9 +242,16 @@ class Episodes:
             )
             left = self.length - len(episode.tokens) - len(tokens)
         if left < 1:
+            episode.cut = True
             return None
         episode.messages += added
         return Continuation(conversation, tokens, min(left, self.turn_length), self._again)
+
+    def _require_encodable(self, added: Sequence[Mapping[str, Any]]) -> None:
+        """Raise TemplateError where the chat template rewrites its past when messages of these roles follow."""
+        roles = sorted({str(message["role"]) for message in added})
+        if not self._again and (problem := self.encoder.problem(tools=self.calls.tools, roles=roles)):
+            raise TemplateError(f"{self.calls.where}: {problem}")
 
     def replies(self, *, wait: bool) -> Sequence[Continuation]:
         """Return the answers that have arrived. wait: for at least one, if any is outstanding."""
@@ -269,7 +288,7 @@ class Episodes:
         """Give every process what the environments said to the first one."""
         if jax.process_count() == 1:
             return
-        names = ("messages", "rewards", "metrics", "failure", "finished")
+        names = ("messages", "rewards", "metrics", "failure", "finished", "cut")
         text = json.dumps([{name: getattr(episode, name) for name in names} for episode in self.episodes])
         for episode, values in zip(self.episodes, json.loads(broadcast_text(text)), strict=True):
             for name in names:
@@ -297,6 +316,7 @@ class Episodes:
         return {
             "episodes/turns": float(np.mean(turns)) if turns else float("nan"),
             "episodes/failed": float(len(self.episodes) - len(held)),
+            "episodes/cut_ratio": float(np.mean([episode.cut for episode in held])) if held else float("nan"),
             "episodes/observation_tokens": float(np.mean(observed)) if observed else float("nan"),
             **{f"episodes/{name}": value for name, value in plain_metrics(means).items()},
         }

@@ -19,7 +19,7 @@ class EnvironmentOptions(Component):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="tokens per episode after its first prompt, the environment's included; none: max_turns × "
+        description="tokens per episode after its first prompt, the environment's included; none: 2 × max_turns × "
         "sampling.max_completion_length",
     )
     max_seconds: float | None = Field(
@@ -49,4 +49,4 @@ class EnvironmentOptions(Component):
 
     def length(self, max_completion_length: int) -> int:
         """Return the most tokens of an episode after its first prompt."""
-        return self.max_tokens or self.max_turns * max_completion_length
+        return self.max_tokens or 2 * self.max_turns * max_completion_length

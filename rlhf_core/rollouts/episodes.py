@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import ENVIRONMENT
 from rlhf_core.environments import (
+    CallParser,
     ConversationEncoder,
     EnvironmentCalls,
     EnvironmentOptions,
@@ -20,6 +21,7 @@ from rlhf_core.environments import (
     Episodes,
     try_episode,
 )
+from rlhf_core.errors import InputError
 from rlhf_core.rewards.reward import Reward
 from rlhf_core.sampling import converse_by_turns
 from rlhf_core.stage.text_settings import text_options
@@ -43,6 +45,7 @@ class EpisodeSource:
 
     calls: EnvironmentCalls
     encoder: ConversationEncoder
+    parser: CallParser
     max_prompt_length: int
     length: int
     turn_length: int
@@ -74,6 +77,7 @@ class EpisodeSource:
         episodes = Episodes(
             self.calls,
             self.encoder,
+            self.parser,
             [
                 Episode(prompts.row(row), seed, prompts.where(row))
                 for row, seed in zip(chosen, seeds, strict=True)
@@ -117,10 +121,13 @@ def open_environment(
             options, lambda: stage.registry.get(ENVIRONMENT, options.name, **options.options), where
         )
         encoder = ConversationEncoder(tokenizer, text_options(config, stage), stop_ids)
-        encoder.require(tools=calls.tools, again=options.history == "encoded_again")
-    return EpisodeSource(
-        calls, encoder, max_prompt_length, options.length(max_completion_length), max_completion_length
-    )
+        # Messages of other roles are checked when they come.
+        roles = ("tool",) if calls.tools else ("user",)
+        if options.history == "kept" and (problem := encoder.problem(tools=calls.tools, roles=roles)):
+            raise InputError(problem)
+        parser = CallParser(encoder, calls.tools)
+    length = options.length(max_completion_length)
+    return EpisodeSource(calls, encoder, parser, max_prompt_length, length, max_completion_length)
 
 
 def forecast_episodes(
