@@ -1,0 +1,1 @@
+"""Environments that a policy talks with in several turns."""

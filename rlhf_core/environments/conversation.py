@@ -1,0 +1,317 @@
+"""Encode conversations of several turns without encoding anew what the policy wrote.
+
+Sampled ids stay as they are. What the world adds is the difference of two texts, in which a fixed dummy stands in place
+of each reply, so that it depends on neither the reply's words nor how they would be tokenised again:
+
+    observation = text(… dummy + added + open turn) - text(… dummy)
+
+It is tokenised from the special token that ends the reply, which no merge crosses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_core.environments.call_formats import shared_length
+from rlhf_core.environments.history import REMEDY, history_problem
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
+from rlhf_core.tokenizer.text_options import TextOptions
+
+WORD, FIRST, LAST = "qzxreply", "qzxfirst", "qzxlast"
+"""What dummies say: a reply's text, and the arguments of its calls. No template contains them."""
+DUMMIES: tuple[Mapping[str, str], ...] = (
+    {"content": WORD},
+    {"content": f"<think>\nqzxthought\n</think>\n\n{WORD}"},
+    {"content": WORD, "reasoning_content": "qzxthought"},
+)
+"""Replies of which a template writes at least one after its own generation prompt."""
+
+
+class CallStyle(NamedTuple):
+    """How a template takes tool calls. as_text: arguments as JSON text. most: calls per reply; None: any number."""
+
+    as_text: bool = False
+    most: int | None = None
+
+
+STYLES = (CallStyle(), CallStyle(True), CallStyle(False, 1), CallStyle(True, 1), CallStyle(False, 0))
+
+
+class Tail(NamedTuple):
+    """Text of a conversation after its last reply, up to the next open turn. text: begins where the reply ends.
+
+    end: the token that the template ends replies with, and its characters; None: it writes none.
+    bordered: whether only white space stands between the reply and that token.
+    """
+
+    text: str
+    end: int | None = None
+    start: int = 0
+    stop: int = 0
+    bordered: bool = True
+
+    @property
+    def from_end(self) -> str:
+        """The text from the token that ends the reply, or all of it."""
+        return self.text[self.start :]
+
+
+class ConversationEncoder:
+    """Encode prompts, and what an environment adds to a conversation, with one tokenizer and chat template."""
+
+    def __init__(
+        self, tokenizer: Any, options: str | TextOptions | None = None, stop_ids: Sequence[int] = ()
+    ) -> None:
+        """options: as for `Encoder`. stop_ids: tokens that end a reply, beside those of `special_ids`."""
+        self.encoder = Encoder(tokenizer, options)
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(dict.fromkeys([*self.encoder.special.eos, *map(int, stop_ids)]))
+        self._problems: dict[tuple[str, bool], str | None] = {}
+
+    @property
+    def name(self) -> str:
+        """The template as messages name it."""
+        given = self.encoder.options.chat_template
+        if given is None:
+            return "the tokenizer's chat template"
+        if "{%" in given or "{{" in given:
+            return "the given chat template"
+        return f"the chat template {given if given == 'plain' else Path(given).name}"
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Ints:
+        """Encode a conversation, int32 [n], ending with the open header of the assistant's turn.
+
+        tools: JSON schemas of what the policy may call. Raises InputError if the template refuses the conversation.
+        """
+        return self.encoder.prompts([self.completed(messages)], [tools])[0]
+
+    def observation(
+        self,
+        messages: Sequence[Message],
+        added: Sequence[Message],
+        *,
+        ended_by: int | None,
+        tools: Sequence[Any] | None = None,
+    ) -> Ints:
+        """Encode what follows the policy's last reply, int32 [n]: `added`, and the header of its next turn.
+
+        messages: the conversation, which ends with that reply. ended_by: the stop token that the reply ends with, which
+        is not repeated even if the template ends replies with another one; None: the reply was cut, and the
+        template's own comes first.
+
+        Raises InputError if the template refuses the conversation or changes what stands before `added`.
+        """
+        roles = list(dict.fromkeys(str(message["role"]) for message in added))
+        if problem := self.problem(tools=tools, roles=roles):
+            raise InputError(problem)
+        tail = self.tail(messages, added, tools)
+        if tail.end is not None:
+            ids = self._tokenize(tail.from_end)
+            if len(ids) and ids[0] == tail.end:
+                if ended_by is not None:
+                    return ids[1:]
+                if tail.bordered:
+                    return ids
+            if ended_by is not None:
+                return self._after(self._added(ended_by) or WORD, tail.text[tail.stop :])
+        return self._after((ended_by is not None and self._added(ended_by)) or WORD, tail.text)
+
+    def problem(self, *, tools: Sequence[Any] | None, roles: Sequence[str]) -> str | None:
+        """Describe why what the world adds in messages of these roles cannot be encoded alone; None if it can.
+
+        A template must keep what it wrote before when such a message follows a reply, whatever the reply holds, and
+        with `tools` must write their schemas, the calls and the results.
+        """
+        for role in roles:
+            key = role, bool(tools)
+            if key not in self._problems:
+                self._problems[key] = history_problem(self, role, tools)
+            if problem := self._problems[key]:
+                return problem
+        return None
+
+    def write(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, open_turn: bool = False
+    ) -> str:
+        """Render a conversation as `ChatTemplate.write` does."""
+        return self.encoder.chat.write(messages, tools=tools, open_turn=open_turn)
+
+    def completed(self, messages: Sequence[Message]) -> list[Message]:
+        """Give calls and results the ids that they lack, and write arguments as the template takes them."""
+        completed: list[Message] = []
+        awaited: list[str] = []
+        for number, message in enumerate(messages):
+            if calls := message.get("tool_calls"):
+                calls = [{**call, "id": call.get("id") or call_id(number, k)} for k, call in enumerate(calls)]
+                awaited = [str(call["id"]) for call in calls]
+                message = {**message, "tool_calls": [self._with_arguments(call) for call in calls]}
+            elif message["role"] == "tool":
+                message = with_id(message, awaited.pop(0) if awaited else call_id(number, 0))
+            completed.append(message)
+        return completed
+
+    def tail(
+        self, messages: Sequence[Message], added: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> Tail:
+        """Render what follows the last reply, with dummies in place of all replies. Raises InputError as `observation`."""
+        whole = self._with_dummies([*messages, *added])
+        last = len(messages) - 1
+        calls = bool(whole[last].get("tool_calls"))
+        before = self.write(whole[:last], tools, open_turn=True)
+        after = self.write(whole, tools, open_turn=True)
+        if not after.startswith(before):
+            raise InputError(self.rewrites(before, after))
+        text = self._after_dummy(after[len(before) :])
+        closed = self._after_dummy(self.write(whole[: last + 1], tools), from_right=True)
+        shared = text[: shared_length(text, closed)]
+        ends = [(shared.find(stop), -len(stop), i) for i, stop in self.stops.items() if stop in shared]
+        if ends:
+            start, length, token = min(ends)
+            bordered = calls or not text[:start].strip()
+            return Tail(text, token, start, start - length, bordered)
+        if not calls:
+            return Tail(text)
+        # No token ends the reply: its calls end where what follows a reply without calls begins.
+        whole[last] = {"role": "assistant", **self._dummy}
+        plain = self._after_dummy(self.write(whole, tools, open_turn=True)[len(before) :])
+        if not text.endswith(plain):
+            raise InputError(f"{self.name} does not show where a reply with tool calls ends. {REMEDY}")
+        return Tail(plain)
+
+    def rewrites(self, before: str, after: str) -> str:
+        """Word the error for a text that does not begin with the one before it."""
+        same = shared_length(before, after)
+        start = max(0, same - 20)
+        return (
+            f"{self.name} changes its past when the conversation goes on: {before[start : same + 30]!r} becomes "
+            f"{after[start : same + 30]!r}. {REMEDY}"
+        )
+
+    def _after_dummy(self, text: str, *, from_right: bool = False) -> str:
+        """Cut a text after the words of the dummy that it begins with, or with `from_right` ends with."""
+        find = text.rfind if from_right else text.find
+        ends = [at + len(word) for word in (WORD, LAST) if (at := find(word)) >= 0]
+        if not ends:
+            raise InputError(f"{self.name} leaves out what a reply says. {REMEDY}")
+        return text[max(ends) :]
+
+    def _with_dummies(self, messages: Sequence[Message]) -> list[Message]:
+        """Put dummies in place of replies, each with a call for every result that follows it."""
+        dummied: list[Message] = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                following = takewhile(lambda m: m["role"] != "assistant", messages[number + 1 :])
+                results = [m for m in following if m["role"] == "tool"]
+                message = self._dummy_reply(number, message, results, self._style)
+            elif message["role"] == "tool":
+                message = with_id(message, call_id(*_place(messages, number)))
+            dummied.append(message)
+        return dummied
+
+    def _dummy_reply(
+        self, number: int, message: Message, results: Sequence[Message], style: CallStyle
+    ) -> Message:
+        count = len(results) if style.most is None else min(style.most, len(results))
+        if not count:
+            return {"role": "assistant", **self._dummy}
+        written = [call.get("function", {}).get("name") for call in message.get("tool_calls") or ()]
+        calls = []
+        for k, result in enumerate(results[:count]):
+            name = result.get("name") or (written[k] if k < len(written) else None) or "call"
+            arguments = {"argument": LAST if k == count - 1 else FIRST}
+            call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+            call["id"] = result.get("tool_call_id") or call_id(number, k)
+            calls.append(_as_text(call) if style.as_text else call)
+        return {"role": "assistant", **self._dummy, "tool_calls": calls}
+
+    def _with_arguments(self, call: Message) -> Message:
+        return _as_text(call) if self._style.as_text else call
+
+    @cached_property
+    def _dummy(self) -> Mapping[str, str]:
+        """The first dummy that the template writes after its own generation prompt."""
+        asked = {"role": "user", "content": "a"}
+        for dummy in DUMMIES:
+            try:
+                opened = self.write([asked], open_turn=True)
+                if self.write([asked, {"role": "assistant", **dummy}]).startswith(opened):
+                    return dummy
+            except InputError:
+                continue
+        return DUMMIES[0]
+
+    @cached_property
+    def _style(self) -> CallStyle:
+        """The first way of writing calls that the template does not refuse."""
+        asked = {"role": "user", "content": "a"}
+        for style in STYLES:
+            results = [
+                {"role": "tool", "name": "call", "content": "b", "tool_call_id": call_id(1, k)}
+                for k in range(2 if style.most is None else 1)
+            ]
+            reply = self._dummy_reply(1, {}, results, style)
+            try:
+                self.write([asked, reply, *results], open_turn=True)
+            except InputError:
+                continue
+            return style
+        return STYLES[-1]
+
+    @cached_property
+    def stops(self) -> dict[int, str]:
+        """{id: text} of the stop tokens that text is split at."""
+        return {i: text for i in self.stop_ids if (text := self._added(i))}
+
+    def _added(self, token: int) -> str:
+        """Return the text of a token that text is split at; empty for another token."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).get(token)
+        return "" if added is None or not added.content.strip() else str(added.content)
+
+    def _after(self, context: str, text: str) -> Ints:
+        """Tokenise a text as it is tokenised after another. Raises InputError if a token holds parts of both."""
+        before, whole = self._tokenize(context), self._tokenize(context + text)
+        if not np.array_equal(whole[: len(before)], before):
+            raise InputError(
+                f"the tokenizer joins the end of a reply with what {self.name} writes after it: give a template that "
+                "ends replies with a special token"
+            )
+        return whole[len(before) :]
+
+    def _tokenize(self, text: str) -> Ints:
+        ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return np.array(ids["input_ids"], np.int32)
+
+
+def call_id(message: int, call: int) -> str:
+    """Make the id of a call that the policy gave none: nine characters, as some templates demand."""
+    return f"{message:06d}{call:03d}"
+
+
+def with_id(result: Message, given: str) -> Message:
+    """Give a result the id of its call, unless it has one."""
+    return result if result.get("tool_call_id") else {**result, "tool_call_id": given}
+
+
+def _place(messages: Sequence[Message], number: int) -> tuple[int, int]:
+    """Find the reply that a result answers, and which of its calls."""
+    earlier = 0
+    for k in range(number - 1, -1, -1):
+        if messages[k]["role"] == "assistant":
+            return k, earlier
+        earlier += messages[k]["role"] == "tool"
+    return 0, earlier
+
+
+def _as_text(call: Message) -> Message:
+    function = dict(call.get("function") or {})
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+    return {**call, "function": function}

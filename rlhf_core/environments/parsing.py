@@ -1,0 +1,363 @@
+"""Read the tool calls in what a policy wrote, in the format of its chat template."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_core.environments.call_formats import FORMATS, UNIT, CallFormat, call_format, read_call
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.encoding import Ints
+from rlhf_core.tokenizer.text_options import text_problem
+
+if TYPE_CHECKING:
+    from rlhf_core.environments.conversation import ConversationEncoder
+
+PYTHON_TAG = "<|python_tag|>"
+"""What Llama may write before calls."""
+WORDS = {"true": True, "false": False, "null": None}
+"""Names that policies write for Python's constants."""
+
+
+class Call(NamedTuple):
+    """A call at the characters `start` to `end` of a text; `error` says what is wrong with it."""
+
+    start: int
+    end: int
+    name: Any = None
+    arguments: Any = None
+    id: Any = None
+    error: str | None = None
+
+
+class CallError(Exception):
+    """What is wrong with a call, in words for the policy."""
+
+
+class CallParser:
+    """Turn what a policy sampled into the assistant's message."""
+
+    def __init__(self, encoder: ConversationEncoder, tools: Sequence[Any] | None = None) -> None:
+        """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them."""
+        self.encoder = encoder
+        learned = call_format(encoder)
+        self.formats = FORMATS if learned is None else (learned,)
+        self._schemas = dict(map(_parameters, tools or ()))
+        added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        marks = "".join(mark for form in self.formats for mark in form.marks) + PYTHON_TAG
+        self._marks_are_special = self._special.search(marks) is not None
+        self._thinks = _opened(encoder).rstrip().endswith("<think>")
+
+    def message(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
+        """Parse sampled ids, int32 [n], a final stop token included, as `parse` does."""
+        sampled = [int(i) for i in ids]
+        if sampled and sampled[-1] in self.encoder.stop_ids:
+            sampled.pop()
+        text = self.encoder.tokenizer.decode(
+            sampled, skip_special_tokens=not self._marks_are_special, clean_up_tokenization_spaces=False
+        )
+        return self.parse(text)
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any.
+
+        A call is {"type": "function", "function": {"name", "arguments"}}, with an "id" if the policy wrote one.
+        `call_errors` says, for the policy, what is wrong with each malformed call. Calls inside a thought do not count.
+        Never raises, whatever the text.
+        """
+        calls = self._find(text, self._thought_end(text))
+        message: dict[str, Any] = {"role": "assistant", "content": self._content(text, calls)}
+        if made := [_as_message(call) for call in calls if call.error is None]:
+            message["tool_calls"] = made
+        if errors := [call.error for call in calls if call.error is not None]:
+            message["call_errors"] = errors
+        return message
+
+    def _thought_end(self, text: str) -> int:
+        """Return where calls may begin: after the last thought, or at the end of a text that is all thought."""
+        if (at := text.rfind("</think>")) >= 0:
+            return at + len("</think>")
+        return len(text) if self._thinks or "<think>" in text else 0
+
+    def _find(self, text: str, start: int) -> list[Call]:
+        for form in self.formats:
+            if calls := [_checked(call) for call in _calls(form, text, start, self._schemas)]:
+                return calls
+        return []
+
+    def _content(self, text: str, calls: Sequence[Call]) -> str:
+        content, at = "", 0
+        for call in calls:
+            content += text[at : call.start]
+            at = max(at, call.end)
+        content += text[at:]
+        if calls:
+            for mark in (mark for form in self.formats for mark in form.around if mark):
+                content = content.replace(mark, "")
+            content = content.strip()
+        return self._special.sub("", content) if self._marks_are_special else content
+
+
+def _opened(encoder: ConversationEncoder) -> str:
+    try:
+        return encoder.write([{"role": "user", "content": "a"}], open_turn=True)
+    except InputError:
+        return ""
+
+
+def _parameters(tool: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a tool and the schemas of its parameters."""
+    function = tool.get("function", tool)
+    return str(function.get("name")), function.get("parameters", {}).get("properties", {})
+
+
+def _as_message(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    identity = {} if call.id is None else {"id": str(call.id)}
+    return {**identity, "type": "function", "function": function}
+
+
+def _checked(call: Call) -> Call:
+    """Check the parts of a call, and put its arguments into JSON's types."""
+    if call.error is not None:
+        words = " ".join(call.error.encode(errors="replace").decode().split())
+        return call._replace(error=words[:300])
+    name, arguments = call.name, call.arguments
+    if not isinstance(name, str) or not name.strip():
+        return call._replace(error='the call has no "name" of a function')
+    try:
+        if isinstance(arguments, str):
+            arguments = _read_json(arguments)
+        if not isinstance(arguments, Mapping | None):
+            return call._replace(error="the call's arguments are not an object such as {}")
+        written = json.dumps([name, arguments or {}, call.id], ensure_ascii=False, allow_nan=False)
+    except CallError as error:
+        return call._replace(error=f"the call's arguments are not JSON: {error}")
+    except (TypeError, ValueError, RecursionError):
+        return call._replace(error="the call's arguments cannot be written as JSON")
+    if problem := text_problem(written):
+        return call._replace(error=f"the call {problem}".encode(errors="replace").decode())
+    return call._replace(name=name.strip(), arguments=json.loads(written)[1])
+
+
+# Find calls in a text.
+
+
+def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) -> Iterator[Call]:
+    """Yield the calls of a format in `text` from `start` on, malformed ones too; none if no mark opens one."""
+    if not form.opening:
+        yield from _unmarked(form, text, start)
+        return
+    opening, closing = _pattern(form.opening), _pattern(form.closing)
+    while match := opening.search(text, start):
+        try:
+            calls, end = _READERS[form.way](form, text, match.end(), schemas)
+            close = closing.match(text, _skip_blanks(text, end))
+            if close is None:
+                raise CallError(f"the call does not end with {form.closing}")
+            end = close.end()
+        except CallError as error:
+            calls = [(None, None, str(error))]
+            close = closing.search(text, match.end()) if form.closing else None
+            following = opening.search(text, match.end())
+            ends = [close.end() if close else len(text), following.start() if following else len(text)]
+            end = min(ends)
+            yield Call(match.start(), end, error=str(error))
+        else:
+            for name, arguments, identity in calls:
+                yield Call(match.start(), end, name, arguments, identity)
+        start = end
+
+
+def _unmarked(form: CallFormat, text: str, start: int) -> Iterator[Call]:
+    """Yield the calls of a text that is calls and nothing else."""
+    body = text[start:].strip()
+    tagged = body.startswith(PYTHON_TAG)
+    body = body.removeprefix(PYTHON_TAG).strip()
+    begins = r"\[\s*\w+(\.\w+)*\(" if form.way == "python" else r"[\[{]\s*(\{\s*)?\"(name|type|function)\""
+    if start or not (tagged or re.match(begins, body)):
+        return
+    calls, at = [], 0
+    try:
+        if form.way == "python":
+            calls = _read_python(body)
+            at = len(body)
+        while at < len(body):
+            value, at = _decode(body, at)
+            values = value if isinstance(value, list) else [value]
+            calls += [read_call(value) for value in values]
+            at = _skip_blanks(body, at)
+            at += body.startswith(";", at)
+            at = _skip_blanks(body, at)
+    except CallError as error:
+        yield Call(0, len(text), error=str(error))
+        return
+    if tagged or all(arguments is not None for _, arguments, _ in calls):
+        for name, arguments, identity in calls:
+            yield Call(0, len(text), name, arguments, identity)
+
+
+def _pattern(mark: str) -> re.Pattern[str]:
+    """Match a mark, whatever white space stands between its parts."""
+    return re.compile(r"\s*".join(re.escape(unit) for unit in UNIT.findall(mark) if unit.strip()))
+
+
+def _skip_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+# Read what stands after the mark that opens a call: name, arguments and id of each call, and where they end.
+
+_Read = tuple[list[tuple[Any, Any, Any]], int]
+
+
+def _read_object(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    value, end = _decode(text, at)
+    if not isinstance(value, Mapping):
+        raise CallError('the call is not an object such as {"name": …, "arguments": {…}}')
+    return [read_call(value)], end
+
+
+def _read_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    values, end = _decode(text, at)
+    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values) or not values:
+        raise CallError('the calls are not a list such as [{"name": …, "arguments": {…}}]')
+    return [read_call(value) for value in values], end
+
+
+def _read_named(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    match = (
+        _pattern(form.name_end).search(text, at) if form.name_end else re.compile(r"(?=\{)").search(text, at)
+    )
+    if match is None:
+        raise CallError(f"the call has no {form.name_end or 'arguments'} after its name")
+    arguments, end = _decode(text, match.end())
+    return [(text[at : match.start()], arguments, None)], end
+
+
+def _read_tags(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    key_mark, value_mark, end_mark = map(_pattern, form.parameter)
+    closing = _pattern(form.closing)
+    name_end = _pattern(form.name_end) if form.name_end else re.compile(r"(?=[\s<])")
+    after_name = name_end.search(text, at)
+    if after_name is None:
+        raise CallError(f"the call has no {form.name_end or 'parameters'} after its name")
+    name, arguments = text[at : after_name.start()].strip(), {}
+    value_end = re.compile(rf"{end_mark.pattern}(?=\s*(?:{key_mark.pattern}|{closing.pattern or '$'}))")
+    at = _skip_blanks(text, after_name.end())
+    while key := key_mark.match(text, at):
+        to_value = value_mark.search(text, key.end())
+        end = value_end.search(text, to_value.end()) if to_value else None
+        if to_value is None or end is None:
+            raise CallError(
+                f"the parameter {text[key.end() : key.end() + 40]!r} does not end with {form.parameter[2].strip()}"
+            )
+        parameter = text[key.end() : to_value.start()].strip()
+        value = _without_line_ends(text[to_value.end() : end.start()], form)
+        arguments[parameter] = _read_value(value, schemas.get(name, {}).get(parameter))
+        at = _skip_blanks(text, end.end())
+    return [(name, arguments, None)], at
+
+
+def _without_line_ends(value: str, form: CallFormat) -> str:
+    """Drop the line ends that the template writes around a value."""
+    if form.parameter[1].endswith("\n"):
+        value = value.removeprefix("\n")
+    return value.removesuffix("\n") if form.parameter[2].startswith("\n") else value
+
+
+def _read_value(value: str, schema: Any) -> Any:
+    """Read a value that is written without quotes: a text if the schema says so, else JSON or a Python constant."""
+    types = json.dumps(schema) if isinstance(schema, Mapping) else ""
+    if '"string"' in types and not _takes_others(schema):
+        return value
+    for read in (_read_json, ast.literal_eval):
+        try:
+            found = read(value.strip())
+        except (CallError, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            continue
+        if read is _read_json or isinstance(found, bool | None):
+            return found
+    return value
+
+
+def _takes_others(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") != "string" and '"enum"' not in json.dumps(schema)
+
+
+def _read_call_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+    end = text.find(form.closing, at) if form.closing else len(text)
+    if end < 0:
+        raise CallError(f"the call does not end with {form.closing}")
+    return _read_python(text[at:end].strip()), end
+
+
+def _read_python(text: str) -> list[tuple[Any, Any, Any]]:
+    """Read calls such as [f(x=1), g(y="a")], whose values are constants."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(text, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+        return [_read_python_call(node) for node in nodes]
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError) as error:
+        raise CallError(f"the call is not written as [name(key=value)]: {error}") from None
+
+
+def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
+    if not isinstance(node, ast.Call):
+        raise CallError("the call is not written as [name(key=value)]")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise CallError("the call's arguments need their names, as in [name(key=value)]")
+    arguments = {
+        keyword.arg: ast.literal_eval(_Constants().visit(keyword.value)) for keyword in node.keywords
+    }
+    return ast.unparse(node.func), arguments, None
+
+
+class _Constants(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
+
+
+def _decode(text: str, at: int) -> tuple[Any, int]:
+    """Decode the JSON value that begins at a place, and return where it ends."""
+    at = _skip_blanks(text, at)
+    try:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise CallError(
+            f"the call is not JSON: {error.msg} at character {error.pos - at + 1} of it"
+        ) from None
+    except RecursionError:
+        raise CallError("the call is not JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise CallError(f"the call is not JSON: {error}") from None
+
+
+def _read_json(text: str) -> Any:
+    value, end = _decode(text, 0)
+    if text[end:].strip():
+        raise CallError("something follows the value")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_READERS = {
+    "object": _read_object,
+    "list": _read_list,
+    "named": _read_named,
+    "tags": _read_tags,
+    "python": _read_call_list,
+}
