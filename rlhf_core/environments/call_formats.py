@@ -12,7 +12,6 @@ So a template never seen before works if it writes calls in one of these ways, b
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ def _written_calls(encoder: ConversationEncoder, count: int) -> str | None:
         opened, closed = encoder.write([asked], open_turn=True), encoder.write(messages)
     except InputError:
         return None
-    text = closed[len(os.path.commonprefix([opened, closed])) :].rpartition(TEXT)[2]
+    text = closed[shared_length(opened, closed) :].rpartition(TEXT)[2]
     last = max(text.rfind(word) for word in (NAME, *ARGUMENTS.values()))
     stops = [at for stop in encoder.stops.values() if (at := text.find(stop, max(last, 0))) >= 0]
     return text[: min(stops)] if stops else text
@@ -170,7 +169,7 @@ def _split_marks(before: str, after: str, between: str | None) -> tuple[str, str
     opens, closes = len(opening), len(closing)
     if between is not None:
         units = UNIT.findall(between)
-        opens, closes = _shared(opening[::-1], units[::-1]), _shared(closing, units)
+        opens, closes = shared_length(opening[::-1], units[::-1]), shared_length(closing, units)
     first = len(opening) - opens
     return (
         "".join(opening[first:]).strip(),
@@ -179,8 +178,8 @@ def _split_marks(before: str, after: str, between: str | None) -> tuple[str, str
     )
 
 
-def _shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """Count the equal items that two sequences begin with."""
+def shared_length(a: Sequence[str], b: Sequence[str]) -> int:
+    """Count the equal items, or characters, that two sequences begin with."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -191,7 +190,7 @@ def _tags(body: str, opening: str, closing: str, around: tuple[str, str]) -> Cal
     if match is None:
         return None
     first, second = UNIT.findall(match[1]), UNIT.findall(match[3])
-    shared = _shared(first[::-1], second[::-1])
+    shared = shared_length(first[::-1], second[::-1])
     value_end = "".join(second[: len(second) - shared])
     if not shared or not value_end.strip():
         return None

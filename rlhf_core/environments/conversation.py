@@ -11,7 +11,6 @@ It is tokenised from the special token that ends the reply, which no merge cross
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.environments.history import history_problem
+from rlhf_core.environments.call_formats import shared_length
+from rlhf_core.environments.history import REMEDY, history_problem
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
 from rlhf_core.tokenizer.text_options import TextOptions
@@ -171,7 +171,7 @@ class ConversationEncoder:
             raise InputError(self.rewrites(before, after))
         text = self._after_dummy(after[len(before) :])
         closed = self._after_dummy(self.write(whole[: last + 1], tools), from_right=True)
-        shared = os.path.commonprefix([text, closed])
+        shared = text[: shared_length(text, closed)]
         ends = [(shared.find(stop), -len(stop), i) for i, stop in self.stops.items() if stop in shared]
         if ends:
             start, length, token = min(ends)
@@ -188,7 +188,7 @@ class ConversationEncoder:
 
     def rewrites(self, before: str, after: str) -> str:
         """Word the error for a text that does not begin with the one before it."""
-        same = len(os.path.commonprefix([before, after]))
+        same = shared_length(before, after)
         start = max(0, same - 20)
         return (
             f"{self.name} changes its past when the conversation goes on: {before[start : same + 30]!r} becomes "
@@ -288,9 +288,6 @@ class ConversationEncoder:
     def _tokenize(self, text: str) -> Ints:
         ids = self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return np.array(ids["input_ids"], np.int32)
-
-
-REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps its past'
 
 
 def call_id(message: int, call: int) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import combinations_with_replacement, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_core.environments.call_formats import call_format
+from rlhf_core.environments.call_formats import CallFormat, call_format
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Message
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
 
-TURNS = 3
+REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps its past'
 LONG = 10, 4000
 """Turns and characters per message of a long conversation, in which a template may cut what is old."""
 TOOL = {
@@ -58,7 +59,7 @@ def history_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any
             return problem
         return _Trial(encoder, role, probe).problem()
     except InputError as error:
-        return f"{encoder.name} cannot be used for conversations with '{role}' messages: {error}"
+        return str(error)
 
 
 def _schema_problem(encoder: ConversationEncoder, tools: Sequence[Any]) -> str | None:
@@ -79,41 +80,35 @@ class _Trial:
         self.encoder, self.role, self.tools = encoder, role, tools
 
     def problem(self) -> str | None:
-        candidates = [*SPOKEN, *CALLING] if self.tools or self.role == "tool" else [*SPOKEN]
-        refusals, differing, forms = {}, {}, []
+        """Describe the first thing that the template does to its past, or return None."""
+        candidates = (*SPOKEN, *CALLING) if self.tools or self.role == "tool" else SPOKEN
+        refusals: dict[Form, str] = {}
+        differences: dict[Form, str] = {}
+        forms: list[Form] = []
         for form in candidates:
             try:
-                differs = self._differs_at_once(form)
+                difference = self._difference_at_once(form)
             except InputError as error:
-                refusals[form] = error
+                refusals[form] = str(error)
                 continue
-            if differs:
-                differing[form] = differs
-            elif not self._unwritten(form):
+            if difference:
+                differences[form] = difference
+            elif self._may_be_written(form):
                 forms.append(form)
         if not forms:
-            if not differing and refusals:
-                return f"{self.encoder.name} refuses '{self.role}' messages after a reply: {next(iter(refusals.values()))}"
-            return next(iter(differing.values()))
-        if self.tools and (problem := self._call_problem(forms, refusals)):
-            return problem
-        for system, replies, added, length in self._conversations(forms):
-            problem = self._grows(system, replies, added, length)
-            if problem:
-                return problem
-        return None
+            reason = next(iter([*differences.values(), *refusals.values()]))
+            if differences:
+                return reason
+            return f"{self.encoder.name} refuses '{self.role}' messages after a reply: {reason}"
+        if self.tools and not any(form.call for form in forms):
+            refused = [reason for form, reason in refusals.items() if form.call]
+            if refused:
+                return f"{self.encoder.name} refuses tool calls, or what follows them: {refused[0]}"
+            return f"{self.encoder.name} leaves out the tool calls of replies. Give a chat template that writes them"
+        growths = (self._growth_problem(*conversation) for conversation in self._conversations(forms))
+        return next((problem for problem in growths if problem), None)
 
-    def _call_problem(self, forms: Sequence[Form], refusals: Mapping[Form, InputError]) -> str | None:
-        """Describe why the policy's calls cannot be written, or return None."""
-        if any(form.call for form in forms):
-            return None
-        name = self.encoder.name
-        refused = [error for form, error in refusals.items() if form.call]
-        if refused:
-            return f"{name} refuses tool calls, or '{self.role}' messages after them: {refused[0]}"
-        return f"{name} leaves out the tool calls of replies. Give a chat template that writes them"
-
-    def _differs_at_once(self, form: Form) -> str | None:
+    def _difference_at_once(self, form: Form) -> str | None:
         """Describe how the template begins a reply otherwise than its own generation prompt; None if it does not.
 
         A policy cannot write a reply of such a form, if another form continues the prompt.
@@ -125,33 +120,35 @@ class _Trial:
             return None
         return self.encoder.rewrites(opened, later)
 
-    def _unwritten(self, form: Form) -> bool:
-        """Whether the policy writes no replies of a form: the template has no place for what sets it apart.
+    def _may_be_written(self, form: Form) -> bool:
+        """Whether the template has a place for what sets a form apart, so that a policy may write it.
 
-        Only calls that stand between marks can have text beside them.
+        Calls without marks around them have no text beside them.
         """
         closed = self._written([_user(0), _reply(form, 1)])
         if form.field and "qzxthought1" not in closed:
-            return True
-        if not form.call:
             return False
-        found = call_format(self.encoder)
-        return "qzxtool" not in closed or (
-            (form.text or form.thought) and found is not None and not found.opening
-        )
+        if not form.call:
+            return True
+        beside = form.text or form.thought
+        return "qzxvalue1" in closed and (not beside or self._format is None or bool(self._format.opening))
 
     def _conversations(self, forms: Sequence[Form]) -> Iterator[tuple[bool, Sequence[Form], int, int]]:
-        """Yield whether a system message begins it, the forms of its replies, messages per turn, characters of each."""
-        speaking = [form for form in forms if not form.call]
+        """Yield conversations: whether one begins with a system message, the forms of its replies, how many messages
+        follow each, and how long each is.
+        """
+        last = next((form for form in forms if not form.call), forms[0])
         several = [1, 2] if self._accepts([_user(0), _reply(forms[-1], 1), *self._added(1, 2)]) else [1]
         systems = [False, True] if self._accepts([_system(), _user(0)]) else [False]
-        for system, added in product(systems, several):
-            for a, b in product(forms, forms):
-                yield system, (a, b, a, (speaking or forms)[0])[: TURNS + 1], added, 0
-        yield False, forms[-1:] * LONG[0], 1, LONG[1]
+        for a, b in combinations_with_replacement(forms, 2):
+            yield False, (a, b, a, last), 1, 0
+        for system, added, a in product(systems, several, forms):
+            yield system, (a, last, a, a), added, 0
+        yield False, [forms[-1]] * LONG[0], 1, LONG[1]
 
-    def _grows(self, system: bool, replies: Sequence[Form], added: int, length: int) -> str | None:
-        """Render a conversation turn by turn; describe the first change of what was written before, or return None."""
+    def _growth_problem(self, system: bool, replies: Sequence[Form], added: int, length: int) -> str | None:
+        """Render a conversation turn by turn, and describe the first change of what was written before."""
+        name = self.encoder.name
         messages = [*([_system()] if system else []), _user(0, length)]
         opened = self._written(messages, open_turn=True)
         for number, form in enumerate(replies, 1):
@@ -159,24 +156,27 @@ class _Trial:
             try:
                 longer = self._written(messages, open_turn=True)
             except InputError:
-                return None  # such a conversation cannot be had
+                return None  # there are no such conversations
             if not longer.startswith(opened):
                 return self.encoder.rewrites(opened, longer)
             piece = longer[len(opened) :]
-            for what, said in _parts(messages[-1 - added :]):
+            for what, said in _parts(messages[-1 - added]):
                 if not _stands_in(said, piece):
-                    return (
-                        f"{self.encoder.name} leaves out {what} when a '{self.role}' message follows. "
-                        f"{_remedy(what)}"
-                    )
+                    return f"{name} leaves out {what} when '{self.role}' messages follow replies. {REMEDY}"
+            if not all(_stands_in(str(message["content"]), piece) for message in messages[-added:]):
+                return f"{name} leaves out '{self.role}' messages. Give a chat template that writes them"
             tail = self.encoder.tail(messages[:-added], messages[-added:], self.tools).from_end
             if not piece.endswith(tail):
                 return (
-                    f"what {self.encoder.name} writes after a reply depends on what the reply says: "
-                    f"{piece[-len(tail) :][:40]!r} instead of {tail[:40]!r}. {_remedy('')}"
+                    f"what {name} writes after a reply depends on what the reply says: "
+                    f"{piece[-len(tail) :][:40]!r} instead of {tail[:40]!r}. {REMEDY}"
                 )
             opened = longer
         return None
+
+    @cached_property
+    def _format(self) -> CallFormat | None:
+        return call_format(self.encoder)
 
     def _added(self, number: int, count: int, length: int = 0) -> list[Message]:
         return [
@@ -197,12 +197,6 @@ class _Trial:
         except InputError:
             return False
         return True
-
-
-def _remedy(what: str) -> str:
-    from rlhf_core.environments.conversation import REMEDY
-
-    return REMEDY if not what.startswith("the content") else "Give a chat template that writes it"
 
 
 def _words(word: str, length: int) -> str:
@@ -232,9 +226,8 @@ def _reply(form: Form, number: int, length: int = 0) -> Message:
     return message
 
 
-def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """Yield what must stay of a reply and the messages after it, with a name for it."""
-    reply, *added = messages
+def _parts(reply: Message) -> Iterator[tuple[str, str]]:
+    """Yield what must stay of a reply, each with a name for it."""
     thought, _, text = str(reply["content"]).rpartition("</think>")
     yield "a reply's thought", thought.replace("<think>", "").strip()
     yield "a reply's thought", str(reply.get("reasoning_content", ""))
@@ -242,8 +235,6 @@ def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
     for call in reply.get("tool_calls") or ():
         for said in (call["function"]["name"], *call["function"]["arguments"].values()):
             yield "a reply's tool call", str(said)
-    for message in added:
-        yield f"the content of a '{message['role']}' message", str(message["content"])
 
 
 def _stands_in(said: str, text: str) -> bool:

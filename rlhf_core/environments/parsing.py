@@ -323,7 +323,7 @@ def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
 
 
 class _Constants(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 (the library's name)
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
 
 
