@@ -11,7 +11,7 @@ from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
-from rlhf_core.rollouts.episodes import environment_reward, forecast_episodes
+from rlhf_core.rollouts.episodes import forecast_episodes
 from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
@@ -59,8 +59,7 @@ def forecast_rollouts(
     """
     require_whole_groups(config, stage, num_generations)
     require_model(config, stage, head="lm")
-    first = [] if environment is None else [environment_reward(environment)]
-    functions = open_rewards(rewards, stage, weights=reward_weights, first=first)
+    functions = open_rewards(rewards, stage, weights=reward_weights, environment=environment)
     tokenizer = stage.inputs.get("tokenizer")
     for options in (sampling, evaluation_sampling):
         if tokenizer is not None and options is not None and options.stop_strings:
