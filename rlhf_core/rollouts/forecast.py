@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
     from rlhf_core.rewards.reward import Reward, WeightedReward
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
+
+ROW_PER_TURN = (
+    'environment.history="encoded_again": every turn is a training row with all that was said before it, which costs more '
+    "time, and what a loss averages over a sequence it averages over a turn"
+)
 
 
 def forecast_rollouts(
@@ -145,12 +149,9 @@ def _prompts(
         lines = forecast_episodes(
             environment, config, stage, rows, tokenizer, max_completion_length=max_completion_length
         )
-        return (
-            len(rows),
-            max_prompt_length,
-            lines[0],
-            replace(of_rewards, lines=(*lines[1:], *of_rewards.lines)),
-        )
+        again = environment.history == "encoded_again"
+        cautions = (*of_rewards.warnings, *((ROW_PER_TURN,) if again else ()))
+        return len(rows), max_prompt_length, lines[0], Forecast((*lines[1:], *of_rewards.lines), cautions)
     if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None
