@@ -546,8 +546,8 @@ class Turn(NamedTuple):
 class Environment(Protocol):
     """The world of one episode; an object is made for each. Its methods may be async.
 
-    Optional attributes: `tools`, what the policy may call, as JSON schemas for the chat template; `asynchronous`, whether
-    a method that is no coroutine function returns an awaitable; `deterministic`, False where equal seeds and
+    Optional attributes: `tools`, what the policy may call, as JSON schemas for the chat template; `asynchronous`,
+    whether a method that is no coroutine function returns an awaitable; `deterministic`, False where equal seeds and
     completions may get other answers.
     """
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 ROW_PER_TURN = (
-    'environment.history="encoded_again": every turn is a training row with all that was said before it, which costs more '
-    "time, and what a loss averages over a sequence it averages over a turn"
+    'environment.history="encoded_again": every turn is a training row with all that was said before it, which takes '
+    "longer, and what a loss averages over a sequence it averages over a turn"
 )
 
 

@@ -118,12 +118,12 @@ class RolloutUpdates(ABC):
             self.total = min(self.total, (number + 1) * self.updates_per_rollout)
 
     def _warn_of_other_answers(self, step: int) -> None:
-        """Warn that a rollout that may have been in progress begins again, where its environment is not repeatable."""
+        """Warn that episodes begin again, where the environment may answer them in another way."""
         source = self.collector.episodes
         if step and source is not None and not source.calls.deterministic and self.stage.is_main:
             warnings.warn(
-                f"stage '{self.stage.name}'.environment: '{source.calls.name}' is not deterministic: episodes that were "
-                "held after the checkpoint begin again and may go another way",
+                f"stage '{self.stage.name}'.environment: '{source.calls.name}' is not deterministic: episodes "
+                "that were held after the checkpoint begin again and may go another way",
                 stacklevel=2,
             )
 
