@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.environments.call_formats import shared_length
-from rlhf_core.environments.history import REMEDY, history_problem
+from rlhf_core.environments.history import REMEDY, history_problem, template_problem
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
 from rlhf_core.tokenizer.text_options import TextOptions
@@ -74,7 +74,7 @@ class ConversationEncoder:
         self.encoder = Encoder(tokenizer, options)
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys([*self.encoder.special.eos, *map(int, stop_ids)]))
-        self._problems: dict[tuple[str, bool], str | None] = {}
+        self._problems: dict[tuple[str, str, bool], str | None] = {}
 
     @property
     def name(self) -> str:
@@ -124,18 +124,22 @@ class ConversationEncoder:
                 return self._after(self._added(ended_by) or WORD, tail.text[tail.stop :])
         return self._after((ended_by is not None and self._added(ended_by)) or WORD, tail.text)
 
-    def problem(self, *, tools: Sequence[Any] | None, roles: Sequence[str]) -> str | None:
-        """Describe why what the world adds in messages of these roles cannot be encoded alone; None if it can.
+    def problem(
+        self, *, tools: Sequence[Any] | None, roles: Sequence[str], encoded_again: bool = False
+    ) -> str | None:
+        """Describe why conversations in which messages of these roles follow replies cannot be had; None if they can.
 
-        A template must keep what it wrote before when such a message follows a reply, whatever the reply holds, and
-        with `tools` must write their schemas, the calls and the results.
+        A template must take such messages and, with `tools`, write their schemas, the calls and the results. It must
+        keep what it wrote before, whatever the replies hold, unless the whole conversation is `encoded_again` in
+        each turn.
         """
         for role in roles:
-            key = role, bool(tools)
-            if key not in self._problems:
-                self._problems[key] = history_problem(self, role, tools)
-            if problem := self._problems[key]:
-                return problem
+            for check in (template_problem,) if encoded_again else (template_problem, history_problem):
+                key = check.__name__, role, bool(tools)
+                if key not in self._problems:
+                    self._problems[key] = check(self, role, tools)
+                if problem := self._problems[key]:
+                    return problem
         return None
 
     def write(
