@@ -99,7 +99,8 @@ def history_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any
     try:
         return _Trial(encoder, role, [*tools, TOOL] if tools else None).problem()
     except InputError as error:
-        return str(error)
+        words = str(error)
+        return words if encoder.name in words else f"{encoder.name} fails on '{role}' messages: {words}"
 
 
 class _Trial:
@@ -145,7 +146,7 @@ class _Trial:
     def _may_be_written(self, form: Form) -> bool:
         """Whether the template has a place for what sets a form apart, so that a policy may write it.
 
-        Calls without marks around them have no text beside them.
+        Calls that the template writes without the text beside them are no calls to `CallParser`.
         """
         closed = self.written([_user(0), _reply(form, 1)])
         if form.field and "qzxthought1" not in closed:
@@ -153,7 +154,7 @@ class _Trial:
         if not form.call:
             return True
         beside = form.text or form.thought
-        return "qzxvalue1" in closed and (not beside or self._format is None or bool(self._format.opening))
+        return "qzxvalue1" in closed and not (beside and self._format is not None and self._format.alone)
 
     def _conversations(self, forms: Sequence[Form]) -> Iterator[tuple[bool, Sequence[Form], int, int]]:
         """Yield conversations: whether one begins with a system message, the forms of its replies, how many messages

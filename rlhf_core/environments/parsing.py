@@ -87,12 +87,17 @@ class CallParser:
 
     def _find(self, text: str, start: int) -> list[Call]:
         """Find the calls in the first format that reads all of its own, else in the first that finds any."""
-        readings = (
-            [_checked(call) for call in _calls(form, text, start, self._schemas)] for form in self.formats
-        )
+        readings = (self._read(form, text, start) for form in self.formats)
         found = [calls for calls in readings if calls]
         whole = [calls for calls in found if all(call.error is None for call in calls)]
         return next(iter([*whole, *found]), [])
+
+    def _read(self, form: CallFormat, text: str, start: int) -> list[Call]:
+        calls = [_checked(call) for call in _calls(form, text, start, self._schemas)]
+        if calls and form.alone and self._content(text, calls):
+            error = "a call must stand alone: the text beside it would be lost"
+            return [Call(calls[0].start, calls[-1].end, error=error)]
+        return calls
 
     def _content(self, text: str, calls: Sequence[Call]) -> str:
         content, at = "", 0

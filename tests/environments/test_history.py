@@ -166,9 +166,18 @@ FRESH = {
         template("{{ m.content or '' }}", before=SCHEMA, call="<tool_call>{{ c.function.name }}</tool_call>"),
         CALLS,
     ),
-    "text beside calls is dropped": (
+    "thoughts beside calls are dropped": (
         "tool",
-        template("{{ m.content or '' if not m.tool_calls }}", before=SCHEMA, call=CALL),
+        template(
+            "{{ (m.content or '').split('</think>')[-1] if m.tool_calls else m.content or '' }}",
+            before=SCHEMA,
+            call=CALL,
+        ),
+        "leaves out a reply's thought",
+    ),
+    "text beside calls is dropped later": (
+        "tool",
+        template("{{ m.content or '' if not m.tool_calls or loop.last }}", before=SCHEMA, call=CALL),
         "leaves out a reply's t",
     ),
     "calls are dropped": ("tool", template("{{ m.content or '' }}", before=SCHEMA), CALLS),
@@ -205,6 +214,10 @@ def test_what_a_template_may_do_is_found(name: str) -> None:
 def test_a_template_that_keeps_its_past_is_accepted() -> None:
     encoder = encoder_for(WHOLE)
     assert encoder.problem(tools=[TOOL], roles=["user", "tool", "system"]) is None
+    alone = template("{{ m.content or '' if not m.tool_calls }}", before=SCHEMA, call=CALL)
+    assert (
+        encoder_for(alone).problem(tools=[TOOL], roles=["tool"]) is None
+    )  # `CallParser` makes no such replies
     assert encoder_for(None).problem(tools=None, roles=["user"]) is None
     assert encoder_for(chat.CHATML).problem(tools=None, roles=["user"]) is None
 

@@ -39,6 +39,7 @@ TOOLS = [
     for name in ("add", "look_up", "mail.send-2")
 ]
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}{% if m.tool_calls %}"
+HEAD_ALONE = HEAD.replace("(m.content or '')", "(m.content if not m.tool_calls else '')")
 TAIL = (
     "{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -65,7 +66,7 @@ WRITTEN = {
 EXPECTED = {
     "hermes": CallFormat("object", "<tool_call>", "</tool_call>"),
     "own marks": CallFormat("object", "<<", ">>"),
-    "mistral": CallFormat("list", "[TOOL_CALLS]"),
+    "mistral": CallFormat("list", "[TOOL_CALLS]", alone=True),
     "mistral, newer": CallFormat("named", "[TOOL_CALLS]", "", "[ARGS]"),
     "deepseek, newer": CallFormat(
         "named",
@@ -80,6 +81,8 @@ PUBLISHED = (
     "deepseekv3", "llama3_1", "llama3_2", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_5_think",
     "qwen3_instruct_2507",
 )  # fmt: skip
+ALONE = ("mistral", "llama3_1", "llama3_2")
+"""They write no text beside calls."""
 LETTERS = "abZ09 \n\t<>|{}[]()=,;:\"'\\/.éß漢🙂\u0301</tool_call>[TOOL_CALLS]"
 
 
@@ -90,7 +93,7 @@ def encoder_for(text: str, make_tokenizer: Any) -> ConversationEncoder:
 
 
 def written(name: str) -> str:
-    return HEAD + WRITTEN[name] + TAIL
+    return (HEAD_ALONE if name in ALONE else HEAD) + WRITTEN[name] + TAIL
 
 
 def random_string(draw: np.random.Generator) -> str:
@@ -159,14 +162,14 @@ def round_trips(encoder: ConversationEncoder, count: int, *, most: int = 3, cont
 def test_a_template_never_seen_round_trips(name: str, make_tokenizer: Any) -> None:
     encoder = encoder_for(written(name), make_tokenizer)
     assert EXPECTED.get(name) in (None, call_format(encoder))
-    round_trips(encoder, 150)
+    round_trips(encoder, 150, content="" if name in ALONE else "so:")
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_round_trip(name: str, published: dict[str, Path], make_tokenizer: Any) -> None:
     encoder = encoder_for(published[name].read_text(), make_tokenizer)
-    alone = name.startswith("llama")
+    alone = name in ALONE
     thinks = name in ("deepseekv3", "nemotron_3_nano", "qwen3", "qwen3_5_think")
     content = "" if alone else "<think>\nhm\n</think>\n\nso:" if thinks else "so:"
     round_trips(encoder, 150, most=1 if alone else 3, content=content)
@@ -266,6 +269,16 @@ def test_good_calls_beside_malformed_ones_are_kept(make_tokenizer: Any) -> None:
     message = CallParser(encoder_for(written("hermes"), make_tokenizer)).parse(f"{good}\n{bad}\n{good}")
     assert len(message["tool_calls"]) == 2
     assert len(message["call_errors"]) == 1
+
+
+def test_a_call_stands_alone_where_the_template_drops_the_text_beside_it(make_tokenizer: Any) -> None:
+    call = '[TOOL_CALLS][{"name": "add", "arguments": {"i": 1}}]'
+    parser = CallParser(encoder_for(written("mistral"), make_tokenizer))
+    assert plainly(parser.parse(call)) == ADD
+    for text in (f"so: {call}", f"<think>hm</think>{call}", f"{call} so"):
+        message = parser.parse(text)
+        assert message["call_errors"] == ["a call must stand alone: the text beside it would be lost"]
+        assert "tool_calls" not in message
 
 
 def look_up(s: str) -> str:
