@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,6 +85,7 @@ class ToolEnvironment:
         """
         self._tools = open_tools(tools)
         self.tools = [tool.schema for tool in self._tools.values()]
+        self.asynchronous = any(_is_async(tool.function) for tool in self._tools.values())
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
         """Return the row's `prompt`: messages, or a text as the user's message. Raises InputError without one."""
@@ -93,12 +94,16 @@ class ToolEnvironment:
             raise InputError(f"the row has no 'prompt' (it has {', '.join(map(str, row)) or 'nothing'})")
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
-    async def step(self, completion: Mapping[str, Any]) -> Turn:
-        """Run the calls of a reply in their order, and answer each with a message.
+    def step(self, completion: Mapping[str, Any]) -> Turn | Awaitable[Turn]:
+        """Run the calls of a reply in their order, and answer each with a message; awaitable if a tool is async.
 
         What is wrong with a call, its arguments or its run is the message's content, in one line that begins with
         "Error: ". Metrics: `calls`, and `call_errors` among them.
         """
+        turn = self._step(completion)
+        return turn if self.asynchronous else _run_at_once(turn)
+
+    async def _step(self, completion: Mapping[str, Any]) -> Turn:
         answers = [await self._answer(call) for call in completion.get("tool_calls") or ()]
         answers += [_Answer.failed("call", text) for text in completion.get("call_errors") or ()]
         return Turn(
@@ -137,6 +142,21 @@ class ToolEnvironment:
             raise
         except (Exception, SystemExit) as error:
             return _Answer.failed(name, f"{name} raised {type(error).__name__}: {_said(error)}".rstrip(": "))
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    call = getattr(function, "func", function)
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+
+
+def _run_at_once(work: Coroutine[Any, Any, Turn]) -> Turn:
+    """Run a coroutine that waits for nothing. Raises TypeError if a tool that is not async returned an awaitable."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise TypeError("a tool that is no async function returned an awaitable; write async def")
 
 
 class _Answer(NamedTuple):

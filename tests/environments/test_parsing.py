@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -326,7 +325,7 @@ def test_no_text_raises(name: str, make_tokenizer: Any) -> None:
             assert error
             assert "\n" not in error
             error.encode()
-        for answer in asyncio.run(environment.step(message)).messages:
+        for answer in environment.step(message).messages:
             json.dumps(answer, ensure_ascii=False).encode()
     assert calls
 

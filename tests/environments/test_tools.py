@@ -216,7 +216,7 @@ def test_plain_and_async_functions_by_name(tmp_path: Path, monkeypatch: pytest.M
     )
     environment = ToolEnvironment(["calc.py:double"])
     assert environment.tools[0]["function"]["name"] == "double"
-    turn = asyncio.run(environment.step({"role": "assistant", "tool_calls": [call("double", {"x": 21})]}))
+    turn = environment.step({"role": "assistant", "tool_calls": [call("double", {"x": 21})]})
     assert turn.messages[0]["content"] == "42"
     with pytest.raises(InputError, match=r"calc\.py has no 'doubel'\. Did you mean 'double'"):
         ToolEnvironment(["calc.py:doubel"])
