@@ -51,15 +51,18 @@ CALLING = (
 )
 
 
-def template_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
+def template_problem(
+    encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+) -> str | None:
     """Describe what the template refuses or leaves out of a conversation in which messages of `role` follow replies.
 
-    tools: JSON schemas, which it must write, as it must the calls. Return None if nothing is missing.
+    tools: JSON schemas, which it must write, as it must the calls. then: the role after every other reply. Return None
+    if nothing is missing.
     """
     probe = [*tools, TOOL] if tools else None
     if probe and (problem := _schema_problem(encoder, probe)):
         return problem
-    trial = _Trial(encoder, role, probe)
+    trial = _Trial(encoder, role, probe, then)
     forms = (Form(text=False, call=True),) if tools else (Form(), Form(call=True))
     refusals = []
     for form in forms:
@@ -94,20 +97,27 @@ def _schema_problem(encoder: ConversationEncoder, tools: Sequence[Any]) -> str |
     return None
 
 
-def history_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
-    """Describe what the template does to its past when messages of `role` follow replies, or return None."""
+def history_problem(
+    encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+) -> str | None:
+    """Describe what the template does to its past when messages of `role` follow replies, or return None.
+
+    then: the role after every other reply.
+    """
     try:
-        return _Trial(encoder, role, [*tools, TOOL] if tools else None).problem()
+        return _Trial(encoder, role, [*tools, TOOL] if tools else None, then).problem()
     except InputError as error:
         words = str(error)
         return words if encoder.name in words else f"{encoder.name} fails on '{role}' messages: {words}"
 
 
 class _Trial:
-    """Conversations of one template in which messages of one role follow the replies."""
+    """Conversations of one template in which messages of one role, or two in turn, follow the replies."""
 
-    def __init__(self, encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> None:
-        self.encoder, self.role, self.tools = encoder, role, tools
+    def __init__(
+        self, encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+    ) -> None:
+        self.encoder, self.role, self.tools, self.then = encoder, role, tools, then
 
     def problem(self) -> str | None:
         """Describe the first thing that the template does to its past, or return None."""
@@ -161,6 +171,9 @@ class _Trial:
         follow each, and how long each is.
         """
         last = next((form for form in forms if not form.call), forms[0])
+        if self.then != self.role:
+            yield from ((False, (a, last, a, a), 1, 0) for a in forms)
+            return
         several = [1, 2] if self._accepts([_user(0), _reply(forms[-1], 1), *self.added(1, 2)]) else [1]
         systems = [False, True] if self._accepts([_system(), _user(0)]) else [False]
         for a, b in combinations_with_replacement(forms, 2):
@@ -202,13 +215,10 @@ class _Trial:
         return call_format(self.encoder)
 
     def added(self, number: int, count: int, length: int = 0) -> list[Message]:
+        role = self.role if number % 2 else self.then
+        name = {"name": "qzxtool"} if role == "tool" else {}
         return [
-            {
-                "role": self.role,
-                "content": _words(f"qzxadded{number}x{k}", length),
-                **({"name": "qzxtool"} if self.role == "tool" else {}),
-            }
-            for k in range(count)
+            {"role": role, "content": _words(f"qzxadded{number}x{k}", length), **name} for k in range(count)
         ]
 
     def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
