@@ -311,12 +311,20 @@ def _read_call_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, 
 def _read_python(text: str) -> list[tuple[Any, Any, Any]]:
     """Read calls such as [f(x=1), g(y="a")], whose values are constants."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(text, mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+        nodes = _parse_python(text)
         return [_read_python_call(node) for node in nodes]
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError) as error:
         raise CallError(f"the call is not written as [name(key=value)]: {error}") from None
+
+
+def _parse_python(text: str) -> Sequence[ast.expr]:
+    """Parse calls. Some templates write line ends within quotes as they are."""
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            tree = ast.parse(text, mode="eval").body
+        except SyntaxError:
+            tree = ast.parse(text.replace("\n", "\\n"), mode="eval").body
+    return tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
 
 
 def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:

@@ -197,6 +197,8 @@ CHATML = HEAD + TAIL
          [["add", {"b": True, "l": [None, False]}]], ""),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\"i\": 1}\n```"
          "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ADD, ""),
+        ("<|tool_call_start|>[add(s='a\nb', i=1)]<|tool_call_end|>", [["add", {"s": "a\nb", "i": 1}]], ""),
+        ("<|tool_call_start|>[\n add(\n  i=1,\n )\n]<|tool_call_end|>", ADD, ""),
         ('{"name": "add", "parameters": {"i": 1}}', ADD, ""),
         ('<|python_tag|>{"name": "add", "parameters": {"i": 1}}; {"name": "add", "parameters": {"i": 1}}', ADD * 2, ""),
         ('{"name": "add", "arguments": "{\\"i\\": 1}"}', ADD, ""),
