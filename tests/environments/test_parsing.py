@@ -222,6 +222,30 @@ def test_texts_without_calls(text: str, make_tokenizer: Any) -> None:
     assert message == {"role": "assistant", "content": text}
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array", "items": {"type": "string", "enum": ["a"]}}, '["a"]', ["a"]),
+        ({"type": ["integer", "string"]}, "12", 12),
+        ({}, "a b", "a b"),
+    ],
+)
+def test_values_without_quotes_are_read_by_their_schema(
+    schema: Any, written: str, value: Any, make_tokenizer: Any
+) -> None:
+    tool = {"function": {"name": "add", "parameters": {"properties": {"x": schema}}}}
+    text = f"<tool_call>\n<function=add>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    assert plainly(CallParser(encoder_for(CHATML, make_tokenizer), [tool]).parse(text)) == [
+        ["add", {"x": value}]
+    ]
+
+
 def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
     parser = CallParser(encoder_for(CHATML, make_tokenizer))
     message = parser.parse('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]')
