@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import permutations, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ class ConversationEncoder:
         self.encoder = Encoder(tokenizer, options)
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys([*self.encoder.special.eos, *map(int, stop_ids)]))
-        self._problems: dict[tuple[str, str, bool], str | None] = {}
+        self._problems: dict[tuple[str, str, str, bool], str | None] = {}
 
     @property
     def name(self) -> str:
@@ -121,9 +121,8 @@ class ConversationEncoder:
         if ended_by is None:
             return self._after(WORD, tail.text)
         if tail.end is None and stop and tail.text.startswith(stop):
-            return self._after(
-                stop, tail.text.removeprefix(stop)
-            )  # the token that begins the next turn ended this one
+            # The token that begins the next turn ended this one.
+            return self._after(stop, tail.text.removeprefix(stop))
         return self._after(stop or WORD, tail.text[tail.stop :])
 
     def problem(
@@ -135,11 +134,11 @@ class ConversationEncoder:
         keep what it wrote before, whatever the replies hold, unless the whole conversation is `encoded_again` in
         each turn.
         """
-        for role in roles:
+        for role, then in [*((role, role) for role in roles), *permutations(roles, 2)]:
             for check in (template_problem,) if encoded_again else (template_problem, history_problem):
-                key = check.__name__, role, bool(tools)
+                key = check.__name__, role, then, bool(tools)
                 if key not in self._problems:
-                    self._problems[key] = check(self, role, tools)
+                    self._problems[key] = check(self, role, tools, then)
                 if problem := self._problems[key]:
                     return problem
         return None

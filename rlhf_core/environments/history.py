@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations_with_replacement, product
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
 
 REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps its past'
+MOST = 6
+"""How many of the texts that a template looks for are tried."""
 LONG = 10, 4000
 """Turns and characters per message of a long conversation, in which a template may cut what is old."""
 TOOL = {
@@ -33,12 +36,16 @@ TOOL = {
 
 
 class Form(NamedTuple):
-    """What a reply holds. field: whether its thought stands in `reasoning_content` rather than in the text."""
+    """What a reply holds.
+
+    field: whether its thought stands in `reasoning_content` rather than in the text. closer: what ends it there.
+    """
 
     text: bool = True
     thought: bool = False
     field: bool = False
     call: bool = False
+    closer: str = "</think>"
 
 
 SPOKEN = (Form(), Form(thought=True), Form(thought=True, field=True))
@@ -51,15 +58,18 @@ CALLING = (
 )
 
 
-def template_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
+def template_problem(
+    encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+) -> str | None:
     """Describe what the template refuses or leaves out of a conversation in which messages of `role` follow replies.
 
-    tools: JSON schemas, which it must write, as it must the calls. Return None if nothing is missing.
+    tools: JSON schemas, which it must write, as it must the calls. then: the role after every other reply. Return None
+    if nothing is missing.
     """
     probe = [*tools, TOOL] if tools else None
     if probe and (problem := _schema_problem(encoder, probe)):
         return problem
-    trial = _Trial(encoder, role, probe)
+    trial = _Trial(encoder, role, probe, then)
     forms = (Form(text=False, call=True),) if tools else (Form(), Form(call=True))
     refusals = []
     for form in forms:
@@ -94,26 +104,34 @@ def _schema_problem(encoder: ConversationEncoder, tools: Sequence[Any]) -> str |
     return None
 
 
-def history_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
-    """Describe what the template does to its past when messages of `role` follow replies, or return None."""
+def history_problem(
+    encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+) -> str | None:
+    """Describe what the template does to its past when messages of `role` follow replies, or return None.
+
+    then: the role after every other reply.
+    """
     try:
-        return _Trial(encoder, role, [*tools, TOOL] if tools else None).problem()
+        return _Trial(encoder, role, [*tools, TOOL] if tools else None, then).problem()
     except InputError as error:
         words = str(error)
         return words if encoder.name in words else f"{encoder.name} fails on '{role}' messages: {words}"
 
 
 class _Trial:
-    """Conversations of one template in which messages of one role follow the replies."""
+    """Conversations of one template in which messages of one role, or two in turn, follow the replies."""
 
-    def __init__(self, encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> None:
-        self.encoder, self.role, self.tools = encoder, role, tools
+    def __init__(
+        self, encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None, then: str
+    ) -> None:
+        self.encoder, self.role, self.tools, self.then = encoder, role, tools, then
 
     def problem(self) -> str | None:
         """Describe the first thing that the template does to its past, or return None."""
         differences: list[str] = []
         forms: list[Form] = []
-        for form in (*SPOKEN, *CALLING) if self.tools or self.role == "tool" else SPOKEN:
+        calling = CALLING if self.tools or self.role == "tool" else ()
+        for form in (*SPOKEN, *calling, *_other_thoughts(self.encoder.encoder.template or "")):
             try:
                 difference = self._difference_at_once(form)
             except InputError:
@@ -123,11 +141,7 @@ class _Trial:
             elif self._may_be_written(form):
                 forms.append(form)
         if not forms:
-            return (
-                differences[0]
-                if differences
-                else f"{self.encoder.name} leaves out what replies say. {REMEDY}"
-            )
+            return next(iter(differences), f"{self.encoder.name} leaves out what replies say. {REMEDY}")
         growths = (self._growth_problem(*conversation) for conversation in self._conversations(forms))
         return next((problem for problem in growths if problem), None)
 
@@ -161,6 +175,9 @@ class _Trial:
         follow each, and how long each is.
         """
         last = next((form for form in forms if not form.call), forms[0])
+        if self.then != self.role:
+            yield from ((False, (a, last, a, a), 1, 0) for a in forms)
+            return
         several = [1, 2] if self._accepts([_user(0), _reply(forms[-1], 1), *self.added(1, 2)]) else [1]
         systems = [False, True] if self._accepts([_system(), _user(0)]) else [False]
         for a, b in combinations_with_replacement(forms, 2):
@@ -202,13 +219,10 @@ class _Trial:
         return call_format(self.encoder)
 
     def added(self, number: int, count: int, length: int = 0) -> list[Message]:
+        role = self.role if number % 2 else self.then
+        name = {"name": "qzxtool"} if role == "tool" else {}
         return [
-            {
-                "role": self.role,
-                "content": _words(f"qzxadded{number}x{k}", length),
-                **({"name": "qzxtool"} if self.role == "tool" else {}),
-            }
-            for k in range(count)
+            {"role": role, "content": _words(f"qzxadded{number}x{k}", length), **name} for k in range(count)
         ]
 
     def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
@@ -220,6 +234,15 @@ class _Trial:
         except InputError:
             return False
         return True
+
+
+def _other_thoughts(template: str) -> list[Form]:
+    """List replies with what the template's source looks for in texts, which may end a thought as </think> does."""
+    looked_for = re.findall(
+        r"""split\(\s*(['"])(.{3,40}?)\1|(['"])([^'"]{3,40})\3\s+(?:not\s+)?in\b""", template
+    )
+    closers = dict.fromkeys(found[1] or found[3] for found in looked_for)
+    return [Form(thought=True, closer=closer) for closer in closers if not closer.isalnum()][:MOST]
 
 
 def _words(word: str, length: int) -> str:
@@ -240,7 +263,8 @@ def _reply(form: Form, number: int, length: int = 0) -> Message:
     if form.field:
         message["reasoning_content"] = thought
     elif form.thought:
-        message["content"] = f"<think>\n{thought}\n</think>\n\n{text}"
+        opener = form.closer.replace("/", "") if "/" in form.closer else ""
+        message["content"] = f"{opener}\n{thought}\n{form.closer}\n\n{text}"
     if form.call:
         arguments = {"qzxparameter": f"qzxvalue{number}"}
         message["tool_calls"] = [
@@ -251,10 +275,10 @@ def _reply(form: Form, number: int, length: int = 0) -> Message:
 
 def _parts(reply: Message) -> Iterator[tuple[str, str]]:
     """Yield what must stay of a reply, each with a name for it."""
-    thought, _, text = str(reply["content"]).rpartition("</think>")
-    yield "a reply's thought", thought.replace("<think>", "").strip()
-    yield "a reply's thought", str(reply.get("reasoning_content", ""))
-    yield "a reply's text", text.strip()
+    said = f"{reply['content']} {reply.get('reasoning_content', '')}"
+    for what in ("thought", "text"):
+        if match := re.search(rf"qzx{what}\d+ .*qzx{what}\d+end", said):
+            yield f"a reply's {what}", match[0]
     for call in reply.get("tool_calls") or ():
         for said in (call["function"]["name"], *call["function"]["arguments"].values()):
             yield "a reply's tool call", str(said)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 PYTHON_TAG = "<|python_tag|>"
 """What Llama may write before calls."""
-WORDS = {"true": True, "false": False, "null": None}
-"""Names that policies write for Python's constants."""
+CONSTANTS = {"True": True, "False": False, "None": None}
+JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class Call(NamedTuple):
@@ -88,9 +88,9 @@ class CallParser:
     def _find(self, text: str, start: int) -> list[Call]:
         """Find the calls in the first format that reads all of its own, else in the first that finds any."""
         readings = (self._read(form, text, start) for form in self.formats)
-        found = [calls for calls in readings if calls]
-        whole = [calls for calls in found if all(call.error is None for call in calls)]
-        return next(iter([*whole, *found]), [])
+        attempts = [calls for calls in readings if calls]
+        whole = [calls for calls in attempts if all(call.error is None for call in calls)]
+        return next(iter([*whole, *attempts]), [])
 
     def _read(self, form: CallFormat, text: str, start: int) -> list[Call]:
         calls = [_checked(call) for call in _calls(form, text, start, self._schemas)]
@@ -171,7 +171,6 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
                 raise CallError(f"the call does not end with {form.closing}")
             end = close.end()
         except CallError as error:
-            calls = [(None, None, str(error))]
             close = closing.search(text, match.end()) if form.closing else None
             following = opening.search(text, match.end())
             ends = [close.end() if close else len(text), following.start() if following else len(text)]
@@ -284,21 +283,16 @@ def _without_line_ends(value: str, form: CallFormat) -> str:
 
 def _read_value(value: str, schema: Any) -> Any:
     """Read a value that is written without quotes: a text if the schema says so, else JSON or a Python constant."""
-    types = json.dumps(schema) if isinstance(schema, Mapping) else ""
-    if '"string"' in types and not _takes_others(schema):
+    schema = schema if isinstance(schema, Mapping) else {}
+    bare = value.strip()
+    if schema.get("type") == "string":
+        return None if schema.get("nullable") and bare in ("None", "null") else value
+    if bare in CONSTANTS:
+        return CONSTANTS[bare]
+    try:
+        return _read_json(bare)
+    except CallError:
         return value
-    for read in (_read_json, ast.literal_eval):
-        try:
-            found = read(value.strip())
-        except (CallError, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            continue
-        if read is _read_json or isinstance(found, bool | None):
-            return found
-    return value
-
-
-def _takes_others(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") != "string" and '"enum"' not in json.dumps(schema)
 
 
 def _read_call_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
@@ -311,12 +305,20 @@ def _read_call_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, 
 def _read_python(text: str) -> list[tuple[Any, Any, Any]]:
     """Read calls such as [f(x=1), g(y="a")], whose values are constants."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(text, mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
+        nodes = _parse_python(text)
         return [_read_python_call(node) for node in nodes]
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError) as error:
         raise CallError(f"the call is not written as [name(key=value)]: {error}") from None
+
+
+def _parse_python(text: str) -> Sequence[ast.expr]:
+    """Parse calls. Some templates write line ends within quotes as they are."""
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            tree = ast.parse(text, mode="eval").body
+        except SyntaxError:
+            tree = ast.parse(text.replace("\n", "\\n"), mode="eval").body
+    return tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
 
 
 def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
@@ -332,7 +334,7 @@ def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
 
 class _Constants(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
+        return ast.Constant(JSON_CONSTANTS[node.id]) if node.id in JSON_CONSTANTS else node
 
 
 def _decode(text: str, at: int) -> tuple[Any, int]:

@@ -413,3 +413,22 @@ def test_a_stop_token_that_begins_the_next_turn_is_not_repeated() -> None:
     ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|endoftext|>")]
     assert observed(template, *said, ids[0], eos="<|endoftext|>")[0] == "\nc<|assistant|>\n"
     assert observed(template, *said, ids[1], eos="<|endoftext|>")[0] == text
+
+
+def test_sentencepiece_without_a_token_that_ends_replies() -> None:
+    """A text alone would begin with a space that it does not begin with after a reply or a special token."""
+    tokenizer = chat.sentencepiece()
+    tokenizer.chat_template = HEADED + "{{ ' ' }}{% endfor %}" + OPENED
+    encoder = ConversationEncoder(tokenizer)
+    said = [chat.user("a"), chat.assistant("b")]
+    for role, text in (("user", " user: ab b assistant:"), ("tool", " tool: ab b assistant:")):
+        added = [{"role": role, "content": "ab b"}]
+        for ended_by, before in (
+            (None, "a bc"),
+            (tokenizer.convert_tokens_to_ids("<|endoftext|>"), "<|endoftext|>"),
+        ):
+            start = len(tokenizer(before, add_special_tokens=False)["input_ids"])
+            whole = tokenizer(before + text, add_special_tokens=False)["input_ids"]
+            assert encoder.observation(said, added, ended_by=ended_by).tolist() == whole[start:]
+        cut = encoder.observation(said, added, ended_by=None).tolist()
+        assert cut != tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_core.environments.conversation import ConversationEncoder
 from rlhf_core.environments.history import TOOL
+from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
@@ -82,6 +83,17 @@ FRESH = {
     "thoughts of earlier turns are cut": (
         "user",
         template("{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"),
+        "leaves out a reply's thought",
+    ),
+    "thoughts in marks of its own are cut": (
+        "user",
+        template("{{ m.content.split('[/THINK]')[-1] if not loop.last else m.content }}"),
+        "leaves out a reply's thought",
+    ),
+    "thoughts without an opening mark are cut": (
+        "user",
+        template("{% if '◁end▷' in m.content and not loop.last %}{{ m.content.partition('◁end▷')[2] }}"
+                 "{% else %}{{ m.content }}{% endif %}"),
         "leaves out a reply's thought",
     ),
     "thoughts are marked as old": (
@@ -209,6 +221,23 @@ def test_what_a_template_may_do_is_found(name: str) -> None:
     assert problem is not None
     assert words in problem, problem
     assert problem.removeprefix("what ").startswith("the tokenizer's chat template ")
+
+
+def test_roles_are_tried_together() -> None:
+    """It drops the results of tools once the user has said something more."""
+    before = (
+        SCHEMA + "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    )
+    said = "{{ '' if m.role == 'tool' and loop.index0 < ns.last else m.content or '' }}"
+    encoder = encoder_for(template(said, before=before, call=CALL))
+    assert encoder.problem(tools=[TOOL], roles=["tool"]) is None
+    assert encoder.problem(tools=[TOOL], roles=["user"]) is None
+    assert OPENS in str(encoder.problem(tools=[TOOL], roles=["user", "tool"]))
+    added = [{"role": "tool", "name": "qzxtool", "content": "1"}]
+    said_first = [chat.user("a"), chat.assistant("b"), *added, chat.assistant("c")]
+    with pytest.raises(InputError, match=OPENS):
+        encoder.observation(said_first, [chat.user("d")], ended_by=None, tools=[TOOL])
 
 
 def test_a_template_that_keeps_its_past_is_accepted() -> None:

@@ -196,6 +196,8 @@ CHATML = HEAD + TAIL
          [["add", {"b": True, "l": [None, False]}]], ""),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\"i\": 1}\n```"
          "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ADD, ""),
+        ("<|tool_call_start|>[add(s='a\nb', i=1)]<|tool_call_end|>", [["add", {"s": "a\nb", "i": 1}]], ""),
+        ("<|tool_call_start|>[\n add(\n  i=1,\n )\n]<|tool_call_end|>", ADD, ""),
         ('{"name": "add", "parameters": {"i": 1}}', ADD, ""),
         ('<|python_tag|>{"name": "add", "parameters": {"i": 1}}; {"name": "add", "parameters": {"i": 1}}', ADD * 2, ""),
         ('{"name": "add", "arguments": "{\\"i\\": 1}"}', ADD, ""),
@@ -217,6 +219,30 @@ def test_formats_that_are_tried_in_turn(text: str, calls: Any, content: str, mak
 def test_texts_without_calls(text: str, make_tokenizer: Any) -> None:
     message = CallParser(encoder_for(CHATML, make_tokenizer), TOOLS).parse(text)
     assert message == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array", "items": {"type": "string", "enum": ["a"]}}, '["a"]', ["a"]),
+        ({"type": ["integer", "string"]}, "12", 12),
+        ({}, "a b", "a b"),
+    ],
+)
+def test_values_without_quotes_are_read_by_their_schema(
+    schema: Any, written: str, value: Any, make_tokenizer: Any
+) -> None:
+    tool = {"function": {"name": "add", "parameters": {"properties": {"x": schema}}}}
+    text = f"<tool_call>\n<function=add>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    assert plainly(CallParser(encoder_for(CHATML, make_tokenizer), [tool]).parse(text)) == [
+        ["add", {"x": value}]
+    ]
 
 
 def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
