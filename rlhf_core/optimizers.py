@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
@@ -12,6 +13,7 @@ from pydantic import Field
 
 from rlhf_core.contracts import OPTIMIZER
 from rlhf_core.errors import InputError
+from rlhf_core.runtime.sharing import shared, shared_result
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -117,28 +119,33 @@ def schedule(
     constant; linear and cosine, which fall to `end` (default 0) at `total`; wsd, which is constant and falls linearly
     to `end` over the last tenth.
     """
-    final = 0.0 if end is None else end
+    if name == "constant":
+        return shared(partial(_constant_rate, learning_rate, warmup))
+    if name not in _SHAPES:
+        raise InputError(f"scheduler: no schedule named '{name}'; constant, linear, cosine and wsd are known")
+    return shared(partial(_falling_rate, name, learning_rate, 0.0 if end is None else end, warmup, total))
 
-    def shape(step: Any) -> Any:
-        # Update 0 must already train: in a warmup of n updates it has 1/n of the rate.
-        rise = jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
-        length = max(total - warmup, 1)
-        at = jnp.clip((step - warmup) / length, 0.0, 1.0)
-        if name == "linear":
-            level = 1.0 - at
-        elif name == "cosine":
-            level = 0.5 * (1.0 + jnp.cos(jnp.pi * at))
-        elif name == "wsd":
-            level = jnp.clip((1.0 - at) / 0.1, 0.0, 1.0)
-        elif name == "constant":
-            return learning_rate * rise * jnp.ones_like(at)
-        else:
-            raise InputError(
-                f"scheduler: no schedule named '{name}'; constant, linear, cosine and wsd are known"
-            )
-        return rise * (final + (learning_rate - final) * level)
 
-    return shape
+def _constant_rate(learning_rate: float, warmup: int, step: Any) -> Any:
+    return learning_rate * _rise(warmup, step) * jnp.ones(jnp.shape(step))
+
+
+def _falling_rate(name: str, learning_rate: float, end: float, warmup: int, total: int, step: Any) -> Any:
+    at = jnp.clip((step - warmup) / max(total - warmup, 1), 0.0, 1.0)
+    return _rise(warmup, step) * (end + (learning_rate - end) * _SHAPES[name](at))
+
+
+def _rise(warmup: int, step: Any) -> Any:
+    # Update 0 must already train: in a warmup of n updates it has 1/n of the rate.
+    return jnp.minimum((step + 1.0) / warmup, 1.0) if warmup else 1.0
+
+
+_SHAPES: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda at: 1.0 - at,
+    "cosine": lambda at: 0.5 * (1.0 + jnp.cos(jnp.pi * at)),
+    "wsd": lambda at: jnp.clip((1.0 - at) / 0.1, 0.0, 1.0),
+}
+"""The level that a rate falls to, from 1 to 0, at a share of the updates after the warmup."""
 
 
 def make_optimizer(
@@ -146,7 +153,8 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Make the optimizer and the schedule that a trainer's config asks for.
 
-    The optimizer first clips gradients to a global norm of `max_grad_norm`.
+    The optimizer first clips gradients to a global norm of `max_grad_norm`. Equal configs get the same optimizer: it is
+    part of a compiled update's type.
     """
     rate = schedule(
         config.scheduler,
@@ -160,7 +168,12 @@ def make_optimizer(
         OPTIMIZER, config.optimizer.name, {"weight_decay": config.weight_decay}
     ):
         options.setdefault("weight_decay", config.weight_decay)
-    tx = registry.get(OPTIMIZER, config.optimizer.name, **options)(rate)
-    if config.max_grad_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), tx)
-    return tx, rate
+    make = registry.get(OPTIMIZER, config.optimizer.name, **options)
+    return shared_result(partial(_clipped, make, rate, config.max_grad_norm)), rate
+
+
+def _clipped(
+    make: Callable[[Schedule], optax.GradientTransformation], rate: Schedule, max_norm: float | None
+) -> optax.GradientTransformation:
+    tx = make(rate)
+    return tx if max_norm is None else optax.chain(optax.clip_by_global_norm(max_norm), tx)

@@ -15,6 +15,7 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.mesh import AnyMesh, replicated_sharding, with_shardings
 from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.models.params import Path, join, matching, named, paths, split
+from rlhf_core.runtime.sharing import shared_result
 
 if TYPE_CHECKING:
     import optax
@@ -118,7 +119,7 @@ def create_state(
     if isinstance(tx, Mapping):
         _require_names(tx, params, trained)
         each_tx = {name: tx[name] for name in trained}
-        tx = _by_name(each_tx)
+        tx = shared_result(functools.partial(_by_name, **each_tx))
         opt_shardings: Any = {
             name: optimizer_shardings(
                 jax.eval_shape(model_tx.init, trained[name]), trained[name], shardings[name], mesh
@@ -135,7 +136,7 @@ def create_state(
         return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
     opt_state = jax.jit(tx.init, out_shardings=opt_shardings)(trained)
     step, guard = jax.device_put((np.int32(0), np.int32(-1)), (replicated, replicated))
-    key = jax.jit(lambda: jax.random.key(seed), out_shardings=replicated)()
+    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated)(seed)
     return TrainState(step, params, opt_state, key, guard, definition, tx, fixed)
 
 
@@ -191,7 +192,7 @@ def _require_names(tx: Mapping[str, Any], params: Mapping[str, Any], trained: Ma
         raise InputError(*problems)
 
 
-def _by_name(txs: Mapping[str, optax.GradientTransformation]) -> optax.GradientTransformation:
+def _by_name(**txs: optax.GradientTransformation) -> optax.GradientTransformation:
     """Combine optimizers into one, each of which sees the subtree of its name."""
     import optax
 

@@ -23,6 +23,7 @@ from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
+from rlhf_core.runtime.sharing import shared
 from rlhf_core.state import TrainState
 
 __all__ = ["Objective"]
@@ -86,6 +87,11 @@ def accumulate(
         _merge_losses(before.loss, loss),
         merge(before.metrics, metrics),
     )
+
+
+def count(objective: Objective, params: Any, batch: Any) -> Counts | None:
+    """Count what each of several losses is divided by. The compiler leaves out the model, which this does not need."""
+    return _counts(objective(params, batch)[0])
 
 
 def _merge_losses(a: Any, b: Any) -> Loss:
@@ -159,13 +165,7 @@ class Programs:
         mesh: Mesh = state.step.sharding.mesh
         # Parts would all draw the same dropout masks; and adapters have small gradients.
         self._make(state, in_parts=mesh.shape["data"] > 1 and not self._noise)
-
-        def count(params: Any, batch: Any) -> Counts | None:
-            return _counts(
-                objective(params, batch)[0]
-            )  # the compiler leaves out the model, which this does not need
-
-        self._count = jax.jit(count, out_shardings=replicated_sharding(mesh))
+        self._count = jax.jit(shared(partial(count, objective)), out_shardings=replicated_sharding(mesh))
         self._counts: Counts | None = None  # abstract; None also where the objective has a single loss
         self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
@@ -180,10 +180,9 @@ class Programs:
         finish: Callable[..., Any] = apply
         placed = Accumulated(shardings.params, everywhere, everywhere)
         if in_parts:
-            step, finish, placed = _by_parts(step, mesh), apply_parts, _stacked(placed)
-        self._in_parts = in_parts
-        self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
-        self._zeros = jax.jit(lambda: _zeros(self._done), out_shardings=placed)
+            step, finish, placed = partial(accumulate_parts, step, mesh), apply_parts, _stacked(placed)
+        self._in_parts, self._placed = in_parts, placed
+        self._accumulate = jax.jit(shared(step), donate_argnums=2, out_shardings=placed)
         self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
 
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
@@ -277,7 +276,9 @@ class Programs:
         if self._done is None:
             self._trace(state, batch, key)
         if before is None and self._from_zero:
-            before = self._zeros()
+            leaves, tree = jax.tree.flatten(self._done)
+            zeros = shared(partial(_zeros, tree, tuple(leaves)))
+            before = jax.jit(zeros, out_shardings=self._placed)()
         self._ahead.wait(_program_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key, counts)
         return done
@@ -288,37 +289,35 @@ class Programs:
         following, metrics = self._apply(state.trained(), done)
         return state.with_trained(following), metrics
 
-    def compiled(self) -> int:
-        """Count the programs compiled so far."""
-        jitted: tuple[Any, ...] = (self._accumulate, self._apply, self._count)
-        return sum(f._cache_size() for f in jitted)
 
-
-def _by_parts(step: Callable[..., Accumulated], mesh: Mesh) -> Callable[..., Accumulated]:
+def accumulate_parts(
+    step: Callable[..., Accumulated],
+    mesh: Mesh,
+    params: Any,
+    batch: Any,
+    before: Any,
+    key: Any = None,
+    counts: Any = None,
+) -> Accumulated:
     """Give each part of the rows along `data` sums of its own, stacked: the parts are micro-batches side by side.
 
-    step: `accumulate` without its objective.
+    step: `accumulate` with its objective bound.
     """
 
-    def accumulate_parts(
-        params: Any, batch: Any, before: Any, key: Any = None, counts: Any = None
-    ) -> Accumulated:
-        def one(batch: Any, before: Any) -> Accumulated:
-            return step(params, batch, before, key, counts)
+    def one(batch: Any, before: Any) -> Accumulated:
+        return step(params, batch, before, key, counts)
 
-        parts: Accumulated = over_parts(one, mesh)(batch, before)
-        return parts
-
-    return accumulate_parts
+    parts: Accumulated = over_parts(one, mesh)(batch, before)
+    return parts
 
 
 def _stacked(shardings: Any) -> Any:
-    """Return the shardings of what `_by_parts` stacks."""
+    """Return the shardings of what `accumulate_parts` stacks."""
     return jax.tree.map(lambda x: NamedSharding(x.mesh, PartitionSpec("data", *x.spec)), shardings)
 
 
 def apply_parts(state: TrainState, parts: Accumulated) -> tuple[TrainState, dict[str, Metric]]:
-    """Add up the sums that `_by_parts` stacked, and `apply` them."""
+    """Add up the sums that `accumulate_parts` stacked, and `apply` them."""
     grads = jax.tree.map(lambda x: x.sum(0), parts.grads)
     numbers = (parts.loss, parts.metrics)
     count = jax.tree.leaves(numbers)[0].shape[0]
@@ -327,8 +326,9 @@ def apply_parts(state: TrainState, parts: Accumulated) -> tuple[TrainState, dict
     return apply(state, Accumulated(grads, reduce(_merge_losses, losses), reduce(merge, metrics)))
 
 
-def _zeros(like: Any) -> Accumulated:
-    """Make the sums over no micro-batch, in the shapes of `like`."""
+def _zeros(tree: Any, leaves: Sequence[jax.ShapeDtypeStruct]) -> Accumulated:
+    """Make the sums over no micro-batch, in the shapes of `Accumulated` flattened to `leaves`."""
+    like = jax.tree.unflatten(tree, leaves)
     nothing = Accumulated(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.grads),
         jax.tree.map(lambda _: Mean.of(jnp.zeros(0)), like.loss, is_leaf=lambda x: isinstance(x, Mean)),

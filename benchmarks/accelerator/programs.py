@@ -18,7 +18,7 @@ import rlhf_sft
 from rlhf_grpo import GRPOConfig, group_advantages
 from rlhf_grpo.objective import Terms
 from rlhf_grpo.objective import objective as policy_objective
-from rlhf_grpo.policies import policies_read, read_function, values_read
+from rlhf_grpo.policies import policies_read, read_values, values_read
 from rlhf_grpo.updates import PER_SEQUENCE, batch_values
 from rlhf_reward import RewardConfig
 from rlhf_reward.objective import objective as pair_objective
@@ -188,7 +188,7 @@ def reward_update(bench: Bench, name: str) -> Training:
         config,
         bench.model(table, "score"),
         trees,
-        partial(pair_objective, measure=measure),
+        lambda model: partial(pair_objective, model, measure),
         reads_tokens=False,
         sequence_names=("margin",),
         group=2,
@@ -200,7 +200,9 @@ def text_update(bench: Bench, model: Model, sequences: int, length: int) -> Trai
     config = SFTConfig(total_batch_size=sequences, max_training_steps=MANY)
     ids = speed_works.token_ids(sequences, length, model.definition.vocab_size)
     trees = [tree([row]) for row in ids]
-    return _training(bench, config, model, trees, text_objective, reads_tokens=True)
+    return _training(
+        bench, config, model, trees, lambda model: partial(text_objective, model), reads_tokens=True
+    )
 
 
 def adapter_update(bench: Bench) -> Training:
@@ -265,13 +267,13 @@ class Policy:
         self.prompts = speed_works.token_ids(sizes.prompts, sizes.prompt, table["vocab_size"])
         self.names = values_read(config, reference=True)
         loss = bench.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
-        objective = policy_objective(model.definition, loss, Terms.of(config), temperature=1.0)
+        objective = partial(policy_objective, model.definition, loss, Terms.of(config), temperature=1.0)
         tx, _ = make_optimizer(config, bench.registry, MANY)
         self.state = create_state(model, tx, seed=SEED)
         # An update overwrites the policy, so that the reference is a copy.
         self.reference = self.state.params if planned() else jax.tree.map(jnp.copy, self.state.params)
         logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)
-        self.reader = TokenReader(read_function(logps, self.names), self.layout, bench.mesh)
+        self.reader = TokenReader(partial(read_values, logps, self.names), self.layout, bench.mesh)
         self.sampler = make_sampler(bench, model, config.sampling, sizes.prompts)
         self.tokens = sizes.prompts * (sizes.prompt + sizes.group * sizes.completion)
         self.sampled = sizes.prompts * sizes.group * sizes.completion

@@ -150,7 +150,8 @@ def reward_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     loss = stage.registry.get(PAIRWISE_LOSS, config.loss.name, **config.loss.options)
     measure = partial(pair_loss, loss, coefficient=config.center_rewards_coefficient, name=config.loss.name)
     tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
-    return reward_objective(model.definition, measure), updates, create_state(model, tx, seed=stage.seed)
+    state = create_state(model, tx, seed=stage.seed)
+    return partial(reward_objective, model.definition, measure), updates, state
 
 
 def grpo_config(task: works.Task, **more: Any) -> GRPOConfig:
@@ -213,7 +214,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         POLICY_LOSS.attribute(loss, "aggregation"),
     )
     tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
-    objective = grpo_objective(model.definition, loss, terms, temperature=1.0)
+    objective = partial(grpo_objective, model.definition, loss, terms, temperature=1.0)
     return objective, updates, create_state(model, tx, seed=stage.seed)
 
 

@@ -14,6 +14,7 @@ from rlhf_core.fit.compute import compute_batches
 from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.packing.rows import Packed
 from rlhf_core.runtime.agreement import any_process
+from rlhf_core.runtime.sharing import shared
 from rlhf_core.step import loss_metrics
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def evaluator(
     stored: converts parameters to those that are saved, such as `model.as_stored`. say: prints the progress of an
     evaluation that takes longer than a few seconds, such as `stage.say`.
     """
-    forward = jax.jit(objective)
+    forward = jax.jit(shared(objective))
 
     def evaluate(state: TrainState) -> dict[str, float]:
         total: dict[str, Metric] = {}

@@ -14,6 +14,7 @@ from rlhf_core.fit.batches import pack_chunks
 from rlhf_core.fit.compute import compute_batches
 from rlhf_core.mesh import replicated_sharding
 from rlhf_core.packing.rows import Layout, Packed, Tree
+from rlhf_core.runtime.sharing import shared
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -41,8 +42,8 @@ def per_sequence(
     Values are in the order of the trees and of their branches, float32 [branches]; reshape those of pairs to
     [pairs, 2], as in `per_sequence(partial(sequence_scores, model), params, trees, layout, mesh, group=2)`.
     group, token_names, sequence_names: see `pack`. say: prints the progress of a computation of more than a few
-    seconds, such as `stage.say`. A program is compiled for every shape of the layout; another `function` object
-    compiles anew. Every process must call this alike.
+    seconds, such as `stage.say`. A program is compiled for every shape of the layout; a closure compiles anew, unlike a
+    `functools.partial` with equal arguments. Every process must call this alike.
     """
     batches = pack_numbered(
         chunks_of(trees), layout, token_names=token_names, sequence_names=sequence_names, group=group
@@ -76,7 +77,7 @@ def compute_sequences(
     say: Callable[[str], None] | None = None,
 ) -> NDArray[Any]:
     """Compute what `per_sequence` returns, from the batches of `pack_numbered`."""
-    compute = partial(jax.jit(function, out_shardings=replicated_sharding(mesh)), params)
+    compute = partial(jax.jit(shared(function), out_shardings=replicated_sharding(mesh)), params)
     examples: list[NDArray[Any]] = [np.zeros(0, np.int32)]
     branches: list[NDArray[Any]] = [np.zeros(0, np.float32)]
     values: list[NDArray[Any]] = [np.zeros(0, np.float32)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,30 +37,20 @@ class Reference:
         """All parameters, as the model takes them."""
         return join(self._trained, self._rest)
 
-    @cached_property
-    def _mix(self) -> Any:
-        return jax.jit(
-            lambda policy, reference, share: jax.tree.map(
-                lambda p, r: share * p + (1 - share) * r, policy, reference
-            )
-        )
-
-    @cached_property
-    def _gather(self) -> Any:
-        return jax.jit(lambda x: x, out_shardings=replicated_sharding(self._mesh))
-
     def compile(self, share: float) -> None:
         """Start to compile `move` in the background; nothing is computed."""
-        self._compiler.compile("mix", self._mix.lower(self._trained, self._trained, share))
+        self._compiler.compile("mix", _mix.lower(self._trained, self._trained, share))
 
     def move(self, params: Mapping[str, Any], share: float) -> None:
         """Set reference ← share · policy + (1 − share) · reference (TR-DPO, Gorbatovski et al. 2024)."""
         self._compiler.wait("mix")
-        self._trained = self._mix(split(params, self._fixed)[0], self._trained, share)
+        self._trained = _mix(split(params, self._fixed)[0], self._trained, share)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps of a reference that moves."""
-        whole = self._trained if jax.process_count() == 1 else self._gather(self._trained)
+        whole = self._trained
+        if jax.process_count() > 1:
+            whole = jax.jit(_gather, out_shardings=replicated_sharding(self._mesh))(whole)
         leaves = jax.tree_util.tree_leaves_with_path(whole)
         return {_name(path): np.asarray(leaf) for path, leaf in leaves}
 
@@ -70,6 +59,15 @@ class Reference:
         self._trained = jax.tree_util.tree_map_with_path(
             lambda path, leaf: jax.device_put(arrays[_name(path)], leaf.sharding), self._trained
         )
+
+
+@jax.jit
+def _mix(policy: Any, reference: Any, share: Any) -> Any:
+    return jax.tree.map(lambda p, r: share * p + (1 - share) * r, policy, reference)
+
+
+def _gather(tree: Any) -> Any:
+    return tree
 
 
 def _name(path: Any) -> str:

@@ -99,7 +99,7 @@ def gradient(params, laid, layout, kind, *, devices=1):
     mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
     params = jax.device_put(params, MODEL.shardings(mesh))
     measure = partial(pair_loss, {"sigmoid": Sigmoid(), "ipo": Ipo()}[kind], name=kind)
-    step = jax.jit(partial(accumulate, objective(MODEL, measure, beta=BETA)))
+    step = jax.jit(partial(accumulate, partial(objective, MODEL, measure, beta=BETA)))
     done = None
     for batch in pack(laid, layout, sequence_names=("reference", "tokens"), group=2):
         done = step(params, put_rows(mesh, batch), done)

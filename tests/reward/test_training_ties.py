@@ -50,7 +50,7 @@ def test_reward(tiny: ModuleType, pairs: Any) -> None:
     )
     batches = pack([trees[i] for i in range(len(trees))], layout, sequence_names=("margin", SAME), group=2)
     measure = partial(pair_loss, BradleyTerry(), coefficient=None, name="bradley_terry")
-    compute = jax.jit(objective(model.definition, measure))
+    compute = jax.jit(partial(objective, model.definition, measure))
     metrics: dict[str, Metric] = {}
     for batch in batches:
         metrics = merge(metrics, compute(model.params, batch)[1])
@@ -76,7 +76,7 @@ def test_dpo(tiny: ModuleType, pairs: Any) -> None:
 
     metrics: dict[str, Metric] = {}
     for batch in batches:
-        found = dpo_objective(model.definition, measure, beta=0.1)(model.params, batch)[1]
+        found = dpo_objective(model.definition, measure, model.params, batch, beta=0.1)[1]
         metrics = merge(metrics, found)
     chosen, rejected, present = (np.concatenate(x) for x in zip(*seen, strict=True))
     assert int((chosen == rejected)[present].sum()) == len(known.trees) - differ(pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class Case:
             max_completion_length=LONGEST,
         )
         correction = self.correction and SamplerCorrection(**self.correction)
-        return objective(model, self.loss, terms, temperature=1.0, correction=correction)
+        return partial(objective, model, self.loss, terms, temperature=1.0, correction=correction)
 
     def trees(self, *, shared: bool) -> list[Tree]:
         """A prompt and its two completions, or every completion with its own copy of the prompt."""

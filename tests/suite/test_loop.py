@@ -17,6 +17,7 @@ import pytest
 from rlhf_reward import evaluation_step
 
 from rlhf_core import create_state, fit, load_model, optimizers
+from rlhf_core.runtime import sharing
 from rlhf_core.step import Programs
 
 TRAINERS = ["sft", "reward", "grpo", "dpo"]
@@ -36,17 +37,17 @@ ADAPTERS = {"rank": 2, "dropout": 0.1}
     ids=lambda value: value if isinstance(value, str) else "adapters" if value else "all",
 )
 def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
-    short: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainer: str, lora: Any
+    short: Any,
+    short_runs: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    trainer: str,
+    lora: Any,
 ) -> None:
     """Batches, packings, rollouts, reference moves and evaluations differ from update to update; programs do not."""
-    made: list[Programs] = []
     calls: Counter[str] = Counter()
 
     class Guarded(Programs):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            made.append(self)
-
         def accumulate(self, *arguments: Any) -> Any:
             calls["accumulate"] += 1
             with jax.transfer_guard("disallow"):
@@ -58,6 +59,8 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
                 return super().apply(*arguments)
 
     monkeypatch.setattr(fit, "Programs", Guarded)
+    sharing.forget()  # other tests may have compiled the same
+    before = len(short_runs.COMPILED)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
         jax.jit(jnp.sin)(np.ones(3))  # the guard guards
     changes, inputs = {}, {}
@@ -74,7 +77,8 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     assert later == [later[0]] * len(later)
     assert calls["apply"] == 6
     assert calls["accumulate"] >= 6
-    assert made[0].compiled() <= 1 + 2 * len(set(calls))
+    updates = [name for name in short_runs.COMPILED[before:] if "accumulate" in name or "apply" in name]
+    assert 2 <= len(updates) <= 5, updates
 
 
 def padded(tiny: ModuleType, tokenizer: Any, rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

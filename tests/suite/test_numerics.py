@@ -76,7 +76,7 @@ class SFT:
         rng = np.random.default_rng(0)
         self.texts = [(t, (rng.random(len(t)) < 0.7).astype(np.float32)) for t in sequences(rng, 20, 6, 30)]
         self.head, self.model = "lm", definition("lm")
-        self.objective = sft_objective(self.model)
+        self.objective = partial(sft_objective, self.model)
 
     def trees(self, shared: bool) -> list[Tree]:
         return [tree([t], [w]) for t, w in self.texts]
@@ -101,7 +101,7 @@ class Reward:
         self.pairs = list(zip(*sides, rng.random(16).astype(np.float32), strict=True))
         self.head, self.model = "score", definition("score")
         measure = partial(pair_loss, BradleyTerry(), coefficient=0.1, name="bradley_terry")
-        self.objective = reward_objective(self.model, measure)
+        self.objective = partial(reward_objective, self.model, measure)
 
     def trees(self, shared: bool) -> list[Tree]:
         margins = [{"margin": np.full(2, m, np.float32)} for _, _, m in self.pairs]
@@ -147,7 +147,7 @@ class GRPOCase:
         self.head, self.model = "lm", definition("lm")
         loss = {"dapo": Clipped(), "grpo": GRPO(), "dr_grpo": DrGRPO()}[kind]
         terms = Terms(name=kind, beta=0.1, max_completion_length=12)
-        self.objective = grpo_objective(self.model, loss, terms, temperature=0.7)
+        self.objective = partial(grpo_objective, self.model, loss, terms, temperature=0.7)
 
     def trees(self, shared: bool) -> list[Tree]:
         out = []

@@ -15,7 +15,6 @@ from rlhf_dpo.losses import DPOInputs
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_core.step import Objective
     from rlhf_dpo.losses import DPOLoss
 
 SAME = "same"
@@ -62,20 +61,18 @@ def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs
     return DPOInputs(a, b, ref_a, ref_b, jnp.maximum(n, 1.0), jnp.maximum(m, 1.0), beta)
 
 
-def objective(model: Definition, measure: Measure, *, beta: float) -> Objective:
-    """Make the objective over rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair.
+def objective(
+    model: Definition, measure: Measure, params: Any, batch: Packed, *, beta: float
+) -> tuple[Mean, Mapping[str, Metric]]:
+    """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair.
 
     Sequences carry the values `reference`, their log-probability under the reference, and `tokens`, their number.
     """
-
-    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
-        values = batch.sequence_values
-        logps = sequence_logps(model, params, batch)
-        if SAME in values:
-            # A sequence's place in its row changes the last bits, and equal completions must tie.
-            chosen = jnp.repeat(logps[:, 0::2], 2, axis=1)
-            logps = jnp.where(values[SAME] > 0, chosen, logps)
-        pairs = inputs_of(logps, values["reference"], values["tokens"], beta)
-        return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
-
-    return compute
+    values = batch.sequence_values
+    logps = sequence_logps(model, params, batch)
+    if SAME in values:
+        # A sequence's place in its row changes the last bits, and equal completions must tie.
+        chosen = jnp.repeat(logps[:, 0::2], 2, axis=1)
+        logps = jnp.where(values[SAME] > 0, chosen, logps)
+    pairs = inputs_of(logps, values["reference"], values["tokens"], beta)
+    return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))

@@ -14,7 +14,7 @@ from rlhf_core.rollouts import forecast_rollouts, rollout_programs
 from rlhf_core.training import try_loss
 from rlhf_grpo.config_warnings import config_warnings
 from rlhf_grpo.objective import Terms, combine, objective
-from rlhf_grpo.policies import policies_read, read_function, values_read
+from rlhf_grpo.policies import policies_read, read_values, values_read
 from rlhf_grpo.updates import batch_values
 
 if TYPE_CHECKING:
@@ -46,13 +46,18 @@ def programs(config: GRPOConfig, stage: Stage) -> StagePrograms:
 
     def reader(model: Definition) -> Any:
         logps = partial(trained_logps, model, temperature=temperature, entropy=True)
-        return read_function(logps, values)
+        return partial(read_values, logps, values)
 
     return rollout_programs(
         config,
         stage,
-        objective=lambda model: objective(
-            model, loss, Terms.of(config), temperature=temperature, correction=config.sampler_correction
+        objective=lambda model: partial(
+            objective,
+            model,
+            loss,
+            Terms.of(config),
+            temperature=temperature,
+            correction=config.sampler_correction,
         ),
         reader=reader,
         policies=policies_read(values),

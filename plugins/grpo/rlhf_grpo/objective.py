@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rlhf_core import PolicyInputs, PolicyLoss
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_core.step import Objective
     from rlhf_grpo.config import GRPOConfig, SamplerCorrection
 
 
@@ -152,44 +151,44 @@ def objective(
     model: Definition,
     loss: PolicyLoss,
     terms: Terms,
+    params: Any,
+    batch: Packed,
     *,
     temperature: float,
     correction: SamplerCorrection | None = None,
-) -> Objective:
-    """Make the objective over rows that carry, per trained token, `sampling_logps`, `advantages` and, where they are
-    kept, `old_logps` (without: the policy's own, so that the ratio is 1 with its gradient), `ref_logps` and `kept`;
-    and per sequence `reward` and `entropy_scale`, both optional.
+) -> tuple[Mean, Mapping[str, Metric]]:
+    """Compute the loss and metrics of rows.
+
+    Per trained token they carry `sampling_logps`, `advantages` and, where they are kept, `old_logps` (without: the
+    policy's own, so that the ratio is 1 with its gradient), `ref_logps` and `kept`; per sequence `reward` and
+    `entropy_scale`, both optional.
     """
-
-    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
-        logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
-        mask, sequence = trained_weight(batch), trained_sequence(batch)
-        values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
-        own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
-        inputs = PolicyInputs(
-            logps=logps,
-            old_logps=values.get("old_logps", own),
-            advantages=values["advantages"],
-            mask=mask,
-            ref_logps=values.get("ref_logps"),
-            entropies=entropies,
-            sequence=sequence,
-            sequences=batch.last.shape[1],
-            rewards=None if rewards is None else jnp.take_along_axis(rewards, sequence, axis=1),
-        )
-        sampling = values["sampling_logps"]
-        corrected = None if correction is None else importance(inputs, sampling, correction)
-        scale = batch.sequence_values.get("entropy_scale")
-        value, metrics = combine(
-            loss,
-            inputs,
-            terms,
-            sequences=(batch.last >= 0).sum(),
-            kept=values.get("kept"),
-            importance=corrected,
-            # The same number in every sequence; a maximum finds it in whichever row has one.
-            entropy_scale=1.0 if scale is None else scale.max(),
-        )
-        return value, metrics | mismatch(inputs, sampling, corrected)
-
-    return compute
+    logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
+    mask, sequence = trained_weight(batch), trained_sequence(batch)
+    values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
+    own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
+    inputs = PolicyInputs(
+        logps=logps,
+        old_logps=values.get("old_logps", own),
+        advantages=values["advantages"],
+        mask=mask,
+        ref_logps=values.get("ref_logps"),
+        entropies=entropies,
+        sequence=sequence,
+        sequences=batch.last.shape[1],
+        rewards=None if rewards is None else jnp.take_along_axis(rewards, sequence, axis=1),
+    )
+    sampling = values["sampling_logps"]
+    corrected = None if correction is None else importance(inputs, sampling, correction)
+    scale = batch.sequence_values.get("entropy_scale")
+    value, metrics = combine(
+        loss,
+        inputs,
+        terms,
+        sequences=(batch.last >= 0).sum(),
+        kept=values.get("kept"),
+        importance=corrected,
+        # The same number in every sequence; a maximum finds it in whichever row has one.
+        entropy_scale=1.0 if scale is None else scale.max(),
+    )
+    return value, metrics | mismatch(inputs, sampling, corrected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -41,20 +42,16 @@ def policies_read(names: Sequence[str]) -> tuple[str, ...]:
     return (*policy, *(("reference",) if "ref_logps" in names else ()))
 
 
-def read_function(
-    logps: Logps, names: Sequence[str]
-) -> Callable[[Mapping[str, Any], Packed], dict[str, jax.Array]]:
-    """Make what a `TokenReader` computes: ({policy: params}, batch) → {name: float32 [rows, trained]}."""
-
-    def values(params: Mapping[str, Any], batch: Packed) -> dict[str, jax.Array]:
-        # What is not returned is not computed: the compiler leaves it out.
-        old, entropies = logps(params["policy"], batch)
-        every = {"old_logps": old, "entropies": entropies}
-        if "reference" in params:
-            every["ref_logps"] = logps(params["reference"], batch)[0]
-        return {name: every[name] for name in names}
-
-    return values
+def read_values(
+    logps: Logps, names: Sequence[str], params: Mapping[str, Any], batch: Packed
+) -> dict[str, jax.Array]:
+    """Compute the named values per trained token, {name: float32 [rows, trained]}; params: by policy."""
+    # What is not returned is not computed: the compiler leaves it out.
+    old, entropies = logps(params["policy"], batch)
+    every = {"old_logps": old, "entropies": entropies}
+    if "reference" in params:
+        every["ref_logps"] = logps(params["reference"], batch)[0]
+    return {name: every[name] for name in names}
 
 
 class PolicyReader:
@@ -73,7 +70,7 @@ class PolicyReader:
     ) -> None:
         self.reference, self.moves = reference, config.sync_ref_model
         self.names = values_read(config, reference=reference is not None)
-        self._reader = TokenReader(read_function(logps, self.names), layout, mesh)
+        self._reader = TokenReader(partial(read_values, logps, self.names), layout, mesh)
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""

@@ -71,7 +71,8 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         stage,
         config,
         create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters),
-        objective(
+        partial(
+            objective,
             model.definition,
             loss,
             Terms.of(config),

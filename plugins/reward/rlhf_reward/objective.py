@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlhf_core import PairwiseLoss
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed, Tree, Trees
-    from rlhf_core.step import Objective
 
 SAME = "same"
 """A value per sequence: 1 where the chosen and the rejected sequence are the same tokens."""
@@ -65,20 +64,18 @@ def mark_equal_pairs(trees: Trees) -> Trees:
     return trees.changed(mark)
 
 
-def objective(model: Definition, measure: Measure) -> Objective:
-    """Make the objective over rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair."""
-
-    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
-        scores = sequence_scores(model, params, batch)
-        chosen, rejected = scores[:, 0::2], scores[:, 1::2]
-        if SAME in batch.sequence_values:
-            # A sequence's place in its row changes the last bits, and equal sequences must tie.
-            rejected = jnp.where(batch.sequence_values[SAME][:, 1::2] > 0, chosen, rejected)
-        pairs = PairInputs(
-            chosen=chosen.reshape(-1),
-            rejected=rejected.reshape(-1),
-            margin=jnp.asarray(batch.sequence_values["margin"])[:, 0::2].reshape(-1),
-        )
-        return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
-
-    return compute
+def objective(
+    model: Definition, measure: Measure, params: Any, batch: Packed
+) -> tuple[Mean, Mapping[str, Metric]]:
+    """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair."""
+    scores = sequence_scores(model, params, batch)
+    chosen, rejected = scores[:, 0::2], scores[:, 1::2]
+    if SAME in batch.sequence_values:
+        # A sequence's place in its row changes the last bits, and equal sequences must tie.
+        rejected = jnp.where(batch.sequence_values[SAME][:, 1::2] > 0, chosen, rejected)
+    pairs = PairInputs(
+        chosen=chosen.reshape(-1),
+        rejected=rejected.reshape(-1),
+        margin=jnp.asarray(batch.sequence_values["margin"])[:, 0::2].reshape(-1),
+    )
+    return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))

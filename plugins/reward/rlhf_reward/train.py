@@ -47,7 +47,7 @@ def run(config: RewardConfig, stage: Stage) -> None:
     trees = mark_equal_pairs(train.trees())
     model, updates = dataset_updates(model, config, stage, train, trees, **ROWS)
     measure = _measure(config, stage)
-    loss = objective(model.definition, measure)
+    loss = partial(objective, model.definition, measure)
     evaluate = _evaluation(config, stage, model, measure)
     tx, schedule = make_optimizer(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
@@ -100,7 +100,7 @@ def programs(config: RewardConfig, stage: Stage) -> StagePrograms:
         stage,
         head="score",
         open_data=_open_pairs,
-        objective=partial(objective, measure=_measure(config, stage)),
+        objective=lambda model: partial(objective, model, _measure(config, stage)),
         trees=lambda pairs: mark_equal_pairs(pairs.trees()),
         **ROWS,
     )

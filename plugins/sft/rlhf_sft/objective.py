@@ -11,15 +11,10 @@ from rlhf_core.objective import trained_logps, trained_weight
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
-    from rlhf_core.step import Objective
 
 
-def objective(model: Definition) -> Objective:
-    """Make the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t."""
-
-    def loss(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
-        logps, entropies = trained_logps(model, params, batch, entropy=True)
-        weight = trained_weight(batch)
-        return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}
-
-    return loss
+def objective(model: Definition, params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+    """Compute the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t."""
+    logps, entropies = trained_logps(model, params, batch, entropy=True)
+    weight = trained_weight(batch)
+    return Mean.of(-logps, weight), {"entropy": Mean.of(entropies, weight)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlhf_core import create_state
@@ -32,7 +33,7 @@ def run(config: SFTConfig, stage: Stage) -> None:
     model, updates = dataset_updates(model, config, stage, train, train.trees(), reads_tokens=True)
     tx, schedule = make_optimizer(config, stage.registry, updates.total)
     state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
-    loss = objective(model.definition)
+    loss = partial(objective, model.definition)
     evaluate = None
     if (texts := open_texts(config, stage, model.tokenizer, "eval_data", needed=False)) is not None:
         evaluate = HeldOut(model, config, stage, texts, texts.trees(), reads_tokens=True).evaluator(loss)
@@ -48,7 +49,12 @@ def forecast(config: SFTConfig, stage: Stage) -> Forecast:
 def programs(config: SFTConfig, stage: Stage) -> StagePrograms:
     """Describe the programs of `run` from shapes alone."""
     return dataset_programs(
-        config, stage, head="lm", open_data=open_texts, objective=objective, reads_tokens=True
+        config,
+        stage,
+        head="lm",
+        open_data=open_texts,
+        objective=lambda model: partial(objective, model),
+        reads_tokens=True,
     )
 
 

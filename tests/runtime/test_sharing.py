@@ -1,0 +1,131 @@
+"""Which functions are shared, so that their programs are traced once, and which are not kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlhf_core.runtime import sharing
+from rlhf_core.runtime.sharing import shared, shared_result
+
+TRACED = []
+
+
+@dataclass(frozen=True)
+class Scale:
+    factor: Any = 2.0
+
+    def __call__(self, x: Any) -> Any:
+        TRACED.append(self)
+        return x * self.factor
+
+
+def combine(first: Any, x: Any, *, power: Any = 1) -> Any:
+    return first(x) ** power
+
+
+def numbered(name: str) -> list[str]:
+    return [name]
+
+
+def closure(factor: float) -> Callable[[Any], Any]:
+    return lambda x: x * factor
+
+
+def test_equal_functions_are_traced_once() -> None:
+    TRACED.clear()
+    for _ in range(3):
+        made = jax.jit(shared(partial(combine, Scale(3.5), power=2)))
+        assert float(made(jnp.float32(2.0))) == 49.0
+    assert len(TRACED) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (combine, combine),
+        (Scale(1.25), Scale(1.25)),
+        (partial(combine, Scale(), power=2), partial(combine, Scale(), power=2)),
+        (partial(partial(combine, Scale()), power=2), partial(combine, Scale(), power=2)),
+        (partial(combine, partial(combine, Scale())), partial(combine, partial(combine, Scale()))),
+        (partial(combine, None), partial(combine, None)),
+    ],
+    ids=["function", "dataclass", "partial", "partial of a partial", "partial in a partial", "None"],
+)
+def test_equal_functions_are_one(first: Any, second: Any) -> None:
+    assert shared(first) is shared(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Scale(1.25), Scale(1.5)),
+        (partial(combine, Scale(), power=2), partial(combine, Scale(), power=3)),
+        (partial(combine, Scale(), power=2), partial(combine, Scale(), power=2.0)),
+        (partial(combine, Scale(), power=1), partial(combine, Scale(), power=True)),
+        (partial(combine, Scale(1.25)), partial(combine, Scale(1.5))),
+        (closure(1.0), closure(1.0)),
+    ],
+    ids=["dataclass", "option", "int and float", "bool and int", "argument", "closure"],
+)
+def test_other_functions_are_not(first: Any, second: Any) -> None:
+    assert shared(first) is not shared(second)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.array = jnp.ones(3)
+
+    def total(self, x: Any) -> Any:
+        return (self.array * x).sum()
+
+
+def held(holder: Any) -> list[Any]:
+    """Closures, methods, objects that compare by identity, and what cannot be hashed, alone and within partials."""
+    return [
+        holder.total,
+        lambda x: holder.total(x),
+        lambda x, array=holder.array: x * array,
+        partial(combine, holder.total),
+        partial(combine, partial(combine, lambda x: holder.total(x))),
+        partial(Holder.total, holder),
+        Scale(holder.array),
+        partial(combine, Scale([1.0])),
+    ]
+
+
+def test_what_may_hold_arrays_is_not_kept() -> None:
+    holder = Holder()
+    assert all(shared(function) is function for function in held(holder))
+    assert all(shared_result(lambda made=made: made) is made for made in held(holder))
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_function_that_cannot_be_hashed_works_under_jit() -> None:
+    made = shared(partial(combine, Scale(1.0), power=jnp.float32(2.0)))
+    assert float(jax.jit(made)(jnp.float32(3.0))) == 9.0
+
+
+def test_results_are_shared_as_functions_are() -> None:
+    first = shared_result(partial(numbered, "a"))
+    assert shared_result(partial(numbered, "a")) is first
+    assert shared_result(partial(numbered, "b")) is not first
+    assert shared_result(lambda: [first]) is not shared_result(lambda: [first])
+
+
+def test_few_functions_are_kept() -> None:
+    first = shared(Scale("kept for a while"))
+    for number in range(sharing.MAX_SHARED):
+        shared(Scale(f"number {number}"))
+    assert shared(Scale("kept for a while")) is not first

@@ -1,0 +1,49 @@
+"""A second equal run in the same process traces and compiles nothing; one with another option does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
+WORK: list[str] = []
+"""The functions that were lowered or compiled."""
+
+
+def note(event: str, seconds: float, **about: Any) -> None:
+    if event.endswith(EVENTS):
+        WORK.append(str(about.get("fun_name")))
+
+
+@pytest.fixture
+def work() -> Iterator[list[str]]:
+    WORK.clear()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield WORK
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "sft": {"max_grad_norm": 0.5},
+    "reward": {"center_rewards_coefficient": 0.03},
+    "dpo": {"beta": 0.2},
+    "grpo": {"loss": {"name": "dapo", "epsilon": 0.3}},
+}
+"""Options that are constants of the programs."""
+
+
+@pytest.mark.parametrize("trainer", OTHER)
+def test_an_equal_run_lowers_and_compiles_nothing(short: Any, work: list[str], trainer: str) -> None:
+    first, _ = short.train(trainer, at="first")
+    work.clear()
+    second, _ = short.train(trainer, at="second")
+    assert not work
+    assert {name: leaf.tobytes() for name, leaf in second.items()} == {
+        name: leaf.tobytes() for name, leaf in first.items()
+    }
+    short.train(trainer, at="third", **OTHER[trainer])
+    updates = "apply" if trainer == "sft" else "accumulate"
+    assert any(updates in name for name in work)
