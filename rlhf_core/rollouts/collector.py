@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Samples completions of prompts with the policy as it is, and scores them.
+    """Samples completions of prompts with the policy as it is, and scores them, unless there are no rewards.
 
     max_rounds: above 1, groups whose rewards are all equal are replaced by the groups of the next prompts, in at most
         that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
@@ -144,13 +144,15 @@ def open_collector(
     sampler: Component | None = None,
     max_rounds: int = 1,
     policy: Callable[[Any], Any] = lambda params: params,
+    frozen_models: Mapping[str, Any] = {},
 ) -> RolloutCollector | None:
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
     prompts_per_call: how many prompts the sampler will usually get at once. sampler: the component that makes it; None:
-    the core's. The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
-    Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, and a
-    model without a stop token.
+    the core's. frozen_models: {name: directory or hub name} of models that are in memory beside the policy's and the
+    rewards', such as a teacher. The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that
+    is not given. Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing
+    columns, and a model without a stop token.
     """
     if prompts_per_call < 1:
         require_whole_groups(config, stage, num_generations)
@@ -166,7 +168,7 @@ def open_collector(
         return None
     require_vocabulary(prompts, model.definition.vocab_size)
     count = min(prompts_per_call, len(prompts))
-    models = [getattr(reward.function, "model", None) for reward in rewards]
+    models = [*(getattr(reward.function, "model", None) for reward in rewards), *frozen_models.values()]
     function = open_sampler(
         stage,
         model,
