@@ -73,4 +73,8 @@ def _relative(logps: jax.Array, others: jax.Array) -> jax.Array:
     return jnp.where(absent, 0.0, jnp.exp(present) * (present - jnp.where(absent, 0.0, others)))
 
 
-DIVERGENCES = {"jsd": JensenShannon, "forward_kl": forward_kl, "reverse_kl": reverse_kl}
+DIVERGENCES: dict[str, Divergence | type[Divergence]] = {
+    "jsd": JensenShannon,
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+}
