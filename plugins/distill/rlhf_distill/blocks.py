@@ -97,47 +97,55 @@ def d_uncapped(d_logits: jax.Array, tanh: jax.Array | None, cap: Cap) -> jax.Arr
 
 
 class Normalizer(NamedTuple):
-    """log Σ exp(l) over the blocks so far, float32 [N]: sums are relative to the largest logit."""
+    """log Σ exp(l) over the blocks so far, float32 [N, parts]: sums are relative to the largest logit.
+
+    Each part has its own, as all sums over blocks: devices exchange them once, after the last block.
+    """
 
     top: jax.Array
     total: jax.Array
 
     @classmethod
-    def empty(cls, tokens: int) -> Normalizer:
-        return cls(jnp.full(tokens, LOWEST), jnp.zeros(tokens))
+    def empty(cls, tokens: int, parts: int) -> Normalizer:
+        return cls(jnp.full((tokens, parts), LOWEST), jnp.zeros((tokens, parts)))
 
     def add(self, logits: jax.Array) -> Normalizer:
         """Add logits, [N, parts, ids]; −inf adds nothing."""
-        top = jnp.maximum(self.top, logits.max((1, 2)))
-        exp = jnp.exp(logits - top[:, None, None])
-        return Normalizer(top, self.total * jnp.exp(self.top - top) + exp.sum((1, 2)))
+        top = jnp.maximum(self.top, logits.max(2))
+        exp = jnp.exp(logits - top[:, :, None])
+        return Normalizer(top, self.total * jnp.exp(self.top - top) + exp.sum(2))
 
     def log(self) -> jax.Array:
-        """Return the logarithm; −inf where nothing was added."""
-        return jnp.where(
-            self.total > 0, self.top + jnp.log(jnp.where(self.total > 0, self.total, 1.0)), -jnp.inf
-        )
+        """Return the logarithm over all parts, float32 [N]; −inf where nothing was added."""
+        top = self.top.max(1)
+        total = (self.total * jnp.exp(self.top - top[:, None])).sum(1)
+        return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
 
 
 class Gradients(NamedTuple):
-    """Gradients over the blocks so far: of hidden, float32 [N, D], and of the kernel, in its shape and dtype."""
+    """Gradients over the blocks so far: of hidden, float32 [N, parts, D], and of the kernel, in its shape and dtype."""
 
     hidden: jax.Array
     kernel: jax.Array
 
     @classmethod
     def empty(cls, hidden: jax.Array, kernel: jax.Array) -> Gradients:
-        return cls(jnp.zeros(hidden.shape), sharded_gradient(jnp.zeros(kernel.shape, kernel.dtype)))
+        of_hidden = jnp.zeros((len(hidden), kernel.shape[1], hidden.shape[1]))
+        return cls(of_hidden, sharded_gradient(jnp.zeros(kernel.shape, kernel.dtype)))
 
     def add(self, hidden: jax.Array, weights: jax.Array, d_product: jax.Array, first: Any) -> Gradients:
         """Add what the cotangent of a block's product, float32 [N, parts, ids], gives."""
-        d_product = _joined(d_product).astype(hidden.dtype)
-        d_hidden = _product("nv,dv->nd", d_product, _joined(weights).astype(hidden.dtype))
-        d_block = _product("nd,nv->dv", hidden, d_product).astype(self.kernel.dtype).reshape(weights.shape)
-        d_block = sharded_gradient(d_block)
+        d_product, weights = d_product.astype(hidden.dtype), weights.astype(hidden.dtype)
+        d_hidden = _product("npv,dpv->npd", d_product, weights)
+        d_block = _product("nd,nv->dv", hidden, _joined(d_product)).astype(self.kernel.dtype)
+        d_block = sharded_gradient(d_block.reshape(weights.shape))
         return Gradients(
             self.hidden + d_hidden, lax.dynamic_update_slice_in_dim(self.kernel, d_block, first, axis=2)
         )
+
+    def arrays(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of hidden, in its dtype, and of the kernel."""
+        return self.hidden.sum(1).astype(hidden.dtype), self.kernel
 
 
 def _joined(x: jax.Array) -> jax.Array:

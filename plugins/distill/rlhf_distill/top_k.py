@@ -83,9 +83,9 @@ def _chosen_and_rest(
         block = _block(hidden, kernel, ids, cap, first, count)
         here = block.places < block.logits.shape[1]
         values = jnp.take_along_axis(block.logits, jnp.where(here, block.places, 0), axis=1)
-        return jnp.where(here, values, carry[0]), carry[1].add(block.others()[:, None])
+        return jnp.where(here, values, carry[0]), carry[1].add(block.others().reshape(len(hidden), -1, count))
 
-    start = jnp.full(ids.shape, -jnp.inf), Normalizer.empty(len(hidden))
+    start = jnp.full(ids.shape, -jnp.inf), Normalizer.empty(len(hidden), kernel.shape[1])
     chosen, rest = fold(kernel.shape[2], size, one, start)
     return chosen, rest.log()
 
@@ -111,7 +111,7 @@ def _backward(cap: Cap, size: int, residuals: Any, cotangents: Any) -> tuple[jax
         return gradients.add(hidden, weights, d_uncapped(d_logits, block.tanh, cap), first)
 
     gradients = fold(kernel.shape[2], size, one, Gradients.empty(hidden, given))
-    return gradients.hidden.astype(hidden.dtype), gradients.kernel, None
+    return *gradients.arrays(hidden), None
 
 
 _chosen_and_rest.defvjp(_forward, _backward)

@@ -113,9 +113,9 @@ def over_vocabulary(
 
     def one(total: jax.Array, first: Any, ids: int) -> jax.Array:
         (student, _), (teacher, _) = _logps(arrays, normalizers, settings, first, ids)
-        return total + settings.divergence(student, teacher).sum((1, 2))
+        return total + settings.divergence(student, teacher).sum(2)
 
-    return fold(kernel.shape[2], settings.size, one, jnp.zeros(len(hidden)))
+    return fold(kernel.shape[2], settings.size, one, jnp.zeros((len(hidden), kernel.shape[1]))).sum(1)
 
 
 def _forward(*arguments: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -126,11 +126,11 @@ def _forward(*arguments: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     def one(sums: tuple[jax.Array, jax.Array], first: Any, ids: int) -> tuple[jax.Array, jax.Array]:
         (student, _), (teacher, _) = _logps(arrays, normalizers, settings, first, ids)
         terms, slopes = _slopes(settings.divergence, student, teacher)
-        return sums[0] + terms.sum((1, 2)), sums[1] + slopes.sum((1, 2))
+        return sums[0] + terms.sum(2), sums[1] + slopes.sum(2)
 
-    nothing = jnp.zeros(len(arrays[0]))
+    nothing = jnp.zeros((len(arrays[0]), arrays[1].shape[1]))
     divergences, slope = fold(arrays[1].shape[2], settings.size, one, (nothing, nothing))
-    return divergences, (*given, *normalizers, slope)
+    return divergences.sum(1), (*given, *normalizers, slope.sum(1))
 
 
 def _backward(settings: Settings, residuals: Any, d_divergences: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -147,7 +147,7 @@ def _backward(settings: Settings, residuals: Any, d_divergences: jax.Array) -> t
         return gradients.add(hidden, cut(kernel, first, ids), d_product, first)
 
     gradients = fold(kernel.shape[2], settings.size, one, Gradients.empty(hidden, given[1]))
-    return gradients.hidden.astype(hidden.dtype), gradients.kernel, None, None
+    return *gradients.arrays(hidden), None, None
 
 
 over_vocabulary.defvjp(_forward, _backward)
@@ -160,7 +160,7 @@ def _normalizers(arrays: Arrays, settings: Settings) -> tuple[jax.Array, jax.Arr
         (student, _), (teacher, _) = _logits(arrays, settings, first, ids)
         return sums[0].add(student), sums[1].add(teacher)
 
-    empty = Normalizer.empty(len(arrays[0]))
+    empty = Normalizer.empty(len(arrays[0]), arrays[1].shape[1])
     student, teacher = fold(arrays[1].shape[2], settings.size, one, (empty, empty))
     return student.log(), teacher.log()
 
