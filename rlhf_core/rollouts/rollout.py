@@ -208,8 +208,8 @@ class Rollout:
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
         """Write one JSON line per completion: `prompt`, `completion`, `reward` (the weighted sum), `rewards` ({label:
-        value, null where one does not apply}), `advantage` (its mean over tokens, where there are advantages), `length`
-        in tokens and `finished`, false for a completion that was cut.
+        value, null where one does not apply}), both where there are rewards, `advantage` (its mean over tokens, where there are advantages),
+        `length` in tokens and `finished`, false for a completion that was cut.
         """
         assert self.inputs is not None
         lines = []
@@ -218,14 +218,18 @@ class Rollout:
             line = {
                 "prompt": self.inputs.prompts[i],
                 "completion": text,
-                "reward": _number(self.total[i]),
-                "rewards": {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)},
+                **self._scores(i, rewards),
                 **({"advantage": _advantage(self.advantages[i], length)} if len(self.advantages) else {}),
                 "length": length,
                 "finished": bool(self.samples.finished[i]),
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         write_atomic(path, "".join(lines))
+
+    def _scores(self, i: int, rewards: Sequence[Reward]) -> dict[str, Any]:
+        """Describe how completion i was scored, for `write`."""
+        each = {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)}
+        return {"reward": _number(self.total[i]), "rewards": each} if rewards else {}
 
 
 def _number(x: float) -> float | None:

@@ -43,10 +43,11 @@ def reverse_kl(student_logps: jax.Array, teacher_logps: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class JensenShannon:
-    """Compute the terms of the generalized Jensen-Shannon divergence (Agarwal et al. 2024, equation 1).
+    """Compute the terms of the generalized Jensen-Shannon divergence (Agarwal et al. 2024).
 
-    beta KL(teacher ‖ m) + (1 − beta) KL(student ‖ m) with m = beta teacher + (1 − beta) student, for 0 < beta < 1; its
-    ends are those of the paper's Figure 1: 0 is KL(teacher ‖ student) and 1 is KL(student ‖ teacher).
+    beta KL(teacher ‖ m) + (1 − beta) KL(student ‖ m) with m = beta teacher + (1 − beta) student, for 0 < beta < 1. At
+    the ends, where that vanishes, it is what its ratios to beta and to 1 − beta tend to: 0 is KL(teacher ‖ student) and
+    1 is KL(student ‖ teacher).
     """
 
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -50,7 +50,7 @@ def read_divergences(
 def objective(models: Models, divergence: Divergence, config: DistillConfig) -> Objective:
     """Make the objective: the mean over trained tokens of the divergence.
 
-    There is no gradient through the sampling of completions (Agarwal et al. 2024, section 3.1).
+    There is no gradient through the sampling of completions (Agarwal et al. 2024).
     """
     read = read_divergences(models, divergence, config)
 
