@@ -7,7 +7,6 @@ from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.preferences import encode_pairs as encode_pairs
 from rlhf_core.data.prompts import Prompts as Prompts
-from rlhf_core.data.prompts import as_prompts as as_prompts
 from rlhf_core.data.prompts import encode_prompts as encode_prompts
 from rlhf_core.data.records import load as load
 from rlhf_core.data.source import Records as Records

@@ -207,9 +207,9 @@ class Rollout:
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
-        """Write one JSON line per completion: `prompt`, `completion`, `reward` (the weighted sum), `rewards` ({label:
-        value, null where one does not apply}), both where there are rewards, `advantage` (its mean over tokens, where there are advantages),
-        `length` in tokens and `finished`, false for a completion that was cut.
+        """Write one JSON line per completion: `prompt`, `completion`, where there are rewards `reward` (the weighted
+        sum) and `rewards` ({label: value, null where one does not apply}), `advantage` (its mean over tokens, where
+        there are advantages), `length` in tokens and `finished`, false for a completion that was cut.
         """
         assert self.inputs is not None
         lines = []

@@ -307,14 +307,13 @@ def open_prompts(
 ) -> Prompts | None:
     """Tokenise the prompts of `train_data` or `eval_data`; None where the field is not given and not needed.
 
-    Of rows with `messages` alone, the prompt is the conversation without the replies at its end. Raises InputError for
-    rows that are not prompts.
+    Raises InputError for rows that are not prompts.
     """
     records = open_records(config, stage, field, needed=needed)
     if records is None:
         return None
     encoded = data.encode_prompts(
-        data.as_prompts(records), tokenizer, max_prompt_length=max_prompt_length, **_encoding(config, stage)
+        records, tokenizer, max_prompt_length=max_prompt_length, **_encoding(config, stage)
     )
     warn_dropped_rows(encoded.report, stage, field)
     return encoded

@@ -157,7 +157,7 @@ def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Pat
         refused = command([rlhf, verb, "pipeline.toml"], tmp_path)
         assert refused.returncode == 2
         assert refused.stderr.splitlines() == [
-            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, reward, sft. Install the package "
-            "that has it, as a rule rlhf-grpo, or give its file with --plugin."
+            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, reward, sft. Install the "
+            "package that has it, as a rule rlhf-grpo, or give its file with --plugin."
         ]
     assert not (tmp_path / "run").exists()
