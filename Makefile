@@ -13,9 +13,9 @@ GPU_PYTHON ?= $(COMPILERS)/gpu/bin/python
 TPU_PYTHON ?= $(COMPILERS)/tpu/bin/python
 JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
-# hatchling and editables build the five distributions; the rest checks them.
+# hatchling and editables build the six distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
-PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo
+PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill
 
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import python_page
+import rlhf_distill
 import rlhf_dpo
 import typer
 from pydantic.fields import FieldInfo
@@ -37,10 +38,12 @@ KINDS = {
     "trainer": "what a stage's `trainer` names: a `Trainer`, its configuration and a function that runs it",
     "pairwise loss": "a value per pair, from the scores of chosen and rejected replies: `loss` of a reward stage",
     "dpo loss": "a value per pair, from log-probabilities of chosen and rejected completions: `loss` of a DPO stage",
+    "divergence": "a term per vocabulary id, from the log-probabilities of student and teacher: `divergence` of a "
+    "distillation stage",
     "policy loss": "a value per token, from log-probabilities and advantages: `loss` of a GRPO stage",
     "advantage": "advantages of groups of completions, from their rewards: `advantage` of a GRPO stage",
     "attention": "attention within rows: `attention` of any stage",
-    "sampler": "what samples completions: `sampler` of a GRPO stage",
+    "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
     "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
     "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`",
     "dataset": "rows by index: the `name` in a table `train_data` or `eval_data`",
@@ -193,7 +196,7 @@ def components_page(host: Host) -> str:
 
 def declared() -> dict[str, Kind[Any]]:
     """{constant: kind} of the contracts, and of the plugins that have kinds of their own."""
-    homes = (contracts, contracts, rlhf_dpo)
+    homes = (contracts, contracts, rlhf_dpo, rlhf_distill)
     return {name: value for home in homes for name, value in vars(home).items() if isinstance(value, Kind)}
 
 

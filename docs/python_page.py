@@ -37,7 +37,8 @@ TASKS = (
         "[Hooks](components.md#hooks) are called on objects that carry `hookimpl`. A constant of a kind is what "
         "`registry.add` takes first: [components](components.md).",
         "hookimpl Registry installed_registry Kind Options Component InputError RunError ADVANTAGE ATTENTION DATASET "
-        "LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS",
+        "LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS "
+        "DIVERGENCE",
     ),
     Task(
         "Open a model",
@@ -61,7 +62,7 @@ TASKS = (
         "",
         "trained_logps trained_scores sequence_scores TokenReader per_sequence token_logps logps_from_logits "
         "completion_logps compute_per_token_logps get_per_token_logps "
-        "get_per_token_logps_and_entropies",
+        "get_per_token_logps_and_entropies Head token_divergences",
     ),
     Task(
         "Write an objective",
@@ -87,7 +88,7 @@ TASKS = (
         "Run trainers and pipelines from Python",
         "",
         "run_pipeline python_trainer SFTConfig SFTTrainer RewardConfig RewardTrainer GRPOConfig "
-        "GRPOTrainer DPOConfig DPOTrainer",
+        "GRPOTrainer DPOConfig DPOTrainer DistillConfig DistillTrainer",
     ),
     Task(
         "Test your plugin",

@@ -22,7 +22,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
 NOTES = ("left_out",)
-ACCEPTED = "prompt as a text or a conversation; every other column reaches the reward functions"
+ACCEPTED = "prompt as a text or a conversation, or messages; every other column reaches the reward functions"
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,13 @@ def encode_prompts(
 ) -> Prompts:
     """Tokenise prompts; conversations end with an open assistant turn.
 
+    Of rows with `messages` alone, the prompt is the conversation without the replies at its end, see `as_prompts`.
     chat_template: as in `template_text`, or all options as `TextOptions`.
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
     Raises InputError naming file and row of the first few problems, and if no prompt is left.
     """
     check_options(overlong, truncation_mode)
+    records = as_prompts(records)
     encoder = Encoder(tokenizer, chat_template)
     reserved = [name for name in REWARD.arguments if name in records.columns]
     if reserved:

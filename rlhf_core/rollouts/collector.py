@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Samples completions of prompts with the policy as it is, and scores them.
+    """Samples completions of prompts with the policy as it is, and scores them, unless there are no rewards.
 
     max_rounds: above 1, groups whose rewards are all equal are replaced by the groups of the next prompts, in at most
         that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
@@ -201,12 +201,14 @@ def open_collector(
     max_rounds: int = 1,
     policy: Callable[[Any], Any] = lambda params: params,
     environment: EnvironmentOptions | None = None,
+    frozen_models: Mapping[str, Any] = {},
 ) -> RolloutCollector | None:
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
     prompts_per_call: how many prompts the sampler will usually get at once. sampler: the component that makes it; None:
     the core's. environment: holds episodes that begin with the rows of the field; `rewards` begin with its own.
-    The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
+    frozen_models: {name: directory or hub name} of models that are in memory beside the policy's and the rewards', such
+    as a teacher. The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
     model without a stop token, and a chat template that the environment cannot be used with.
     """
@@ -234,7 +236,7 @@ def open_collector(
         max_completion_length=sampling.max_completion_length,
     )
     count = min(prompts_per_call, len(prompts))
-    models = [getattr(reward.function, "model", None) for reward in rewards]
+    models = [*(getattr(reward.function, "model", None) for reward in rewards), *frozen_models.values()]
     function = open_sampler(
         stage,
         model,

@@ -87,7 +87,13 @@ def empty_warning(completions: Sequence[Turns]) -> str | None:
 def measure(
     rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`."""
+    """Return rewards by function, float64 [N, functions], and their weighted sum, float64 [N]; needed: see `score`.
+
+    Without functions there is nothing to score: [N, 0], and NaN.
+    """
+    if not rewards:
+        count = len(inputs.completions)
+        return np.zeros((count, 0)), np.full(count, np.nan)
     each = score(rewards, inputs, needed=needed)
     return each, total_reward(each, np.array([reward.weight for reward in rewards]))
 
@@ -97,15 +103,16 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Measure a rollout, by the contract's names.
 
-    Within groups, `reward_std` and `frac_reward_zero_std` are over groups with at least two scored completions: NaN
-    where there is none, left out where `group` is 1. Terminated lengths are left out where no completion ended.
+    Without rewards it is the lengths alone. Within groups, `reward_std` and `frac_reward_zero_std` are over groups with
+    at least two scored completions: NaN where there is none, left out where `group` is 1. Terminated lengths are left
+    out where no completion ended.
     """
     grouped = total.reshape(-1, group)
     compared = [values[~np.isnan(values)] for values in grouped]
     compared = [values for values in compared if len(values) > 1]
     lengths, finished = np.asarray(samples.mask).sum(1), np.asarray(samples.finished)
-    out = {"reward": float(np.nanmean(total))}
-    if group > 1:
+    out = {"reward": float(np.nanmean(total))} if rewards else {}
+    if rewards and group > 1:
         out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
         out["frac_reward_zero_std"] = _mean([np.ptp(values) == 0 for values in compared])
     out["completions/mean_length"] = float(lengths.mean())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import comb
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ class FixedPrompts:
 
     stored: makes the parameters that are read from those of the state, such as `Model.as_stored`.
     pass_threshold: the reward from which on a completion has passed; None: pass@k is not reported.
+    measure: further metrics of an evaluation's rollout, from the state that wrote it.
     """
 
     collector: RolloutCollector
@@ -41,6 +42,7 @@ class FixedPrompts:
     pass_threshold: float | None = None
     written: set[int] = field(default_factory=set)
     """Updates whose file this process has written."""
+    measure: Callable[[Rollout, TrainState], Mapping[str, float]] | None = None
 
     def warm_up(self, model: Model) -> None:
         """Start to compile the sampler for these prompts."""
@@ -53,7 +55,10 @@ class FixedPrompts:
             self._write(int(state.step), rollout.take(self._spread()))
         metrics, total = self.collector.metrics(rollout), rollout.total
         scored = total[~np.isnan(total)]
-        metrics["reward_std_all"] = float(scored.std(ddof=1)) if len(scored) > 1 else float("nan")
+        if self.collector.rewards:
+            metrics["reward_std_all"] = float(scored.std(ddof=1)) if len(scored) > 1 else float("nan")
+        if self.measure is not None:
+            metrics |= self.measure(rollout, state)
         if self.pass_threshold is not None:
             metrics |= pass_at_k((total >= self.pass_threshold).reshape(self.count, -1))
         return metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
@@ -15,7 +15,7 @@ from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
-from rlhf_core.training.memory import memory_forecast, scoring_bytes
+from rlhf_core.training.memory import frozen_bytes, memory_forecast, scoring_bytes
 from rlhf_core.training.open import (
     open_episode_rows,
     open_prompts,
@@ -41,7 +41,7 @@ def forecast_rollouts(
     config: TrainerConfig,
     stage: Stage,
     *,
-    rewards: Sequence[WeightedReward],
+    rewards: Sequence[WeightedReward] | None,
     max_prompt_length: int,
     num_generations: int,
     sampling: SamplingOptions,
@@ -53,17 +53,24 @@ def forecast_rollouts(
     copies: Sequence[str] = (),
     warn: Callable[[int, Any, int], Sequence[str]] | None = None,
     environment: EnvironmentOptions | None = None,
+    frozen_models: Mapping[str, Any] = {},
 ) -> Forecast:
     """Forecast prompts, completions, updates, tokens and memory, what rewards will do, and the config's warnings.
 
     `config.total_batch_size` counts completions per update; a rollout has `minibatches` times as many and serves
-    updates_per_rollout. copies: names of copies of the trained parameters, such as "reference". warn: (updates, the
-    model's positions or None, tokens of the longest prompt) → warnings of the trainer's own. environment: of the
-    stage's episodes, one of which is begun, and takes a made-up turn, unless its options say otherwise.
+    updates_per_rollout. rewards: None where completions are not scored. copies: names of copies of the trained
+    parameters, such as "reference". warn: (updates, the model's positions or None, tokens of the longest prompt) →
+    warnings of the trainer's own. environment: of the stage's episodes, one of which is begun, and takes a made-up
+    turn, unless its options say otherwise. frozen_models: {name: directory, hub name or table} of models that are read
+    beside the one that is trained, such as a teacher.
     """
     require_whole_groups(config, stage, num_generations)
     require_model(config, stage, head="lm")
-    functions = open_rewards(rewards, stage, weights=reward_weights, environment=environment)
+    functions = (
+        []
+        if rewards is None
+        else open_rewards(rewards, stage, weights=reward_weights, environment=environment)
+    )
     tokenizer = stage.inputs.get("tokenizer")
     for options in (sampling, evaluation_sampling):
         if tokenizer is not None and options is not None and options.stop_strings:
@@ -97,6 +104,7 @@ def forecast_rollouts(
         positions = hf_config.get("max_position_embeddings")
         for name in copies:
             parts[name] = parts["gradients"]  # as large as what is trained
+        parts |= frozen_bytes(frozen_models, config, stage, parts["parameters"])
         prompts = rows_per_device(stage.planned_mesh, per_rollout)
         slots = min(prompts * num_generations, most_slots(None))
         own = (
@@ -107,7 +115,7 @@ def forecast_rollouts(
         if stage.planned_mesh is None:
             # Decoding joins projections, so that each token reads the weights in fewer pieces.
             parts["sampler"] = parts["parameters"]
-            parts["reward models"] = _reward_models(rewards, stage, parts["parameters"])
+            parts["reward models"] = _reward_models(rewards or (), stage, parts["parameters"])
         of_memory = memory_forecast(parts, config.dtype, stage.planned_mesh)
         lines += of_memory.lines
         warnings += of_memory.warnings

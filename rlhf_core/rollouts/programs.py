@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_core import data, optimizers
+from rlhf_core import data
 from rlhf_core.contracts import PARAMETERS, Program, StagePrograms
 from rlhf_core.fit.batches import empty_batches
 from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.layout import full_groups, group_layout, longest_groups, tree_sizes
 from rlhf_core.scoring import scoring_function, scoring_layout
-from rlhf_core.state import create_state
 from rlhf_core.training.attention import choose_attention
-from rlhf_core.training.memory import definition_of, sampling_memory
+from rlhf_core.training.memory import definition_of, frozen_definitions, sampling_memory
 from rlhf_core.training.open import open_episode_rows, open_prompts, open_sampler
 from rlhf_core.training.programs import (
     NOT_HERE,
     loads,
     planned_model,
     planned_params,
+    planned_state,
     reading_programs,
     resident,
     token_weights,
@@ -48,10 +48,10 @@ def rollout_programs(
     config: TrainerConfig,
     stage: Stage,
     *,
-    objective: Callable[[Definition], Objective],
+    objective: Callable[[Any], Objective],
     token_names: Sequence[str] = (),
     sequence_names: Sequence[str] = (),
-    rewards: Sequence[WeightedReward],
+    rewards: Sequence[WeightedReward] | None,
     max_prompt_length: int,
     num_generations: int,
     sampling: SamplingOptions,
@@ -62,18 +62,22 @@ def rollout_programs(
     reader: Callable[[Definition], Any] | None = None,
     policies: Sequence[str] = (),
     environment: EnvironmentOptions | None = None,
+    frozen_models: Mapping[str, Any] = {},
 ) -> StagePrograms:
     """Describe the programs of a trainer that samples, with completions of full length; its `programs` calls it.
 
     objective: makes the objective for a model; its micro-batches carry the values `token_names` and `sequence_names`.
     copies: names of copies of the trained parameters, such as "reference". reader: makes the function of a
     `TokenReader` for a model, which reads every rollout; its params are {name: parameters}, of "policy" and `copies`.
-    policies: those of them that it uses. environment: of the stage's episodes, if any. The rest: see
+    policies: those of them that it uses. environment: of the stage's episodes, if any. frozen_models: as for
+    `rlhf_core.training.dataset_programs`. The rest: see
     `forecast_rollouts` and `open_collector`.
     """
     model = planned_model(config, stage, "lm")
-    if model is None:
+    frozen = {name: each for name, each in frozen_definitions(frozen_models, config, stage).items() if each}
+    if model is None or len(frozen) < len(frozen_models):
         return StagePrograms(note=NOT_HERE)
+    rewards = rewards or ()
     prompts: Prompts | EpisodeRows | None
     if environment is None:
         prompts = open_prompts(
@@ -94,9 +98,9 @@ def rollout_programs(
     total = config.max_training_steps or updates_per_rollout * data.count_updates(
         len(prompts), per_rollout, config.num_train_epochs, None
     )
-    tx, _ = optimizers.make_optimizer(config, stage.registry, total)
-    state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
-    programs = training_programs(objective(model.definition), model.definition, state, batches, known=False)
+    state, definitions = planned_state(model, frozen, config, stage, total)
+    programs = training_programs(objective(definitions), model.definition, state, batches, known=False)
+    params = state.params["policy"] if frozen else state.params
     held = resident(state)
     held |= dict.fromkeys(copies, state.trained().params)
     rollouts = 1 / updates_per_rollout
@@ -106,7 +110,7 @@ def rollout_programs(
         programs += reading_programs(
             read.lower,
             model.definition,
-            dict.fromkeys(("policy", *copies), state.params),
+            dict.fromkeys(("policy", *copies), params),
             loads([pack(groups, layout)], read.shapes()),
             times=rollouts,
             # Copies share the frozen parameters.
@@ -124,7 +128,9 @@ def rollout_programs(
         num_generations=num_generations,
         prompts_per_call=per_rollout,
         sampler=sampler,
-        memory=sampling_memory(config, stage, model, list(_reward_sources(rewards, stage).values())),
+        memory=sampling_memory(
+            config, stage, model, [*_reward_sources(rewards, stage).values(), *frozen_models.values()]
+        ),
         conversation_length=None
         if environment is None
         else environment.length(sampling.max_completion_length),
@@ -132,7 +138,7 @@ def rollout_programs(
     notes = []
     if hasattr(draws, "programs"):
         programs += [
-            replace(each, calls=each.calls * rollouts) for each in draws.programs(state.params, per_rollout)
+            replace(each, calls=each.calls * rollouts) for each in draws.programs(params, per_rollout)
         ]
     else:
         notes.append("sampling is not compiled: its sampler does not describe its programs")

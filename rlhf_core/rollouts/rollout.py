@@ -238,10 +238,11 @@ class Rollout:
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
-        """Write one JSON line per completion: `prompt`, `completion`, `reward` (the weighted sum), `rewards` ({label:
-        value, null where one does not apply}), `advantage` (its mean over tokens, where there are advantages), `length`
-        in tokens and `finished`, false for a completion that was cut. An episode also has `turns`, with the length in
-        tokens and the reward of each, and `failure`, where it failed; its `length` is that of all its turns.
+        """Write one JSON line per completion: `prompt`, `completion`, where there are rewards `reward` (the weighted
+        sum) and `rewards` ({label: value, null where one does not apply}), `advantage` (its mean over tokens, where
+        there are advantages), `length` in tokens and `finished`, false for a completion that was cut. An episode also
+        has `turns`, with the length in tokens and the reward of each, and `failure`, where it failed; its `length` is
+        that of all its turns.
         """
         assert self.inputs is not None
         lines = []
@@ -250,8 +251,7 @@ class Rollout:
             line = {
                 "prompt": self.inputs.prompts[i],
                 "completion": text,
-                "reward": _number(self.total[i]),
-                "rewards": {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)},
+                **self._scores(i, rewards),
                 **({"advantage": self._mean_advantage(i)} if len(self.advantages) else {}),
                 "length": length,
                 "finished": bool(self.samples.finished[i]),
@@ -264,6 +264,11 @@ class Rollout:
         """Average completion i's advantage over its tokens that the policy wrote."""
         advantage = self.advantages[i]
         return float(advantage[self.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
+
+    def _scores(self, i: int, rewards: Sequence[Reward]) -> dict[str, Any]:
+        """Describe how completion i was scored, for `write`."""
+        each = {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)}
+        return {"reward": _number(self.total[i]), "rewards": each} if rewards else {}
 
 
 def _joined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -89,8 +89,10 @@ class RolloutUpdates(ABC):
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
         self.updates_per_epoch = self.order.updates_per_epoch(step + 1)
         metrics = _update_metrics(self.rollout.metrics, first=step % self.updates_per_rollout == 0)
-        timing, self.timing = self.timing, Timing()
-        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing.metrics())
+        timing, self.timing = self.timing.metrics(), Timing()
+        if not self.collector.rewards:
+            del timing["time/reward"]
+        return Update(batches, tokens, lambda i: self.prompts.where(int(rows[i])), metrics, timing)
 
     def _begin_rollout(self, step: int, state: TrainState) -> None:
         """Collect and complete the rollout that update `step` begins."""

@@ -11,7 +11,7 @@ from rlhf_core.contracts import Forecast
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.trees import lengths_of, sizes_of
-from rlhf_core.training.memory import definition_of, memory_forecast, training_bytes
+from rlhf_core.training.memory import definition_of, frozen_bytes, memory_forecast, training_bytes
 from rlhf_core.training.open import asked_lora, error_context, open_records, require_model
 
 if TYPE_CHECKING:
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
 
 def forecast_lines(
-    config: TrainerConfig, stage: Stage, *, unit: str, head: Head, open_data: Callable[..., Any]
+    config: TrainerConfig,
+    stage: Stage,
+    *,
+    unit: str,
+    head: Head,
+    open_data: Callable[..., Any],
+    frozen_models: Mapping[str, Any] = {},
 ) -> Forecast:
     """Forecast training on a fixed dataset: examples, updates, epochs, tokens, memory, and the config's warnings.
 
     unit: what an example is called, such as "pairs". open_data: called as `open_texts` is; returns an object with
-    `__len__`, `report`, `trees()` and `where(i)`. Without the model's tokenizer rows are counted, not tokenised.
+    `__len__`, `report`, `trees()` and `where(i)`. frozen_models: {name: directory, hub name or table} of models that
+    are read beside the one that is trained, such as a teacher. Without the model's tokenizer rows are counted, not
+    tokenised.
     """
     require_model(config, stage, head=head)
     tokenizer = stage.inputs.get("tokenizer")
@@ -55,6 +63,7 @@ def forecast_lines(
     memory = Forecast()
     if (found := training_memory(config, stage, head, total, update_tokens, longest)) is not None:
         definition, hf_config, parts = found
+        parts |= frozen_bytes(frozen_models, config, stage, parts["parameters"])
         memory = memory_forecast(parts, config.dtype, stage.planned_mesh)
         if tokenizer is not None:
             with error_context(stage, "model"):

@@ -42,9 +42,11 @@ class HeldOut:
         reads_tokens: bool,
         sequence_names: Sequence[str] = (),
         group: int = 1,
+        stored: Callable[[Any], Any] | None = None,
     ) -> None:
         """Choose the rows. Arguments: as for `dataset_updates`.
 
+        stored: makes the parameters that are read from a state's; None: `model.as_stored`.
         Raises InputError naming the rows with tokens that the model has no embedding for.
         """
         data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
@@ -55,12 +57,12 @@ class HeldOut:
         self.trees = trees
         self.layout = choose_row_layout(trees, config, self._mesh, width, reads_tokens=reads_tokens)
         self._sequence_names, self._group = sequence_names, group
-        self._stored, self._say = model.as_stored, stage.say
+        self._stored, self._say = stored or model.as_stored, stage.say
 
     def evaluator(self, objective: Objective) -> Callable[[TrainState], dict[str, float]]:
         """Make the function that `fit` takes as `evaluate`: the objective's loss and metrics over the rows.
 
-        It reads the parameters as they would be saved, see `Model.as_stored`.
+        It reads the parameters as they would be saved, see `stored`.
         """
         return evaluator(objective, self._mesh, self._batches, stored=self._stored, say=self._say)
 

@@ -262,6 +262,40 @@ def scoring_bytes(model: Any, tokenizer: Any | None, registry: Registry | None) 
     return _bytes(definition.abstract_params()) + forward
 
 
+def frozen_definitions(
+    models: Mapping[str, Any], config: TrainerConfig, stage: Stage
+) -> dict[str, Definition | None]:
+    """Describe language models that a stage reads beside the one it trains; None for those nothing local describes.
+
+    models: {name: directory, hub name or table}. One that an earlier stage has yet to train is described by what that
+    stage starts from.
+    """
+    sources, tokenizer = stage.inputs.get("sources", {}), stage.inputs.get("tokenizer")
+    described: dict[str, Definition | None] = {}
+    for name, model in models.items():
+        source = sources.get(model, model) if isinstance(model, str) else model
+        entry = definition_of(source, "lm", tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
+        described[name] = None if entry is None else entry[0]
+    return described
+
+
+def frozen_bytes(
+    models: Mapping[str, Any], config: TrainerConfig, stage: Stage, policy: int
+) -> dict[str, int]:
+    """Count the parameters of `frozen_definitions`, float32, in all or per device of `stage.planned_mesh`.
+
+    policy: bytes of the policy's, as which a model counts that nothing local describes.
+    """
+    sizes, mesh = {}, stage.planned_mesh
+    for name, definition in frozen_definitions(models, config, stage).items():
+        if definition is None:
+            sizes[name] = policy
+            continue
+        params = definition.abstract_params()
+        sizes[name] = _bytes(params if mesh is None else _shard_shapes(params, definition.shardings(mesh)))
+    return sizes
+
+
 def memory_forecast(
     parts: Mapping[str, int], dtype: str | None = None, mesh: AbstractMesh | None = None
 ) -> Forecast:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from rlhf_core.models.lora import linear_modules
 from rlhf_core.models.params import paths, split
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
-from rlhf_core.training.memory import definition_of
+from rlhf_core.training.memory import definition_of, frozen_definitions
 from rlhf_core.training.open import asked_lora
 from rlhf_core.training.updates import dataset_updates
 
@@ -88,6 +89,27 @@ def planned_model(config: TrainerConfig, stage: Stage, head: Head) -> Model | No
 def planned_params(definition: Definition, mesh: Any) -> Any:
     """Describe a model's parameters as they lie on a mesh."""
     return with_shardings(definition.abstract_params(), definition.shardings(mesh))
+
+
+def planned_state(
+    model: Model, frozen_models: Mapping[str, Definition], config: TrainerConfig, stage: Stage, total: int
+) -> tuple[TrainState, Definition | dict[str, Definition]]:
+    """Describe the state of a stage of `total` updates; return it with what its objective is made for.
+
+    With frozen models that is {"policy": the definition of `model`, name: definition}, and the state's parameters are
+    named alike; else it is the model's definition alone.
+    """
+    tx, _ = optimizers.make_optimizer(config, stage.registry, total)
+    patterns = config.frozen_parameters
+    if not frozen_models:
+        return create_state(model, tx, seed=stage.seed, frozen=patterns), model.definition
+    mesh = stage.devices()
+    models = {"policy": model}
+    for name, each in frozen_models.items():
+        models[name] = replace(model, definition=each, params=planned_params(each, mesh))
+    frozen = {**({"policy": patterns} if patterns else {}), **dict.fromkeys(frozen_models, ".*")}
+    state = create_state(models, {"policy": tx}, seed=stage.seed, frozen=frozen)
+    return state, {name: each.definition for name, each in models.items()}
 
 
 def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list[Load]:
@@ -160,21 +182,25 @@ def dataset_programs(
     *,
     head: Head,
     open_data: Callable[..., Any],
-    objective: Callable[[Definition], Objective],
+    objective: Callable[[Any], Objective],
     reads_tokens: bool,
     trees: Callable[[Any], Trees] | None = None,
     sequence_names: Sequence[str] = (),
     group: int = 1,
     reader: Callable[[Definition], Any] | None = None,
+    frozen_models: Mapping[str, Any] = {},
 ) -> StagePrograms:
     """Describe the programs of a trainer on a fixed dataset; a `Trainer`'s `programs` calls it.
 
     open_data: as in `forecast_lines`. objective: makes the objective for a model. trees: makes the trees of what
     open_data returned; default: its `trees()`. reader: makes the function of `per_sequence` for a model, with which
-    every training row is read once before the first update. The rest: see `dataset_updates`.
+    every training row is read once before the first update. frozen_models: {name: directory, hub name or table} of
+    models that the objective reads beside the one that is trained: it is then made for {name: definition}, and its
+    parameters are named alike, those that are trained "policy". The rest: see `dataset_updates`.
     """
     model = planned_model(config, stage, head)
-    if model is None:
+    frozen = {name: each for name, each in frozen_definitions(frozen_models, config, stage).items() if each}
+    if model is None or len(frozen) < len(frozen_models):
         return StagePrograms(note=NOT_HERE)
     rows = open_data(config, stage, model.tokenizer, "train_data")
     model, updates = dataset_updates(
@@ -187,11 +213,10 @@ def dataset_programs(
         sequence_names=sequence_names,
         group=group,
     )
-    tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
-    state = create_state(model, tx, seed=stage.seed, frozen=config.frozen_parameters)
+    state, definitions = planned_state(model, frozen, config, stage, updates.total)
     first = (updates.update(step).batches for step in range(min(FIRST_UPDATES, updates.total)))
     batches = loads(first, updates.shapes())
-    programs = training_programs(objective(model.definition), model.definition, state, batches)
+    programs = training_programs(objective(definitions), model.definition, state, batches)
     if reader is not None:
         read = jax.jit(reader(model.definition), out_shardings=replicated_sharding(stage.devices()))
         numbered = loads((), empty_batches(updates.layout, sequence_names=(BRANCH,)))

@@ -22,7 +22,11 @@ FAKE_TRAINERS = Path(__file__).parents[1] / "shared" / "fake_trainers.py"
 
 def typed(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a separate process."""
-    environment = {**os.environ, "RLHF_DISABLE_PLUGINS": "sft,reward,grpo,dpo", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "RLHF_DISABLE_PLUGINS": "sft,reward,grpo,dpo,distill",
+        "JAX_PLATFORMS": "cpu",
+    }
     return subprocess.run(
         [sys.executable, "-m", "rlhf_core.cli", *arguments],
         cwd=cwd,

@@ -186,7 +186,7 @@ def test_another_method_is_not_taken_for_a_trainer_that_is_there() -> None:
     with pytest.raises(InputError) as caught:
         registry.get(TRAINER, "ppo")
     (said,) = caught.value.problems
-    assert said.startswith("no trainer named 'ppo'. Installed: dpo, grpo, reward, sft.")
+    assert said.startswith("no trainer named 'ppo'. Installed: distill, dpo, grpo, reward, sft.")
     assert "Did you mean" not in said
     with pytest.raises(InputError, match=r"no trainer named 'gpro'\. Did you mean 'grpo'"):
         registry.get(TRAINER, "gpro")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-DISTRIBUTIONS = (".", "plugins/sft", "plugins/reward", "plugins/grpo", "plugins/dpo")
+DISTRIBUTIONS = (".", "plugins/sft", "plugins/reward", "plugins/grpo", "plugins/dpo", "plugins/distill")
 SKIPPED = {".git", ".venv", ".cache", "runs", "wandb", "dist", "build", "__pycache__", "data"}
 ADDRESS = re.compile(
     r"(?:https?|file)://[^\s\"'>)]*(?:simple|pypi|wheels)[^\s\"'>)]*|--(?:extra-)?index-url|--find-links"

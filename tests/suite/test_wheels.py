@@ -22,6 +22,7 @@ DISTRIBUTIONS = {
     "rlhf_reward": "plugins/reward",
     "rlhf_grpo": "plugins/grpo",
     "rlhf_dpo": "plugins/dpo",
+    "rlhf_distill": "plugins/distill",
 }
 """{package: directory}; a distribution is called as its package, with "-"."""
 
@@ -156,7 +157,7 @@ def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Pat
         refused = command([rlhf, verb, "pipeline.toml"], tmp_path)
         assert refused.returncode == 2
         assert refused.stderr.splitlines() == [
-            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: dpo, reward, sft. Install the package "
-            "that has it, as a rule rlhf-grpo, or give its file with --plugin."
+            "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, reward, sft. Install the "
+            "package that has it, as a rule rlhf-grpo, or give its file with --plugin."
         ]
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,97 @@
+"""The loss of an update: the divergence between teacher and student, averaged over trained tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core import InputError, RunError
+from rlhf_core.metrics import Mean, Metric
+from rlhf_core.objective import trained_weight
+from rlhf_distill.divergences import DIVERGENCE, Divergence
+from rlhf_distill.vocabulary import Head, token_divergences
+
+if TYPE_CHECKING:
+    from rlhf_core import Stage
+    from rlhf_core.models import Definition
+    from rlhf_core.packing import Packed
+    from rlhf_core.step import Objective
+    from rlhf_distill.config import DistillConfig
+
+STUDENT, TEACHER = "policy", "teacher"
+"""Names of the models in a state."""
+Models: TypeAlias = "Mapping[str, Definition]"
+WANTED = "wanted is a term for each id, in the shape of the two arrays: leave the sum to the trainer"
+
+
+def read_divergences(
+    models: Models, divergence: Divergence, config: DistillConfig
+) -> Callable[[Any, Packed], jax.Array]:
+    """Make the function (parameters by name, batch) → divergence at every trained token, float32 [rows, trained], nats.
+
+    A token's distributions are those of the state that predicts it. The hidden states of both models are compacted to
+    trained tokens before the heads; those of the teacher get no gradient.
+    """
+
+    def read(params: Any, batch: Packed) -> jax.Array:
+        student, teacher = (_head(models[name], params[name], batch) for name in (STUDENT, TEACHER))
+        values = token_divergences(
+            divergence, student, teacher, temperature=config.temperature, top_k=config.top_k
+        )
+        return jnp.where(batch.trained >= 0, values, 0.0)
+
+    return read
+
+
+def objective(models: Models, divergence: Divergence, config: DistillConfig) -> Objective:
+    """Make the objective: the mean over trained tokens of the divergence.
+
+    There is no gradient through the sampling of completions (Agarwal et al. 2024).
+    """
+    read = read_divergences(models, divergence, config)
+
+    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
+        return Mean.of(read(params, batch), trained_weight(batch)), {}
+
+    return compute
+
+
+def _head(model: Definition, params: Any, batch: Packed) -> Head:
+    rows = batch.rows
+    at = jnp.take_along_axis(rows.parent, jnp.maximum(batch.trained, 0), axis=1)
+    hidden = model.hidden_at(params, rows.tokens, rows.positions, rows.visible_until, jnp.maximum(at, 0))
+    return Head(hidden, *model.unembedding(params))
+
+
+def open_divergence(config: DistillConfig, stage: Stage) -> Divergence:
+    """Make the config's divergence. Raises InputError where it does not return a term for each id."""
+    name, options = config.divergence.name, config.divergence.options
+    divergence: Divergence = stage.registry.get(DIVERGENCE, name, **options)
+    where, logps = f"stage '{stage.name}'.divergence: '{name}'", jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    try:
+        terms = jax.eval_shape(divergence, logps, logps)
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        raise InputError(f"{where} raised {type(error).__name__}: {error}; {WANTED}") from error
+    shape = getattr(terms, "shape", None)
+    if shape != logps.shape:
+        got = type(terms).__name__ if shape is None else f"shape {list(shape)}"
+        raise InputError(f"{where} returned {got} for {list(logps.shape)}; {WANTED}")
+    return divergence
+
+
+def require_separate_terms(divergence: Divergence, config: DistillConfig, stage: Stage) -> None:
+    """Raise InputError where a term of the divergence depends on other ids, which may be in another block."""
+    student, teacher = np.log(np.random.default_rng(0).dirichlet(np.ones(6), 2)).astype(np.float32)
+    whole = np.asarray(divergence(jnp.asarray(student), jnp.asarray(teacher)))
+    half = np.asarray(divergence(jnp.asarray(student[3:]), jnp.asarray(teacher[3:])))
+    if not np.allclose(whole[3:], half, rtol=1e-4, atol=1e-6):
+        raise InputError(
+            f"stage '{stage.name}'.divergence: a term of '{config.divergence.name}' depends on other ids than its own; "
+            "the vocabulary is read in blocks, so that a term may use the two log-probabilities of its id alone"
+        )

@@ -1,0 +1,139 @@
+"""The loss of an update through models: the formula in float64, however its examples are laid out."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rlhf_distill import DistillConfig
+from rlhf_distill.divergences import JensenShannon
+from rlhf_distill.objective import objective
+
+from rlhf_core import create_state
+from rlhf_core.mesh import make_mesh, put_rows
+from rlhf_core.optimizers import make_optimizer
+from rlhf_core.packing.rows import Layout, Tree, pack
+from rlhf_core.step import Accumulated, accumulate
+
+CONFIG = DistillConfig(temperature=1.5)
+DIVERGENCE = JensenShannon(0.25)
+ROWS = {"rows": (8,), "sequences": (4,), "trained": (24,)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"layout": Layout((40,), **ROWS)},
+    "a text a micro-batch, reversed": {"layout": Layout((24,), **ROWS), "splits": 6, "reverse": True},
+    "long rows in halves": {"layout": Layout((64,), **ROWS), "splits": 2},
+}
+MESHES = {"one device": (1, 1, 1), "data": (8, 1, 1), "all axes": (2, 2, 2), "fsdp and tensor": (1, 4, 2)}
+COVERING = [
+    *(("one device", layout) for layout in LAYOUTS),
+    *((mesh, "one micro-batch") for mesh in MESHES if mesh != "one device"),
+    ("all axes", "long rows in halves"),
+]
+
+
+@pytest.fixture(scope="module")
+def student(tiny: ModuleType) -> Any:
+    return tiny.make_model(seed=2, scale=3.0)
+
+
+@pytest.fixture(scope="module")
+def trees() -> list[Tree]:
+    """Two texts, and prompts with two completions each; masks with holes."""
+    draw = np.random.default_rng(3)
+
+    def tokens(low: int, high: int) -> Any:
+        return draw.integers(3, 48, draw.integers(low, high)).astype(np.int32)
+
+    made = []
+    for branches in (1, 1, 2, 2, 1, 2):
+        written = tuple(tokens(2, 7) for _ in range(branches))
+        masks = tuple((draw.random(len(x)) < 0.7).astype(np.float32) for x in written)
+        for mask in masks:
+            mask[0] = 1.0
+        made.append(Tree(tokens(2, 6), written, masks))
+    assert any((mask == 0).any() for tree in made for mask in tree.weights)
+    return made
+
+
+def expected(models: Any, trees: list[Tree]) -> float:
+    """The mean over the tokens of the masks, float64, from the logits of whole sequences."""
+    total = count = 0.0
+    for tree in trees:
+        for branch, mask in zip(tree.branches, tree.weights, strict=True):
+            ids = np.concatenate([tree.prefix, branch])[None]
+            logits = [np.asarray(m.logits(ids, np.ones_like(ids)), np.float64)[0] / 1.5 for m in models]
+            s, t = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in logits)
+            m = 0.25 * t + 0.75 * s
+            terms = 0.25 * (t * np.log(t / m)).sum(-1) + 0.75 * (s * np.log(s / m)).sum(-1)
+            total += (terms[len(tree.prefix) - 1 : -1] * mask).sum()
+            count += mask.sum()
+    return total / count
+
+
+def computed(
+    models: dict[str, Any],
+    trees: list[Tree],
+    mesh: Any,
+    layout: Layout,
+    splits: int = 1,
+    reverse: bool = False,
+) -> Any:
+    """(loss, gradients of the student) of one update."""
+    models = {
+        name: model.with_params(jax.device_put(model.params, model.definition.shardings(mesh)))
+        for name, model in models.items()
+    }
+    models = {name: type(model)(**{**vars(model), "mesh": mesh}) for name, model in models.items()}
+    tx, _ = make_optimizer(CONFIG, _registry(), 1)
+    state = create_state(models, {"policy": tx}, frozen={"teacher": ".*"})
+    compute = objective({name: model.definition for name, model in models.items()}, DIVERGENCE, CONFIG)
+    one = jax.jit(lambda params, batch, done: accumulate(compute, params, batch, done, fixed=state.fixed))
+    done: Accumulated | None = None
+    chosen = trees[::-1] if reverse else trees
+    size = -(-len(chosen) // splits)
+    for start in range(0, len(chosen), size):
+        for batch in pack(chosen[start : start + size], layout):
+            done = one(state.params, put_rows(mesh, batch), done)
+    assert done is not None
+    assert set(done.grads) == {"policy"}
+    count = float(done.loss.count)
+    return float(done.loss.total) / count, jax.tree.map(lambda g: np.asarray(g) / count, done.grads["policy"])
+
+
+def _registry() -> Any:
+    from rlhf_core import installed_registry
+
+    return installed_registry()
+
+
+def test_the_loss_is_the_formula_however_an_update_is_laid_out(
+    student: Any, teacher: Any, trees: list[Tree]
+) -> None:
+    models = {"policy": student, "teacher": teacher}
+    reference = expected((student, teacher), trees)
+    first = None
+    for mesh, layout in COVERING:
+        shape = MESHES[mesh]
+        devices = jax.devices()[: int(np.prod(shape))]
+        loss, gradients = computed(models, trees, make_mesh(*shape, devices=devices), **LAYOUTS[layout])
+        np.testing.assert_allclose(loss, reference, rtol=2e-5, err_msg=f"{mesh}, {layout}")
+        first = gradients if first is None else first
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(first), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6, err_msg=f"{mesh}, {layout}")
+
+
+def test_gradients_are_slopes_of_the_loss(student: Any, teacher: Any, trees: list[Tree]) -> None:
+    """A step along the gradient changes the float64 formula by what the gradient says."""
+    models = {"policy": student, "teacher": teacher}
+    mesh = make_mesh(devices=jax.devices()[:1])
+    _, gradients = computed(models, trees, mesh, **LAYOUTS["one micro-batch"])
+    slope = sum(float((g.astype(np.float64) ** 2).sum()) for g in jax.tree.leaves(gradients))
+    step = 1e-2 / slope**0.5
+    ends = []
+    for sign in (1, -1):
+        params = jax.tree.map(lambda p, g, sign=sign: p + sign * step * g, student.params, gradients)
+        ends.append(expected((student.with_params(params), teacher), trees))
+    np.testing.assert_allclose((ends[0] - ends[1]) / (2 * step), slope, rtol=2e-2)

@@ -1,0 +1,150 @@
+"""The trainer: the kit's properties, what an update trains on, and that a student approaches its teacher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from rlhf_distill import DistillConfig
+
+from rlhf_core import hookimpl
+from rlhf_core.testing import MODEL_TABLE, check_trainer, texts, tokenizer
+
+SHORT: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "max_training_steps": 6,
+    "log_steps": 1,
+    "total_batch_size": 4,
+    "max_completion_length": 6,
+}
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    @hookimpl
+    def rlhf_step_end(self, step: int, metrics: Any) -> None:
+        self.rows.append({"step": step, **metrics})
+
+
+@pytest.fixture(scope="module")
+def kit_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rlhf_core.models import fresh_model
+
+    path = tmp_path_factory.mktemp("kit")
+    table = {**MODEL_TABLE, "hidden_size": 24, "num_hidden_layers": 1}
+    fresh_model(table, "lm", tokenizer=tokenizer(), seed=3).save(path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=pytest.mark.long), 0.0])
+def test_the_kit_finds_nothing(kit_teacher: Path, fraction: float) -> None:
+    """Interrupted after an odd and an even update, within rollouts that serve two: the same bits. And eight devices."""
+    config = DistillConfig(
+        teacher_model=str(kit_teacher),
+        on_policy_fraction=fraction,
+        steps_per_generation=2,
+        sampling={"max_completion_length": 6},
+        num_preview_samples=2,
+    )
+    check_trainer("distill", config, rows=texts())
+
+
+def train(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> list[dict[str, float]]:
+    watch = Watch()
+    rows = changes.pop("rows", None) or tiny.texts(11)
+    config = DistillConfig(teacher_model=str(teacher), **{**SHORT, **changes})
+    tiny.run(
+        "distill",
+        config,
+        directory,
+        listeners=[watch],
+        model=tiny.make_model(seed=2, scale=3.0),
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+    )
+    return watch.rows
+
+
+def test_a_mixture_resumes_within_a_rollout(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
+    """Three updates per rollout, stopped after the fourth: metrics and previews go on as they would have."""
+    options = {
+        "on_policy_fraction": 0.5,
+        "steps_per_generation": 3,
+        "save_steps": 2,
+        "evaluation_steps": 3,
+        "num_preview_samples": 1,
+    }
+    whole = train(tiny, teacher_path, tmp_path / "whole", **options)
+    train(tiny, teacher_path, tmp_path / "parts", **options, max_training_steps=4)
+    rest = train(tiny, teacher_path, tmp_path / "parts", **options)
+
+    def clockless(row: dict[str, float]) -> dict[str, float]:
+        return {k: v for k, v in row.items() if "time" not in k and "per_second" not in k}
+
+    assert [row["step"] for row in rest] == [4, 5, 6]  # the end of the shorter run is reported again
+    assert list(map(clockless, rest[1:])) == list(map(clockless, whole[-2:]))
+    one, two = (tmp_path / name / "samples/update-000003.jsonl" for name in ("whole", "parts"))
+    assert one.read_text() == two.read_text()
+    assert len(one.read_text().splitlines()) == 6
+
+
+def test_conversations_are_prompts_up_to_their_last_reply(
+    tiny: ModuleType, teacher_path: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["completion"]},
+            ]
+        }
+        for row in tiny.texts(6)
+    ]
+    options = {"rows": rows, "on_policy_fraction": 0.5, "chat_template": "plain", "max_training_steps": 1}
+    logged = train(tiny, teacher_path, tmp_path, **options)
+    assert np.isfinite(logged[-1]["loss"])
+    first = json.loads((tmp_path / "samples/update-000000.jsonl").read_text().splitlines()[0])
+    assert [turn["role"] for turn in first["prompt"]] == ["user"]
+    assert first["completion"][0]["role"] == "assistant"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fraction", "divergence", "top_k"),
+    [(1.0, {"name": "jsd", "beta": 0.5}, None), (0.0, {"name": "forward_kl"}, 8)],
+    ids=str,
+)
+def test_a_student_approaches_its_teacher(
+    tiny: ModuleType, teacher_path: Path, tmp_path: Path, fraction: float, divergence: Any, top_k: int | None
+) -> None:
+    logged = train(
+        tiny,
+        teacher_path,
+        tmp_path,
+        on_policy_fraction=fraction,
+        divergence=divergence,
+        top_k=top_k,
+        total_batch_size=16,
+        max_training_steps=30,
+        eval_on_start=True,
+        log_steps=10,
+        num_preview_samples=0,
+    )
+    before, after = logged[0]["eval_loss"], logged[-1]["eval_loss"]
+    assert 0 <= after < 0.7 * before
+
+
+def test_sampling_teaches_nothing_by_itself(tiny: ModuleType, tmp_path: Path) -> None:
+    """A student that is its own teacher has loss and gradient 0, whatever it samples."""
+    student = tiny.make_model(seed=2, scale=3.0)
+    student.save(tmp_path / "teacher")
+    logged = train(tiny, tmp_path / "teacher", tmp_path / "run", max_training_steps=1)
+    assert logged[0]["loss"] == pytest.approx(0, abs=1e-6)
+    assert logged[0]["grad_norm"] == pytest.approx(0, abs=1e-5)
