@@ -9,5 +9,3 @@ from rlhf_core.environments.episodes import TurnRecord as TurnRecord
 from rlhf_core.environments.options import EnvironmentOptions as EnvironmentOptions
 from rlhf_core.environments.parsing import CallParser as CallParser
 from rlhf_core.environments.tools import ToolEnvironment as ToolEnvironment
-
-__all__ = ["EnvironmentOptions"]

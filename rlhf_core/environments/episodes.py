@@ -250,7 +250,8 @@ class Episodes:
     def _require_encodable(self, added: Sequence[Mapping[str, Any]]) -> None:
         """Raise TemplateError where the chat template rewrites its past when messages of these roles follow."""
         roles = sorted({str(message["role"]) for message in added})
-        if not self._again and (problem := self.encoder.problem(tools=self.calls.tools, roles=roles)):
+        problem = self.encoder.problem(tools=self.calls.tools, roles=roles, encoded_again=self._again)
+        if problem:
             raise TemplateError(f"{self.calls.where}: {problem}")
 
     def replies(self, *, wait: bool) -> Sequence[Continuation]:

@@ -1,5 +1,6 @@
 """Rollouts: completions of prompts with their rewards, the updates that they serve, evaluation and previews."""
 
+from rlhf_core.environments import EnvironmentOptions as EnvironmentOptions
 from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
@@ -12,6 +13,7 @@ from rlhf_core.rollouts.rollout import Rollout as Rollout
 from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates
 
 __all__ = [
+    "EnvironmentOptions",
     "FixedPrompts",
     "Reward",
     "Rollout",

@@ -119,7 +119,8 @@ def open_environment(
         encoder = ConversationEncoder(tokenizer, text_options(config, stage), stop_ids)
         # Messages of other roles are checked when they come.
         roles = ("tool",) if calls.tools else ("user",)
-        if options.history == "kept" and (problem := encoder.problem(tools=calls.tools, roles=roles)):
+        again = options.history == "encoded_again"
+        if problem := encoder.problem(tools=calls.tools, roles=roles, encoded_again=again):
             raise InputError(problem)
         parser = CallParser(encoder, calls.tools)
     length = options.length(max_completion_length)

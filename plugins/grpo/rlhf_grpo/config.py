@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rlhf_core import ADVANTAGE, ENVIRONMENT, POLICY_LOSS, REWARD, SAMPLER, Component, Options, TrainerConfig
-from rlhf_core.environments import EnvironmentOptions
-from rlhf_core.rollouts import WeightedReward
+from rlhf_core.rollouts import EnvironmentOptions, WeightedReward
 from rlhf_core.sampling import SamplingOptions
 
 
