@@ -20,7 +20,7 @@ from rlhf_core.logprobs.logits import unembed as unembed
 from rlhf_core.mesh import row_parts
 from rlhf_core.runtime.devices import device_count, platform
 
-__all__ = ["logps_from_logits", "token_logps"]
+__all__ = ["token_logps"]
 
 
 CHUNK_BYTES = {"cpu": 16 * 2**20}
@@ -105,14 +105,3 @@ def chunk_size(rows: int, length: int, vocab: int) -> int:
 
 def _budget() -> int:
     return CHUNK_BYTES.get(platform(), CHUNK_BYTES_ACCELERATOR)
-
-
-def logps_from_logits(logits: jax.Array, targets: jax.Array | np.ndarray) -> jax.Array:
-    """Compute log softmax(logits)[target] in nats, float32 [...].
-
-    logits: float [..., V], converted to float32 first. targets: int32 [...], or -1: the result is 0, without gradient.
-    """
-    targets = jnp.asarray(targets, jnp.int32)
-    logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    return jnp.where(targets >= 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)

@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from rlhf_grpo import GRPOConfig
+from rlhf_grpo import GRPOConfig, compute_per_token_logps
 
 from rlhf_core import (
     ADVANTAGE,
@@ -139,3 +140,15 @@ def test_a_loss_sees_the_rewards(trained: Callable[..., dict[str, Any]]) -> None
     seen, plain = trained({"of_rewards": True}, per_token=True, first=1.0), trained()
     for name, leaf in seen.items():  # two programs: Adam may enlarge what they round differently
         np.testing.assert_allclose(leaf, plain[name], rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_log_probabilities_of_logits_equal_float64():
+    draw = np.random.default_rng(0)
+    logits = draw.normal(0, 3, (2, 7, 11)).astype(np.float32)
+    ids = draw.integers(0, 11, (2, 7))
+    wide = logits.astype(np.float64)[:, 2:-1]
+    expected = np.take_along_axis(wide - np.log(np.exp(wide).sum(-1, keepdims=True)), ids[:, 3:, None], -1)[
+        ..., 0
+    ]
+    np.testing.assert_allclose(compute_per_token_logps(logits, ids, 3), expected, atol=2e-6)
+    assert compute_per_token_logps(logits.astype(jnp.bfloat16), ids, 3).dtype == jnp.float32

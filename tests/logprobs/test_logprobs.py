@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import logprobs
-from rlhf_core.logprobs import logps_from_logits, token_logps
+from rlhf_core.logprobs import token_logps
 from rlhf_core.plugins.component import load_file
 
 cases: Any = load_file(Path(__file__).parents[1] / "shared" / "logprob_cases.py")
@@ -166,14 +166,3 @@ def test_shapes_and_settings_that_do_not_fit_are_refused() -> None:
         token_logps(hidden, kernel, targets, block=0)
     with pytest.raises(ValueError, match="not both"):
         token_logps(hidden, kernel, targets, chunk=3, block=3)
-
-
-def test_logps_from_logits_equal_float64() -> None:
-    hidden, kernel, targets, g, h = problem()
-    logits = hidden @ kernel
-    expected = reference(hidden, kernel, targets, g, h, 1.0, None)
-    np.testing.assert_allclose(logps_from_logits(logits, targets), expected[0], atol=2e-5)
-    used = targets >= 0
-    gradient = jax.grad(lambda x: logps_from_logits(x, targets).sum())(logits)
-    assert not np.asarray(gradient)[~used].any()
-    assert logps_from_logits(logits.astype(jnp.bfloat16), targets).dtype == jnp.float32

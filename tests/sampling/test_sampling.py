@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.logprobs import logps_from_logits
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, bucket, loop
@@ -75,7 +74,8 @@ def full_logits(tokens: np.ndarray) -> np.ndarray:
 
 def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
     logits = full_logits(np.concatenate([prompt, completion]))[len(prompt) - 1 : -1]
-    return np.asarray(logps_from_logits(jnp.asarray(logits) / temperature, completion))
+    logps = jax.nn.log_softmax(jnp.asarray(logits) / temperature)
+    return np.asarray(logps)[np.arange(len(completion)), completion]
 
 
 def assert_same(a: Rollouts, b: Rollouts) -> None:

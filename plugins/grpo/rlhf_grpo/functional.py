@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, InputError, PolicyInputs, installed_registry
-from rlhf_core.logprobs import logps_from_logits, token_logps
+from rlhf_core.logprobs import token_logps
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.models import Model
 from rlhf_core.training import PaddedObjective
@@ -113,7 +113,10 @@ def compute_per_token_logps(logits: jax.Array, input_ids: jax.Array, prompt_leng
 
     logits: [B, T, V], of the whole sequences; input_ids: int [B, T].
     """
-    return logps_from_logits(logits[:, prompt_length - 1 : -1], jnp.asarray(input_ids)[:, prompt_length:])
+    logits = logits[:, prompt_length - 1 : -1].astype(jnp.float32)
+    tokens = jnp.asarray(input_ids, jnp.int32)[:, prompt_length:]
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def get_per_token_logps(
