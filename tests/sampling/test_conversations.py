@@ -78,7 +78,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         monkeypatch.setitem(layout.SLOTS, "cpu", slots)
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-        longest, count = LONGEST_PROMPT + FOLLOWING, len(prompts)
+        longest, count = LONGEST_PROMPT + FOLLOWING, max(len(prompts), 1)
         sampler = Sampler(
             definition,
             SamplingOptions(**{"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options}),
