@@ -33,6 +33,7 @@ from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.by_turns import converse_by_turns as converse_by_turns
 from rlhf_core.sampling.layout import (
+    Room,
     abstract_weights,
     allowed_sizes,
     bring,
@@ -116,7 +117,8 @@ class Sampler:
     max_prompt_length: tokens; longer prompts are refused.
     tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
-    conversation_length: tokens that a conversation may have after its prompt; None: `converse` is not called.
+    conversation_length: tokens that a conversation may have after its prompt; None: `converse` is not called. What is
+        held at once is `conversation_room`, None where turns are whole calls.
 
     One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length; `warm_up` compiles them
     ahead of time.
@@ -148,19 +150,12 @@ class Sampler:
         self.options = options
         prompt_length = bucket(max_prompt_length, max_prompt_length)
         sizes = allowed_sizes(definition, mesh, options.mesh.tensor)
-        conversations, whole = (
-            prompts_per_call * num_generations,
-            max_prompt_length + (conversation_length or 0),
-        )
-        held = None
+        conversations = prompts_per_call * num_generations
+        whole, held = max_prompt_length + (conversation_length or 0), None
         if conversation_length is not None and keeps_caches(definition, mesh):
+            length = cache_length(whole)
             held = plan_conversations(
-                definition,
-                mesh,
-                sizes,
-                memory=memory,
-                conversations=conversations,
-                length=cache_length(whole),
+                definition, mesh, sizes, memory=memory, conversations=conversations, length=length
             )
             sizes = [held.tensor]
         self.room = plan_room(
@@ -182,31 +177,16 @@ class Sampler:
         self.max_prompt_length = max_prompt_length
         self._stop_table = self._table(tokenizer)
         self._ahead = BackgroundCompiler()
+        self.conversation_room = held
+        self._turns: TurnSampler | Sampler | None = None
         self._converse: Any = None
-        self.turn_sampler: TurnSampler | None = None
-        if held is not None and conversation_length is not None:
-            key_type = str(jax.random.key_impl(jax.random.key(0)))
-            program = TurnsProgram(
-                definition,
-                options,
-                self.mesh,
-                self.stop_ids,
-                held.slots,
-                cache_length(whole),
-                key_type,
-                self.shares_layers,
-            )
-            self.turn_sampler = TurnSampler(
-                program,
-                held,
-                max_prompt_length=max_prompt_length,
-                conversation_length=conversation_length,
-                stop_table=self._stop_table,
-                compiling=self._ahead,
-            )
-            self._converse = self.turn_sampler.converse
-        elif conversation_length is not None:
-            by_turns = Sampler(
+        if conversation_length is None:
+            return
+        if held is not None:
+            self._turns = self._turn_sampler(held, conversation_length)
+            self._converse = self._turns.converse
+        else:
+            self._turns = Sampler(
                 definition,
                 options,
                 mesh=trained_on,
@@ -216,7 +196,7 @@ class Sampler:
                 tokenizer=tokenizer,
                 memory=memory,
             )
-            self._converse = partial(converse_by_turns, by_turns)
+            self._converse = partial(converse_by_turns, self._turns, conversation_length=conversation_length)
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
@@ -295,8 +275,8 @@ class Sampler:
         """
         lengths = np.asarray(lengths, np.int32)
         self._check(lengths)
-        if self.turn_sampler is not None:
-            self.turn_sampler.warm_up(params)
+        if self._turns is not None:
+            self._turns.warm_up(params, lengths)
             return
         weights = params
         if self.shares_layers:
@@ -311,8 +291,8 @@ class Sampler:
         params: shapes with shardings will do. `Program.calls` are those of a rollout, or with a conversation_length of
         the conversations of so many prompts.
         """
-        if self.turn_sampler is not None:
-            return self.turn_sampler.programs(params, prompts * self.num_generations)
+        if self._turns is not None:
+            return self._turns.programs(params, prompts * self.num_generations)
         time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
         calls, lengths = -(-prompts // self.prompts_per_call), f"{self.max_prompt_length} + {longest}"
@@ -345,6 +325,26 @@ class Sampler:
                 shape=shape,
             ),
         ]
+
+    def _turn_sampler(self, room: Room, conversation_length: int) -> TurnSampler:
+        program = TurnsProgram(
+            self.definition,
+            self.options,
+            self.mesh,
+            self.stop_ids,
+            room.slots,
+            cache_length(self.max_prompt_length + conversation_length),
+            str(jax.random.key_impl(jax.random.key(0))),
+            self.shares_layers,
+        )
+        return TurnSampler(
+            program,
+            room,
+            max_prompt_length=self.max_prompt_length,
+            conversation_length=conversation_length,
+            stop_table=self._stop_table,
+            compiling=self._ahead,
+        )
 
     def _lower(self, weights: Any, time: int) -> Any:
         """Lower the program for prompts padded to `time` tokens. weights: as the program reads them."""

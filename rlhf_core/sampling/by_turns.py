@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from rlhf_core.contracts import SamplerFunction, World
+from rlhf_core.sampling.conversations import begin_conversations
 from rlhf_core.sampling.turns import turn_number
 
 
@@ -19,35 +21,35 @@ def converse_by_turns(
     key: jax.Array,
     ids: np.ndarray,
     world: World,
+    *,
+    conversation_length: int = sys.maxsize,
 ) -> None:
     """Sample the turns of conversations with `world`; conversations wait for each other after every turn.
 
     sampler: with num_generations 1; the prompts of a call are everything that was said, so that its max_prompt_length
-    is that of a prompt and a conversation. The rest as in `Sampler.converse`, whose completions are the same.
+    is that of a prompt and a conversation. The rest as in `Sampler.converse`, whose turns are the same. Raises as that.
     """
-    contexts = {i: np.asarray(prompt, np.int32) for i, prompt in enumerate(prompts)}
-    limits: dict[int, int] = {}
+    running = {
+        conversation.number: conversation
+        for conversation in begin_conversations(prompts, conversation_length, sys.maxsize)
+    }
     turn = 0
-    while contexts:
-        numbers = list(contexts)
+    while running:
         of_turn = key if turn == 0 else jax.random.fold_in(key, turn_number(turn))
-        rollouts = sampler(params, [contexts[i] for i in numbers], of_turn, np.asarray(ids)[numbers])
-        for row, number in enumerate(numbers):
+        contexts = [conversation.context for conversation in running.values()]
+        rollouts = sampler(params, contexts, of_turn, np.asarray(ids)[list(running)])
+        for row, conversation in enumerate(running.values()):
             length = int(rollouts.lengths[row])
-            limit = limits.get(number, length)
-            tokens = rollouts.tokens[row, : min(length, limit)]
-            contexts[number] = np.concatenate([contexts[number], tokens])
-            finished = bool(rollouts.finished[row]) and length <= limit
-            world.submit(number, tokens, rollouts.logps[row, : len(tokens)], finished)
-        owed = set(numbers)
+            finished = bool(rollouts.finished[row]) and length <= conversation.limit
+            length = min(length, conversation.limit)
+            conversation.written.append((rollouts.tokens[row, :length], rollouts.logps[row, :length]))
+            world.submit(conversation.number, *conversation.finish_turn(), finished)
+        owed = dict(running)
         while owed:
             for reply in world.replies(wait=True):
-                number = reply.conversation
-                owed.remove(number)
+                conversation = owed.pop(reply.conversation)
                 if reply.tokens is None:
-                    del contexts[number]
+                    del running[reply.conversation]
                 else:
-                    added = np.asarray(reply.tokens, np.int32)
-                    contexts[number] = added if reply.replaces else np.concatenate([contexts[number], added])
-                    limits[number] = reply.limit
+                    conversation.continue_with(reply, sys.maxsize)
         turn += 1

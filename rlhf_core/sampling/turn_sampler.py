@@ -63,8 +63,10 @@ class TurnSampler:
         longest = program.options.max_completion_length
         Holder(devices, begin_conversations(prompts, self.conversation_length, longest), ids, world).hold()
 
-    def warm_up(self, params: Any) -> None:
-        """Start to compile the programs, for keys of jax.random.key's default implementation."""
+    def warm_up(self, params: Any, lengths: Any) -> None:
+        """Start to compile the programs, which are the same for prompts of any `lengths`, for keys of jax.random.key's
+        default implementation.
+        """
         self._compiling.compile("weights", self._prepare.lower(params))
         lower = _Lowered(self._program(jax.random.key(0)), self._stop_table)
         self._compiling.compile("decode", lower.decode())

@@ -78,7 +78,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         monkeypatch.setitem(layout.SLOTS, "cpu", slots)
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-        longest, count = LONGEST_PROMPT + FOLLOWING, len(prompts)
+        longest, count = LONGEST_PROMPT + FOLLOWING, max(len(prompts), 1)
         sampler = Sampler(
             definition,
             SamplingOptions(**{"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options}),
@@ -220,12 +220,15 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any) -> None:
     options = {"prompts": PROMPTS[-1:], "max_completion_length": 50, "stop_ids": ()}
     added = np.arange(5, 15, dtype=np.int32)
     replies = [Continuation(0, added, 30), Continuation(0, added, 50)]
-    found, whole = Script(*replies), Script(*replies)
-    hold(world=found, **options)
-    hold(world=whole, by_turns=True, **options)
-    assert [len(turn) for turn in found.said] == [50, 30, FOLLOWING - 100]
-    for turn, other in zip(found.said, whole.said, strict=True):
-        np.testing.assert_array_equal(turn, other[: len(turn)])
+    scripts = [Script(*replies) for _ in range(3)]
+    for script, changes in zip(scripts, ({}, {"changes": {"extend": None}}, {"by_turns": True}), strict=True):
+        hold(world=script, **changes, **options)
+    *cut, whole = (script.said for script in scripts)
+    assert [len(turn) for turn in whole] == [50, 30, 50]
+    for said in cut:
+        assert [len(turn) for turn in said] == [50, 30, FOLLOWING - 100]
+        for turn, other in zip(said, whole, strict=True):
+            np.testing.assert_array_equal(turn, other[: len(turn)])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Cached tokens that are continued by several: the hidden states of the full forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.models.attention import attend_continued
+from rlhf_core.sampling.loop import empty_cache, time_axes
+
+VOCAB, LENGTH = 40, 64
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.3,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_scaling": YARN, "max_position_embeddings": 64},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 8, "rope_local_base_freq": 100.0},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def empty(definition: Definition, params: Any, rows: int) -> Any:
+    one = jnp.zeros((1, 1), jnp.int32)
+    read = definition.prefill(params, one, one, one)[1]
+    return empty_cache(read, time_axes(definition, read, LENGTH), rows, LENGTH)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
+    """Three rows at places of their own; padding behind a chunk is overwritten; prepared parameters and plain ones."""
+    definition = Definition(DECODER, DECODER.parse({**SIZES, **FAMILIES[name]}, "lm"), "lm")
+    params = definition.init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    expected = np.asarray(definition.hidden(params, tokens, positions, np.full_like(tokens, LENGTH)))
+    for weights in (params, definition.prepare(params)):
+        cache, start = empty(definition, params, 3), np.zeros(3, np.int32)
+        for lengths in ((7, 16, 1), (16, 3, 9), (2, 11, 16)):
+            chunk = rng.integers(0, VOCAB, (3, 16)).astype(np.int32)
+            for row, n in enumerate(lengths):
+                chunk[row, :n] = tokens[row, start[row] : start[row] + n]
+            hidden, cache = definition.extend(weights, cache, chunk, start)
+            for row, n in enumerate(lengths):
+                states = expected[row, start[row] : start[row] + n]
+                np.testing.assert_allclose(hidden[row, :n], states, atol=2e-5)
+            start = start + np.array(lengths, np.int32)
+        for _ in range(3):
+            visible = np.arange(LENGTH) <= start[:, None]
+            step = tokens[np.arange(3), start]
+            hidden, cache = definition.decode(weights, cache, step, start, visible, jnp.asarray(start))
+            np.testing.assert_allclose(hidden, expected[np.arange(3), start], atol=2e-5)
+            start = start + 1
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 3.0), (9, 2.0)], ids=str)
+def test_attention_is_that_of_its_formula(window: int | None, softcap: float | None) -> None:
+    batch, kv_heads, groups, time, size, entries = 2, 2, 3, 4, 5, 16
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(batch, kv_heads, groups, time, size))
+    keys = rng.normal(size=(batch, kv_heads, size, entries))
+    values = rng.normal(size=(batch, kv_heads, entries, size))
+    positions = np.array([[0, 1, 2, 3], [9, 10, 11, 12]])
+    logits = np.einsum("bkgth,bkhs->bkgts", q, keys)
+    logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+    age = positions[:, :, None] - np.arange(entries)
+    seen = (age >= 0) & (age < (window or entries))
+    weights = np.where(seen[:, None, None], np.exp(logits), 0)
+    weights /= weights.sum(-1, keepdims=True)
+    expected = np.einsum("bkgts,bksh->btkgh", weights, values).reshape(batch, time, -1)
+    arrays = (jnp.asarray(x, jnp.float32) for x in (q, keys, values))
+    found = attend_continued(*arrays, jnp.asarray(positions), window=window, softcap=softcap)
+    np.testing.assert_allclose(found, expected, atol=1e-5)

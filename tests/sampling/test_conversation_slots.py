@@ -1,0 +1,272 @@
+"""What a conversation is depends on nothing but itself, to the bit; and what slots are given, fed and asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core.mesh import make_mesh, planned_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.plugins.component import load_file
+from rlhf_core.sampling import Sampler, SamplingOptions, layout, turns
+from rlhf_core.sampling.conversations import Conversation, Holder
+from rlhf_core.sampling.layout import Room, cache_bytes, plan_conversations, prepared_bytes
+from rlhf_core.sampling.slot_devices import Devices
+from rlhf_core.sampling.turns import TurnsProgram, cache_length
+
+worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
+KEY = jax.random.key(6)
+VOCAB, COUNT, LONGEST_PROMPT, FOLLOWING = 40, 12, 20, 100
+CONFIG = {
+    "model_type": "gemma2",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 12,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.4,
+}
+DEFINITION = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
+OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
+
+
+def make_sampler(slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS) -> Sampler:
+    monkeypatch.setitem(layout.SLOTS, "cpu", slots)
+    return Sampler(
+        DEFINITION,
+        options,
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        stop_ids=(3,),
+        prompts_per_call=COUNT,
+        max_prompt_length=LONGEST_PROMPT,
+        conversation_length=FOLLOWING,
+    )
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return jax.jit(DEFINITION.init)(jax.random.key(2))
+
+
+def make_prompts() -> list[np.ndarray]:
+    draw = np.random.default_rng(1)
+    one, two, three = (draw.integers(0, VOCAB, n).astype(np.int32) for n in (17, 5, LONGEST_PROMPT))
+    return [one] * 5 + [two] * 4 + [three] * 3
+
+
+def make_world(seed: int | None = None, **options: Any) -> Any:
+    return worlds.MadeUp(VOCAB, added=24, replaces=0.1, seed=seed, **options)
+
+
+def told(slots: int, params: Any, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Any]]:
+    world = make_world(seed)
+    make_sampler(slots, monkeypatch).converse(params, make_prompts(), KEY, np.arange(COUNT), world)
+    said: dict[int, list[Any]] = world.said
+    return said
+
+
+def test_neither_slots_nor_neighbours_nor_the_order_of_replies_change_a_bit(
+    params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept caches: in fewer slots and with one for each; worlds that answer in any order and late; conversations alone
+    and in another order, in which those of a group are no neighbours, so that each computes its prompt.
+    """
+    expected = told(COUNT, params, None, monkeypatch)
+    assert sum(map(len, expected.values())) > 2 * COUNT
+    for slots, seed in ((9, None), (8, None), (COUNT, 1), (COUNT, 2)):
+        worlds.assert_same(told(slots, params, seed, monkeypatch), expected, bits=True)
+    # XLA on a CPU computes exponentials of arrays of fewer rows than these by other code.
+    for slots in (1, 3):
+        worlds.assert_same(told(slots, params, None, monkeypatch), expected, atol=2e-5)
+    prompts, ids = make_prompts(), np.arange(COUNT)
+    order = np.random.default_rng(0).permutation(COUNT)
+    world = make_world()
+    make_sampler(COUNT, monkeypatch).converse(params, [prompts[i] for i in order], KEY, ids[order], world)
+    worlds.assert_same({i: world.said[row] for row, i in enumerate(order)}, expected, bits=True)
+    for number in (0, 9):
+        world = make_world()
+        alone = [prompts[number]] * COUNT, KEY, np.array([number, *range(50, 49 + COUNT)])
+        make_sampler(COUNT, monkeypatch).converse(params, *alone, world)
+        worlds.assert_same({number: world.said[0]}, {number: expected[number]}, bits=True)
+
+
+def test_a_conversation_that_gave_up_its_slot_is_the_same(
+    params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up = told(3, params, 1, monkeypatch)
+    worlds.assert_same(told(3, params, 5, monkeypatch), given_up, bits=True)
+    worlds.assert_same(told(3, params, None, monkeypatch), given_up, atol=2e-5)
+
+
+def test_log_probabilities_are_those_of_the_full_forward(
+    params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64 NumPy from the logits on, for every turn of conversations that take turns in slots."""
+    prompts, world = make_prompts(), worlds.MadeUp(VOCAB, added=24, seed=3)
+    sampler = make_sampler(3, monkeypatch, SamplingOptions(max_completion_length=12, temperature=0.7))
+    sampler.converse(params, prompts, KEY, None, world)
+    kernel, cap = DEFINITION.unembedding(params)
+    length = LONGEST_PROMPT + FOLLOWING
+    hidden = jax.jit(DEFINITION.hidden)
+    for number, turns_said in world.said.items():
+        whole, places = [*prompts[number]], []
+        for turn, reply in zip(turns_said, world.added[number], strict=True):
+            places.append(slice(len(whole), len(whole) + len(turn.tokens)))
+            whole += [*turn.tokens, *([] if reply.tokens is None else reply.tokens)]
+        tokens = np.pad(np.array(whole, np.int32), (0, length - len(whole)))[None]
+        positions = np.arange(length, dtype=np.int32)[None]
+        states = np.asarray(hidden(params, tokens, positions, np.full_like(tokens, length))[0], np.float64)
+        logits = states @ np.asarray(kernel, np.float64)
+        logits = (logits if cap is None else cap * np.tanh(logits / cap)) / 0.7
+        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for place, turn in zip(places, turns_said, strict=True):
+            index = np.arange(place.start, place.stop)
+            np.testing.assert_allclose(turn.logps, logps[index - 1, tokens[0, index]], atol=2e-5)
+
+
+def test_a_slot_is_never_idle_while_a_conversation_waits(
+    params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[tuple[int, int]] = []
+    begin = Holder._begin_turns
+
+    def spy(self: Holder) -> None:
+        begin(self)
+        running.append((int(self.slots.active.sum()), len(self.waiting)))
+
+    monkeypatch.setattr(Holder, "_begin_turns", spy)
+    for seed in (None, 7):
+        running.clear()
+        world = make_world(seed)
+        make_sampler(4, monkeypatch).converse(params, make_prompts(), KEY, None, world)
+        assert len(running) > 10
+        assert {active for active, waiting in running if waiting} == {4}
+
+
+def test_nothing_compiles_after_warm_up(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(about.get("fun_name")))
+
+    make_sampler(4, monkeypatch).converse(params, make_prompts()[:1], KEY, None, make_world())
+    options = OPTIONS.model_copy(update={"temperature": 0.83})
+    sampler = make_sampler(5, monkeypatch, options)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        sampler.warm_up(params, [5, LONGEST_PROMPT])
+        sampler._ahead.wait_for_all()
+        ahead = len(compiled)
+        sampler.converse(params, make_prompts(), jax.random.key(9), None, make_world())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert ahead
+    assert compiled[ahead:] == []
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_the_programs_of_a_check_are_those_that_are_compiled(
+    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(layout.SLOTS, "cpu", 4)
+    mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
+    sampler = Sampler(
+        DEFINITION,
+        OPTIONS,
+        mesh=mesh,
+        stop_ids=(3,),
+        num_generations=5,
+        prompts_per_call=2,
+        max_prompt_length=LONGEST_PROMPT,
+        conversation_length=FOLLOWING,
+    )
+    shapes = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        DEFINITION.abstract_params(),
+        DEFINITION.shardings(mesh),
+    )
+    lowered: dict[Any, str] = {}
+    monkeypatch.setattr(sampler._ahead, "compile", lambda name, it: lowered.update({name: it.as_text()}))
+    sampler.warm_up(shapes, [LONGEST_PROMPT])
+    programs = sampler.programs(shapes, 4)
+    assert [program.work for program in programs][-2:] == ["read", "sample"]
+    assert (
+        sum(program.calls * program.tokens for program in programs if program.work == "sample")
+        == 20 * FOLLOWING
+    )
+    assert [program.name for program in programs if program.lower().as_text() not in lowered.values()] == []
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str) -> None:
+    definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
+    mesh = make_mesh(devices=jax.devices()[:1])
+    program = TurnsProgram(definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False)
+    weights = layout.abstract_prepared(definition, mesh)
+    cache, seen = turns.begin.eval_shape(weights, program=program)
+    slots, key = turns.empty_slots(16), np.zeros(2, np.uint32)
+    traced = [
+        turns.decode.trace(weights, cache, seen, slots, key, None, np.int32(9), program=program),
+        turns.extend.trace(weights, cache, turns.padded_fed(program, 2, 64), program=program),
+        turns.copy.trace(cache, turns.padded_copies(program), program=program),
+    ]
+    for each in traced:
+        assert "bf16" in each.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("start", [0, 5, 90])
+@pytest.mark.parametrize("count", [1, 16, 17, 100, 700])
+def test_chunks_cover_what_is_new_and_stay_in_the_cache(start: int, count: int) -> None:
+    end = start + count
+    length = cache_length(end + 1)
+    conversation = Conversation(0, np.zeros(end + 1, np.int32), end + 9, None, 1)
+    conversation.fed = start
+    chunks = [size for size in turns.CHUNKS if size <= length]
+    covered = start
+    for at, size in conversation.pieces(end, chunks, length):
+        assert at == covered
+        assert at + size <= length
+        covered = min(at + size, end)
+    assert covered == end == conversation.fed
+
+
+def plan(memory: int | None, conversations: int = 64) -> Room:
+    return plan_conversations(
+        DEFINITION, planned_mesh(1), [1], memory=memory, conversations=conversations, length=2048
+    )
+
+
+def test_as_many_slots_as_have_the_memory() -> None:
+    assert plan(None).slots == layout.SLOTS["cpu"]
+    per_slot = cache_bytes(DEFINITION, 1, 2048)
+    weights = prepared_bytes(DEFINITION)
+    for slots in (1, 7, 40):
+        room = plan(weights + 2 * slots * per_slot)
+        assert room.bytes is not None
+        assert room.bytes <= weights + 2 * slots * per_slot
+        assert slots <= room.slots <= 2 * slots
+    assert plan(10**12).slots == 64
+
+
+def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
+    mesh = make_mesh(data=4, devices=jax.devices()[:4])
+    program = TurnsProgram(DEFINITION, OPTIONS, mesh, (), 3, 64, "threefry2x32", False)
+
+    class NoDevices(Devices):
+        def __init__(self) -> None:
+            self.program = program
+
+    holder = Holder(NoDevices(), [], np.zeros(0, np.uint32), make_world())
+    assert holder._deal(8) == [0, 1, 3, 4, 6, 7, 9, 10]
+    assert holder._deal(99) == list(range(12))
+    for slot in (0, 1, 4):
+        holder.holders[slot] = Conversation(slot, np.zeros(1, np.int32), 9, None, 1)
+    assert holder._deal(5) == [3, 6, 7, 9, 10]
