@@ -103,7 +103,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Measure a rollout, by the contract's names.
 
-    Without rewards it is the lengths alone. Within groups, `reward_std` and `frac_reward_zero_std` are over groups with
+    Of completions that no reward scores it is the lengths alone. Within groups, `reward_std` and `frac_reward_zero_std` are over groups with
     at least two scored completions: NaN where there is none, left out where `group` is 1. Terminated lengths are left
     out where no completion ended.
     """
@@ -111,8 +111,9 @@ def rollout_metrics(
     compared = [values[~np.isnan(values)] for values in grouped]
     compared = [values for values in compared if len(values) > 1]
     lengths, finished = np.asarray(samples.mask).sum(1), np.asarray(samples.finished)
-    out = {"reward": float(np.nanmean(total))} if rewards else {}
-    if rewards and group > 1:
+    scored = bool(rewards) or not np.isnan(total).all()
+    out = {"reward": float(np.nanmean(total))} if scored else {}
+    if scored and group > 1:
         out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
         out["frac_reward_zero_std"] = _mean([np.ptp(values) == 0 for values in compared])
     out["completions/mean_length"] = float(lengths.mean())

@@ -130,3 +130,27 @@ def test_counts_add_up_and_extremes_stay_extremes_over_updates():
     for row in (window.read(4), MetricWindow.from_json(json.loads(json.dumps(window.to_json()))).read(4)):
         assert (row["reward"], row["rewards/judge/failed"]) == (1.5, 3.0)
         assert (row["completions/min_length"], row["completions/max_length"]) == (2.0, 8.0)
+
+
+def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
+    def sampler(params, ids, key, numbers):
+        n = len(ids) * G
+        return Rollouts(
+            np.full((n, 1), 5), np.ones(n, np.int32), np.zeros((n, 1), np.float32), np.ones(n, bool)
+        )
+
+    stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
+    collector = RolloutCollector(stage, prompts, tiny.make_tokenizer(), sampler, [], G, SamplingOptions())
+    state = SimpleNamespace(params=None, key=jax.random.key(0), step=np.int32(0))
+    rollout = collector.collect(state, 0, lambda: np.arange(2))
+    assert rollout.rewards.shape == (2 * G, 0)
+    assert np.isnan(rollout.total).all()
+    assert rollout.metrics["completions/mean_length"] == 1
+    assert all(name.startswith("completions/") for name in rollout.metrics)
+    rollout.write(tmp_path / "samples.jsonl", [])
+    assert {*json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])} == {
+        "prompt",
+        "completion",
+        "length",
+        "finished",
+    }
