@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
+from jax.sharding import Mesh
+
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -83,7 +85,7 @@ def _by_value(value: Any) -> Any:
         fits = value.__closure__ is None and "<" not in value.__qualname__
     else:
         fits = type(value).__hash__ is not _HASH_OF_IDENTITY and not isinstance(value, MethodType)
-    if not fits and value is not None:
+    if not fits and not isinstance(value, Mesh | None):  # equal meshes are one object
         raise TypeError(f"{value!r} does not compare by value")
     hash(value)
     return value

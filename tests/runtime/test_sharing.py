@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlhf_core.mesh import make_mesh
 from rlhf_core.runtime import sharing
 from rlhf_core.runtime.sharing import shared, shared_result
 
@@ -57,8 +58,9 @@ def test_equal_functions_are_traced_once() -> None:
         (partial(partial(combine, Scale()), power=2), partial(combine, Scale(), power=2)),
         (partial(combine, partial(combine, Scale())), partial(combine, partial(combine, Scale()))),
         (partial(combine, None), partial(combine, None)),
+        (partial(combine, make_mesh()), partial(combine, make_mesh())),
     ],
-    ids=["function", "dataclass", "partial", "partial of a partial", "partial in a partial", "None"],
+    ids=["function", "dataclass", "partial", "partial of a partial", "partial in a partial", "None", "mesh"],
 )
 def test_equal_functions_are_one(first: Any, second: Any) -> None:
     assert shared(first) is shared(second)

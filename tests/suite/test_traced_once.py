@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import pytest
 
+from rlhf_core.mesh import make_mesh
+
 EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
 WORK: list[str] = []
 """The functions that were lowered or compiled."""
@@ -35,15 +37,22 @@ OTHER: dict[str, dict[str, Any]] = {
 """Options that are constants of the programs."""
 
 
-@pytest.mark.parametrize("trainer", OTHER)
-def test_an_equal_run_lowers_and_compiles_nothing(short: Any, work: list[str], trainer: str) -> None:
-    first, _ = short.train(trainer, at="first")
+@pytest.mark.parametrize(
+    ("trainer", "mesh"), [*((name, {}) for name in OTHER), ("sft", {"data": 2, "fsdp": 2})]
+)
+def test_an_equal_run_lowers_and_compiles_nothing(
+    short: Any, work: list[str], trainer: str, mesh: dict[str, int]
+) -> None:
+    def inputs() -> dict[str, Any]:
+        return {"mesh": make_mesh(**mesh, devices=jax.devices()[:4])} if mesh else {}
+
+    first, _ = short.train(trainer, at="first", inputs=inputs())
     work.clear()
-    second, _ = short.train(trainer, at="second")
+    second, _ = short.train(trainer, at="second", inputs=inputs())
     assert not work
     assert {name: leaf.tobytes() for name, leaf in second.items()} == {
         name: leaf.tobytes() for name, leaf in first.items()
     }
-    short.train(trainer, at="third", **OTHER[trainer])
+    short.train(trainer, at="third", inputs=inputs(), **OTHER[trainer])
     updates = "apply" if trainer == "sft" else "accumulate"
     assert any(updates in name for name in work)
