@@ -2,7 +2,7 @@
 
     python examples/tools/generate.py examples/tools/data
 
-    tokenizer/             byte-level, up to three digits per token, with the chat template chat.jinja
+    tokenizer/             byte-level, a token per digit, with the chat template chat.jinja
     shown.jsonl            messages, tools: conversations in which the tool is called, about other numbers
     told.jsonl             messages: the same sums, answered at once: the control without a tool
     sums.jsonl             prompt, answer: what GRPO trains on
@@ -31,10 +31,10 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool
 class Sizes:
     """Rows of each file, and the digits of each number."""
 
-    shown: int = 4096
+    shown: int = 1600
     sums: int = 4096
     heldout: int = 256
-    digits: int = 6
+    digits: int = 4
 
 
 def question(a: int, b: int) -> list[dict[str, Any]]:
@@ -97,14 +97,14 @@ def _asked(drawn: Iterator[tuple[int, int]], count: int) -> Iterator[dict[str, A
 
 
 def train_tokenizer(rows: list[dict[str, Any]]) -> Any:
-    """Train a byte-level tokenizer on rendered conversations; three digits are a token, as for Llama 3."""
+    """Train a byte-level tokenizer on rendered conversations; every digit is a token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d{1,3}"), "isolated"),
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
@@ -115,7 +115,7 @@ def train_tokenizer(rows: list[dict[str, Any]]) -> Any:
         blank.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False) for row in rows
     ]
     trainer = trainers.BpeTrainer(
-        vocab_size=2048, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=512, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     raw.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(

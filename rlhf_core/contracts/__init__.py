@@ -6,7 +6,7 @@ Nothing here imports jax, so that the command line starts in milliseconds.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -546,16 +546,20 @@ class Turn(NamedTuple):
 class Environment(Protocol):
     """The world of one episode; an object is made for each. Its methods may be async.
 
-    An attribute `tools` lists what the policy may call, as JSON schemas for the chat template; default: none.
+    Optional attributes: `tools`, what the policy may call, as JSON schemas for the chat template; `asynchronous`,
+    whether a method that is no coroutine function returns an awaitable; `deterministic`, False where equal seeds and
+    completions may get other answers.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, Any]]:
+    def reset(
+        self, row: Mapping[str, Any], seed: int
+    ) -> Sequence[Mapping[str, Any]] | Awaitable[Sequence[Mapping[str, Any]]]:
         """Begin an episode with a row of the dataset, and return its first messages, the last of which is to be
         replied to. seed: equal for the episodes of a group, which must begin alike.
         """
         ...
 
-    def step(self, completion: Mapping[str, Any]) -> Turn:
+    def step(self, completion: Mapping[str, Any]) -> Turn | Awaitable[Turn]:
         """Answer the policy's message: its `role`, `content`, and `tool_calls` where it made any."""
         ...
 

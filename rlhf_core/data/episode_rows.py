@@ -52,10 +52,12 @@ class EpisodeRows:
 
     @cached_property
     def columns(self) -> dict[str, Sequence[Any]]:
-        """Every column but `prompt`, for the reward functions: one value per row, None where a row lacks it."""
-        return {
-            name: Cells(self.records, self.rows, name) for name in self.records.columns if name != "prompt"
-        }
+        """Every column but `prompt`, for the reward functions, one value per row, None where a row lacks it; and
+        `environment_rewards`, of which there are none before the episodes.
+        """
+        names = [name for name in self.records.columns if name != "prompt"]
+        columns: dict[str, Sequence[Any]] = {name: Cells(self.records, self.rows, name) for name in names}
+        return {**columns, "environment_rewards": [None] * len(self)}
 
     chat = True
     """Completions are conversations."""

@@ -46,7 +46,8 @@ class EnvironmentCalls:
                 f"{' and no '.join(missing)}; an environment has reset(row, seed) -> [message] and "
                 "step(completion) -> Turn"
             )
-        self.asynchronous = any(inspect.iscoroutinefunction(getattr(first, method)) for method in METHODS)
+        coroutines = any(inspect.iscoroutinefunction(getattr(first, method)) for method in METHODS)
+        self.asynchronous = coroutines or bool(getattr(first, "asynchronous", False))
         self.deterministic = bool(getattr(first, "deterministic", True))
         limited = options.timeout is not None or options.processes is not None
         self.in_workers = limited and not self.asynchronous

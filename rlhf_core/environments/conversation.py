@@ -161,7 +161,7 @@ class ConversationEncoder:
     def tail(
         self, messages: Sequence[Message], added: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> Tail:
-        """Render what follows the last reply, with dummies in place of all replies. Raises InputError as `observation`."""
+        """Render what follows the last reply, with dummies in place of replies. Raises InputError as `observation`."""
         whole = self._with_dummies([*messages, *added])
         last = len(messages) - 1
         calls = bool(whole[last].get("tool_calls"))
@@ -169,8 +169,13 @@ class ConversationEncoder:
         after = self.write(whole, tools, open_turn=True)
         if not after.startswith(before):
             raise InputError(self.rewrites(before, after))
-        text = self._after_dummy(after[len(before) :])
-        closed = self._after_dummy(self.write(whole[: last + 1], tools), from_right=True)
+        closed = self.write(whole[: last + 1], tools)
+        # The word that the dummy ends with, of which messages may hold others.
+        word = max((WORD, LAST), key=closed.rfind)
+        if closed.count(word) <= before.count(word):
+            raise InputError(f"{self.name} leaves out what a reply says. {REMEDY}")
+        text = after[len(before) :].partition(word)[2]
+        closed = closed.rpartition(word)[2]
         shared = text[: shared_length(text, closed)]
         ends = [(shared.find(stop), -len(stop), i) for i, stop in self.stops.items() if stop in shared]
         if ends:
@@ -181,7 +186,7 @@ class ConversationEncoder:
             return Tail(text)
         # No token ends the reply: its calls end where what follows a reply without calls begins.
         whole[last] = {"role": "assistant", **self._dummy}
-        plain = self._after_dummy(self.write(whole, tools, open_turn=True)[len(before) :])
+        plain = self.write(whole, tools, open_turn=True)[len(before) :].partition(WORD)[2]
         if not text.endswith(plain):
             raise InputError(f"{self.name} does not show where a reply with tool calls ends. {REMEDY}")
         return Tail(plain)
@@ -194,14 +199,6 @@ class ConversationEncoder:
             f"{self.name} changes its past when the conversation goes on: {before[start : same + 30]!r} becomes "
             f"{after[start : same + 30]!r}. {REMEDY}"
         )
-
-    def _after_dummy(self, text: str, *, from_right: bool = False) -> str:
-        """Cut a text after the words of the dummy that it begins with, or with `from_right` ends with."""
-        find = text.rfind if from_right else text.find
-        ends = [at + len(word) for word in (WORD, LAST) if (at := find(word)) >= 0]
-        if not ends:
-            raise InputError(f"{self.name} leaves out what a reply says. {REMEDY}")
-        return text[max(ends) :]
 
     def _with_dummies(self, messages: Sequence[Message]) -> list[Message]:
         """Put dummies in place of replies, each with a call for every result that follows it."""

@@ -1,34 +1,276 @@
+"""Functions that a policy may call, as an environment."""
+
 from __future__ import annotations
 
+import functools
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from transformers.utils import get_json_schema
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.contracts import Turn
+from rlhf_core.errors import InputError, Stopped, suggest
 from rlhf_core.plugins.component import load_function
 
+LONGEST = 300
+"""Characters of what a tool raised that the policy gets."""
+QUOTED_PATH = re.compile(r"""(?<=['"])(?:[A-Za-z]:)?[/\\][^'"\n]*[/\\]([^'"/\\\n]+)(?=['"])""")
+PATH = re.compile(r"(?<![\w/:.])(?:[A-Za-z]:)?(?:[/\\][^\s/\\'\":;,()<>]+)+[/\\]([^\s/\\'\":;,()<>]+)")
+"""Paths from the root, with the file's name: in quotes, where they may hold blanks, and without."""
 
-@dataclass
-class ToolEnvironment:
-    tools: list[str]
 
-    def __post_init__(self):
-        self._f = {(fn := load_function(t)).__name__: fn for t in self.tools}
-        self.tools = [get_json_schema(f) for f in self._f.values()]
+@dataclass(frozen=True)
+class Tool:
+    """A function that a policy may call. schema: its JSON schema. types: {parameter: the type of its values}."""
 
-    def reset(self, row, seed):
-        p = row["prompt"]
-        return [{"role": "user", "content": p}] if isinstance(p, str) else list(p)
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+    types: Mapping[str, TypeAdapter[Any]]
+    required: frozenset[str]
 
-    def step(self, completion):
-        calls = completion.get("tool_calls")
-        if not calls:
-            return Turn(done=True, metrics={"calls": 0})
-        out = []
-        for c in calls:
+    def read(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Check arguments in JSON's types; return them in the function's, and what is wrong with them.
+
+        No value is converted to fit, save what JSON has no type for: a list to a tuple or set, a number to a float.
+        """
+        values, problems = {}, []
+        for name, value in arguments.items():
+            if name not in self.types:
+                known = f"its parameters are {', '.join(self.types)}" if self.types else "it has none"
+                problems.append(
+                    f"it has no parameter '{name}'; {known}.{suggest(name, self.types)}".rstrip(".")
+                )
+                continue
             try:
-                r = str(self._f[c["function"]["name"]](**c["function"]["arguments"]))
-            except Exception as e:
-                r = str(e)
-            out.append({"role": "tool", "name": c["function"]["name"], "content": r})
-        return Turn(out, metrics={"calls": len(calls)})
+                values[name] = self.types[name].validate_json(json.dumps(value), strict=True)
+            except ValidationError as error:
+                problems.append(f"'{name}'{_words(error, value)}")
+                continue
+            choices = self.schema["function"]["parameters"]["properties"][name].get("enum")
+            if choices is not None and value not in choices:
+                problems.append(f"'{name}' is none of {json.dumps(choices, ensure_ascii=False)}")
+        problems += [f"it needs '{name}'" for name in sorted(self.required - set(arguments))]
+        return values, problems
+
+
+def _words(error: ValidationError, value: Any) -> str:
+    """Say which part of an argument does not fit its type, and what would."""
+    details = error.errors(include_url=False, include_context=False)
+    keys = [part for part in details[0]["loc"] if part in _keys(value)]
+    inside = "".join(f"[{json.dumps(key, ensure_ascii=False)}]" for key in keys)
+    return inside + ": " + " or ".join(dict.fromkeys(detail["msg"] for detail in details[:3]))
+
+
+def _keys(value: Any) -> set[Any]:
+    """List the keys and indices by which parts of a value are reached."""
+    if isinstance(value, Mapping):
+        return set(value).union(*map(_keys, value.values()))
+    return set(range(len(value))).union(*map(_keys, value)) if isinstance(value, list) else set()
+
+
+class ToolEnvironment:
+    """A world in which the policy calls functions, and the episode ends with its first reply without calls."""
+
+    def __init__(self, tools: Sequence[str | Callable[..., Any]]) -> None:
+        """tools: functions, or names such as "calc.py:add" and "package.module:function".
+
+        Their annotations and Google-style docstrings become the JSON schemas in the attribute `tools`. Async functions
+        run while other episodes go on; plain ones run one at a time. Raises InputError for one that has no schema.
+        """
+        self._tools = open_tools(tools)
+        self.tools = [tool.schema for tool in self._tools.values()]
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[Mapping[str, Any]]:
+        """Return the row's `prompt`: messages, or a text as the user's message. Raises InputError without one."""
+        prompt = row.get("prompt")
+        if prompt is None or not len(prompt):
+            raise InputError(f"the row has no 'prompt' (it has {', '.join(map(str, row)) or 'nothing'})")
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+    async def step(self, completion: Mapping[str, Any]) -> Turn:
+        """Run the calls of a reply in their order, and answer each with a message.
+
+        What is wrong with a call, its arguments or its run is the message's content, in one line that begins with
+        "Error: ". Metrics: `calls`, and `call_errors` among them.
+        """
+        answers = [await self._answer(call) for call in completion.get("tool_calls") or ()]
+        answers += [_Answer.failed("call", text) for text in completion.get("call_errors") or ()]
+        return Turn(
+            [answer.message for answer in answers],
+            done=not answers,
+            metrics={
+                "calls": float(len(answers)),
+                "call_errors": float(sum(answer.wrong for answer in answers)),
+            },
+        )
+
+    async def _answer(self, call: Mapping[str, Any]) -> _Answer:
+        name = str(call["function"]["name"])
+        answer = await self._run(name, call["function"]["arguments"])
+        if "id" in call:
+            answer.message["tool_call_id"] = call["id"]
+        return answer
+
+    async def _run(self, name: str, arguments: Any) -> _Answer:
+        tool = self._tools.get(name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            hint = suggest(name, self._tools)
+            return _Answer.failed(name, f"there is no tool '{name}'.{hint} The tools are {known}")
+        if not isinstance(arguments, Mapping):
+            return _Answer.failed(name, f"the arguments of {name} are not an object such as {{}}")
+        values, problems = tool.read(arguments)
+        if problems:
+            return _Answer.failed(name, f"{name} cannot be called: {'; '.join(problems)}")
+        try:
+            result = tool.function(**values)
+            if inspect.isawaitable(result):
+                result = await result
+            return _Answer({"role": "tool", "name": name, "content": _as_text(result)})
+        except Stopped:
+            raise
+        except (Exception, SystemExit) as error:
+            return _Answer.failed(name, f"{name} raised {type(error).__name__}: {_said(error)}".rstrip(": "))
+
+
+class _Answer(NamedTuple):
+    """A message for the policy, and whether it says what is wrong with a call."""
+
+    message: dict[str, Any]
+    wrong: bool = False
+
+    @classmethod
+    def failed(cls, name: str, text: str) -> _Answer:
+        """Make one short line of what went wrong, without the machine's directories."""
+        line = " ".join(PATH.sub(r"\1", QUOTED_PATH.sub(r"\1", text)).split())
+        line = line if len(line) <= LONGEST else line[:LONGEST] + " …"
+        return cls({"role": "tool", "name": _valid(name), "content": _valid(f"Error: {line}")}, True)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # strangers' exceptions may fail even here
+        return ""
+
+
+def _as_text(result: Any) -> str:
+    """Write what a tool returned: a text as it is, anything else as JSON, or as Python prints it."""
+    if isinstance(result, str):
+        return _valid(result)
+    try:
+        return _valid(json.dumps(result, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):
+        return _valid(str(result))
+
+
+def _valid(text: str) -> str:
+    """Replace halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+# Make tools of functions.
+
+
+def open_tools(tools: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
+    """Load functions, and make tools of them, by name. Raises InputError with all that is wrong with them."""
+    opened: dict[str, Tool] = {}
+    problems: list[str] = []
+    for item in tools:
+        try:
+            written = item if isinstance(item, str) else ""
+            tool = make_tool(load_function(item) if isinstance(item, str) else item, written)
+        except InputError as error:
+            problems += error.problems
+            continue
+        if tool.name in opened:
+            problems.append(f"two tools are named '{tool.name}': rename one of the functions")
+        opened[tool.name] = tool
+    if not tools:
+        problems.append('tools is empty: name functions, such as ["calc.py:add"]')
+    if problems:
+        raise InputError(*problems)
+    return opened
+
+
+@functools.lru_cache(maxsize=256)
+def make_tool(function: Callable[..., Any], written: str = "") -> Tool:
+    """Make a tool of a function with annotations and a Google-style docstring.
+
+    written: the function as the user named it. Raises InputError, with the parameter and what to write, where the
+    function says too little for a schema.
+    """
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    name = getattr(function, "__name__", "")
+    what = f"tool '{written or name or repr(function)}'"
+    if not inspect.isroutine(function) or not name.isidentifier():
+        raise InputError(
+            f"{what} is not a function with a name: write one, def {name or 'name'}(…), that calls it"
+        )
+    description, described, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
+    if not description:
+        raise InputError(
+            f'{what} does not say what it does: begin its docstring with that, """Add two numbers."""'
+        )
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        types = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:  # annotations are code
+        raise InputError(
+            f"{what}: its types cannot be read: {_first_line(error)}. Import them in its file"
+        ) from error
+    problems: list[str] = []
+    adapters: dict[str, TypeAdapter[Any]] = {}
+    for parameter in parameters:
+        label = f"{what}: parameter '{parameter.name}'"
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            problems.append(f"{label} cannot be given by name: write it without *, and not before /")
+        elif parameter.name not in types:
+            problems.append(f"{label} has no type: write {parameter.name}: str, or another type")
+        elif parameter.name not in (described or {}):
+            problems.append(
+                f"{label} is not described: write '{parameter.name}: …' under Args: in the docstring"
+            )
+        else:
+            try:
+                get_json_schema(_with_parameter(types[parameter.name]))
+                adapters[parameter.name] = TypeAdapter(types[parameter.name])
+            except Exception as error:
+                problems.append(
+                    f"{label} has a type without a JSON schema ({_first_line(error)}): use str, int, float, bool, "
+                    "list, dict, Literal, Enum or a union of them"
+                )
+    if problems:
+        raise InputError(*problems)
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:
+        raise InputError(f"{what} has no JSON schema: {_first_line(error)}. Mend its docstring") from error
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    return Tool(name, function, schema, adapters, frozenset(required))
+
+
+def _with_parameter(annotation: Any) -> Callable[..., Any]:
+    """Make a function with one parameter of a type, whose schema fails only if the type has none."""
+
+    def probe(value):  # type: ignore[no-untyped-def]
+        """Probe.
+
+        Args:
+            value: Any.
+        """
+
+    probe.__annotations__ = {"value": annotation}
+    return probe
+
+
+def _first_line(error: Exception) -> str:
+    return (_said(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")

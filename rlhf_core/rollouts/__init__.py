@@ -4,7 +4,6 @@ from rlhf_core.rewards.reward import Reward as Reward
 from rlhf_core.rewards.reward import WeightedReward as WeightedReward
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import open_collector as open_collector
-from rlhf_core.rollouts.episodes import environment_reward as environment_reward
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.forecast import forecast_rollouts as forecast_rollouts
 from rlhf_core.rollouts.layout import choose_rollout_rows as choose_rollout_rows
@@ -20,7 +19,6 @@ __all__ = [
     "RolloutUpdates",
     "WeightedReward",
     "choose_rollout_rows",
-    "environment_reward",
     "forecast_rollouts",
     "open_collector",
     "rollout_programs",

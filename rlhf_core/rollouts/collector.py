@@ -202,7 +202,7 @@ def open_collector(
     """Open the prompts of a field and a sampler, which starts to compile, while the rewards load their weights.
 
     prompts_per_call: how many prompts the sampler will usually get at once. sampler: the component that makes it; None:
-    the core's. environment: holds episodes that begin with the rows of the field; its reward comes before `rewards`.
+    the core's. environment: holds episodes that begin with the rows of the field; `rewards` begin with its own.
     The other arguments are those of `RolloutCollector`. Returns None for `eval_data` that is not given.
     Raises InputError for rows that are no prompts, tokens that the model has no embedding for, missing columns, a
     model without a stop token, and a chat template that the environment cannot be used with.

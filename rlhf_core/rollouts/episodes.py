@@ -22,7 +22,6 @@ from rlhf_core.environments import (
     try_episode,
 )
 from rlhf_core.errors import InputError
-from rlhf_core.rewards.reward import Reward
 from rlhf_core.sampling import converse_by_turns
 from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.open import error_context
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.data import EpisodeRows, Prompts
     from rlhf_core.stage import Stage
-
-LABEL = "environment"
-"""The name of an environment's reward in the metrics."""
 
 
 @dataclass(frozen=True)
@@ -169,18 +165,6 @@ def forecast_episodes(
                 try_episode(source.calls, source.encoder, rows.row(0), rows.where(0), rows.max_prompt_length)
             )
     return lines
-
-
-def environment_reward(options: EnvironmentOptions) -> Reward:
-    """Make the reward function that returns what the environment gave."""
-    return Reward(LABEL, options.weight, episode_rewards, tried=False)
-
-
-def episode_rewards(
-    completion_ids: Sequence[Any], environment_rewards: Sequence[float | None] | None = None
-) -> Sequence[float | None]:
-    """Return the sum of each episode's rewards; None where the environment gave none."""
-    return [None] * len(completion_ids) if environment_rewards is None else environment_rewards
 
 
 def _seed(key: jax.Array, number: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
@@ -11,7 +10,7 @@ from rlhf_core.config.warnings import config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
-from rlhf_core.rollouts.episodes import environment_reward, forecast_episodes
+from rlhf_core.rollouts.episodes import forecast_episodes
 from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
     from rlhf_core.rewards.reward import Reward, WeightedReward
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
+
+ROW_PER_TURN = (
+    'environment.history="encoded_again": every turn is a training row with all that was said before it, which takes '
+    "longer, and what a loss averages over a sequence it averages over a turn"
+)
 
 
 def forecast_rollouts(
@@ -59,8 +63,7 @@ def forecast_rollouts(
     """
     require_whole_groups(config, stage, num_generations)
     require_model(config, stage, head="lm")
-    first = [] if environment is None else [environment_reward(environment)]
-    functions = open_rewards(rewards, stage, weights=reward_weights, first=first)
+    functions = open_rewards(rewards, stage, weights=reward_weights, environment=environment)
     tokenizer = stage.inputs.get("tokenizer")
     for options in (sampling, evaluation_sampling):
         if tokenizer is not None and options is not None and options.stop_strings:
@@ -146,12 +149,9 @@ def _prompts(
         lines = forecast_episodes(
             environment, config, stage, rows, tokenizer, max_completion_length=max_completion_length
         )
-        return (
-            len(rows),
-            max_prompt_length,
-            lines[0],
-            replace(of_rewards, lines=(*lines[1:], *of_rewards.lines)),
-        )
+        again = environment.history == "encoded_again"
+        cautions = (*of_rewards.warnings, *((ROW_PER_TURN,) if again else ()))
+        return len(rows), max_prompt_length, lines[0], Forecast((*lines[1:], *of_rewards.lines), cautions)
     if tokenizer is None:
         records = open_records(config, stage, "train_data")
         assert records is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,16 @@ class RolloutUpdates(ABC):
         if not self.fixed_total and self.order.ends_with(number):
             self.total = min(self.total, (number + 1) * self.updates_per_rollout)
 
+    def _warn_of_other_answers(self, step: int) -> None:
+        """Warn that episodes begin again, where the environment may answer them in another way."""
+        source = self.collector.episodes
+        if step and source is not None and not source.calls.deterministic and self.stage.is_main:
+            warnings.warn(
+                f"stage '{self.stage.name}'.environment: '{source.calls.name}' is not deterministic: episodes "
+                "that were held after the checkpoint begin again and may go another way",
+                stacklevel=2,
+            )
+
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
         return self.order.visited(step, host["extra_rounds"])
 
@@ -133,6 +144,7 @@ class RolloutUpdates(ABC):
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
         restore(self.collector.rewards, host["rewards"])
         if "rollout" not in host:
+            self._warn_of_other_answers(step)
             return
         self.rollout = Rollout.from_arrays(
             arrays, number=host["rollout"], rounds=host["rounds"], metrics=dict(host["metrics"])

@@ -31,6 +31,7 @@ class Devices:
         self._key_data = np.asarray(jax.random.key_data(key))
         self._stop_table = stop_table
         self._compiling = compiling
+        compiling.wait("begin")
         self._cache, self._seen = turns.begin(weights, program=program)
 
     def feed(self, pieces: Sequence[tuple[int, int, int, np.ndarray]]) -> None:
@@ -44,19 +45,20 @@ class Devices:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy caches: (slot, slot that it is copied from) each, of the same shard."""
-        size, slots = self.program.copies, self.program.slots
-        for batch in self._batches(pairs, size):
-            source, slot = (np.zeros(size * self.program.shards, np.int32) for _ in range(2))
-            used = np.zeros(len(slot), np.bool_)
-            for row, (to, origin) in batch:
-                slot[row], source[row], used[row] = to % slots, origin % slots, True
-            rows = put_rows(self.program.mesh, (source, slot, used))
-            self._cache = turns.copy(self._cache, *rows, program=self.program)
+        self._compiling.wait("copy")
+        for batch in self._batches(pairs, self.program.copies):
+            copies = turns.padded_copies(self.program)
+            for row, pair in batch:
+                copies.slot[row], copies.source[row] = (slot % self.program.slots for slot in pair)
+                copies.used[row] = True
+            rows = put_rows(self.program.mesh, copies)
+            self._cache = turns.copy(self._cache, rows, program=self.program)
 
     def note(self, contexts: Sequence[tuple[int, np.ndarray]]) -> None:
         """Set what slots have seen, where a repetition penalty needs it: (slot, its whole context) each."""
         if self._seen is None:
             return
+        self._compiling.wait("note")
         size = self.program.copies
         for batch in self._batches([(slot, 0, context) for slot, context in contexts], size):
             lengths = np.zeros(size * self.program.shards, np.int32)
@@ -95,13 +97,7 @@ class Devices:
             ]
 
     def _fed(self, batch: list[tuple[int, Any]], rows: int, chunk: int) -> Fed:
-        count = rows * self.program.shards
-        fed = Fed(
-            np.zeros(count, np.int32),
-            np.zeros(count, np.bool_),
-            np.zeros((count, chunk), np.int32),
-            np.zeros(count, np.int32),
-        )
+        fed = turns.padded_fed(self.program, rows, chunk)
         for row, (slot, start, tokens) in batch:
             fed.slot[row], fed.used[row], fed.start[row] = slot % self.program.slots, True, start
             fed.tokens[row, : len(tokens)] = tokens

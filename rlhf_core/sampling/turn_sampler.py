@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from rlhf_core.contracts import PARAMETERS, Program, ProgramShape, World
-from rlhf_core.mesh import abstract_rows, replicated_sharding
+from rlhf_core.mesh import abstract_rows
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
 from rlhf_core.sampling.conversations import Holder, begin_conversations
@@ -65,22 +66,26 @@ class TurnSampler:
     def warm_up(self, params: Any) -> None:
         """Start to compile the programs, for keys of jax.random.key's default implementation."""
         self._compiling.compile("weights", self._prepare.lower(params))
-        weights = self._abstract_weights()
-        self._compiling.compile("decode", self._lower_decode(weights))
+        lower = _Lowered(self._program(jax.random.key(0)), self._stop_table)
+        self._compiling.compile("decode", lower.decode())
         for chunk in self.program.chunks:
-            self._compiling.compile(("extend", chunk), self._lower_extend(weights, chunk))
+            self._compiling.compile(("extend", chunk), lower.extend(chunk))
+        self._compiling.compile("begin", lower.begin())
+        self._compiling.compile("copy", lower.copy())
+        if lower.seen is not None:
+            self._compiling.compile("note", lower.note())
 
     def programs(self, params: Any, conversations: int) -> list[Program]:
         """Describe the programs of so many conversations of full length, in which the policy writes everything."""
         program, room = self.program, self.room
-        model, weights = program.definition, self._abstract_weights()
+        model, lower = program.definition, _Lowered(program, self._stop_table)
         rows = program.slots * program.shards
         described = []
         if program.shared_layers:
             size = weight_bytes(model, program.mesh, room.tensor)
             shape = ProgramShape(model, 0, 0, room.tensor, size)
-            lower = partial(self._prepare.lower, params)
-            described.append(Program("bring the weights", lower, "sample", reads=PARAMETERS, shape=shape))
+            bringing = partial(self._prepare.lower, params)
+            described.append(Program("bring the weights", bringing, "sample", reads=PARAMETERS, shape=shape))
         chunk = program.chunks[-1]
         fed = program.rows(chunk) * program.shards
         pieces = -(-self.max_prompt_length // chunk)
@@ -88,7 +93,7 @@ class TurnSampler:
         described.append(
             Program(
                 f"extend {fed} × {chunk}",
-                partial(self._lower_extend, weights, chunk),
+                partial(lower.extend, chunk),
                 "read",
                 calls=-(-conversations // fed) * pieces,
                 tokens=min(fed * chunk, conversations * self.max_prompt_length),
@@ -100,7 +105,7 @@ class TurnSampler:
         described.append(
             Program(
                 f"decode {rows} conversations, {self.max_prompt_length} + {self.conversation_length} tokens",
-                partial(self._lower_decode, weights),
+                lower.decode,
                 "sample",
                 calls=-(-steps // turns.STEPS),
                 tokens=conversations * self.conversation_length / -(-steps // turns.STEPS),
@@ -113,29 +118,45 @@ class TurnSampler:
     def _program(self, key: jax.Array) -> TurnsProgram:
         return dataclasses.replace(self.program, key_type=str(jax.random.key_impl(key)))
 
-    def _abstract_weights(self) -> Any:
-        describe = abstract_weights if self.program.shared_layers else abstract_prepared
-        return describe(self.program.definition, self.program.mesh)
 
-    def _lower_extend(self, weights: Any, chunk: int) -> Any:
-        program = self._program(jax.random.key(0))
-        cache, _ = self._abstract_state(weights, program)
-        count = program.rows(chunk) * program.shards
-        numbers = np.zeros(count, np.int32)
-        fed = turns.Fed(numbers, np.zeros(count, np.bool_), np.zeros((count, chunk), np.int32), numbers)
-        return turns.extend.lower(weights, cache, abstract_rows(program.mesh, fed), program=program)
+class _Lowered:
+    """The programs, lowered from shapes alone. seen: as of `turns.begin`."""
 
-    def _lower_decode(self, weights: Any) -> Any:
-        key = jax.random.key(0)
-        program = self._program(key)
-        cache, seen = self._abstract_state(weights, program)
-        slots = abstract_rows(program.mesh, turns.empty_slots(program.slots * program.shards))
-        table = self._stop_table
-        shape = None
-        if table is not None:
-            shape = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(program.mesh))
-        key_data = np.asarray(jax.random.key_data(key))
-        return turns.decode.lower(weights, cache, seen, slots, key_data, shape, np.int32(0), program=program)
+    def __init__(self, program: TurnsProgram, stop_table: np.ndarray | None) -> None:
+        self._program = program
+        describe = abstract_weights if program.shared_layers else abstract_prepared
+        self._weights = describe(program.definition, program.mesh)
+        shapes = turns.begin.eval_shape(self._weights, program=program)
+        self._cache, self.seen = (
+            jax.tree.map(partial(self._placed, spec), tree)
+            for spec, tree in zip((turns.CACHE, turns.ROWS), shapes, strict=True)
+        )
+        self._table = None if stop_table is None else self._placed(turns.WHOLE, stop_table)
 
-    def _abstract_state(self, weights: Any, program: TurnsProgram) -> Any:
-        return turns.begin.eval_shape(weights, program=program)
+    def begin(self) -> Any:
+        return turns.begin.lower(self._weights, program=self._program)
+
+    def extend(self, chunk: int) -> Any:
+        fed = self._rows(turns.padded_fed(self._program, self._program.rows(chunk), chunk))
+        return turns.extend.lower(self._weights, self._cache, fed, program=self._program)
+
+    def copy(self) -> Any:
+        copies = self._rows(turns.padded_copies(self._program))
+        return turns.copy.lower(self._cache, copies, program=self._program)
+
+    def note(self) -> Any:
+        fed = self._rows(turns.padded_fed(self._program, self._program.copies, self._program.length))
+        return turns.note.lower(self.seen, fed, fed.start, program=self._program)
+
+    def decode(self) -> Any:
+        program = self._program
+        slots = self._rows(turns.empty_slots(program.slots * program.shards))
+        key = np.asarray(jax.random.key_data(jax.random.key(0, impl=program.key_type)))
+        arguments = (self._weights, self._cache, self.seen, slots, key, self._table, np.int32(0))
+        return turns.decode.lower(*arguments, program=program)
+
+    def _rows(self, batch: Any) -> Any:
+        return abstract_rows(self._program.mesh, batch)
+
+    def _placed(self, spec: Any, x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._program.mesh, spec))

@@ -121,6 +121,30 @@ class Fed(NamedTuple):
     """int32, the position of the first of them."""
 
 
+def padded_fed(program: TurnsProgram, rows: int, chunk: int) -> Fed:
+    """Make what feeds nothing to `rows` slots of each shard."""
+    count = rows * program.shards
+    types = (((), np.int32), ((), np.bool_), ((chunk,), np.int32), ((), np.int32))
+    return Fed(*(np.zeros((count, *shape), dtype) for shape, dtype in types))
+
+
+class Copies(NamedTuple):
+    """What `copy` copies within each shard, [shards · copies], NumPy arrays on the host."""
+
+    slot: Any
+    """int32."""
+    used: Any
+    """bool; the other rows are padding."""
+    source: Any
+    """int32, the slot that is copied."""
+
+
+def padded_copies(program: TurnsProgram) -> Copies:
+    """Make what copies nothing."""
+    count = program.copies * program.shards
+    return Copies(*(np.zeros(count, dtype) for dtype in (np.int32, np.bool_, np.int32)))
+
+
 class Decoded(NamedTuple):
     """What `decode` sampled, by step [STEPS, B], and where that left each slot, [B]; NumPy arrays on the host."""
 
@@ -180,17 +204,17 @@ def extend(weights: Any, cache: Any, fed: Fed, *, program: TurnsProgram) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="cache")
-def copy(cache: Any, source: jax.Array, slot: jax.Array, used: jax.Array, *, program: TurnsProgram) -> Any:
-    """Copy the caches of slots `source` to `slot`, int32 [shards · copies], within each shard, where `used`, bool."""
+def copy(cache: Any, copies: Copies, *, program: TurnsProgram) -> Any:
+    """Copy the caches of slots to others."""
 
-    def shard(cache: Any, *pairs: jax.Array) -> Any:
+    def shard(cache: Any, copies: Copies) -> Any:
         def one(i: jax.Array, cache: Any) -> Any:
-            source, slot, used = (lax.dynamic_slice_in_dim(x, i, 1) for x in pairs)
+            slot, used, source = (lax.dynamic_slice_in_dim(x, i, 1) for x in copies)
             return put(cache, slot, take(cache, source[None]), used)
 
-        return lax.fori_loop(0, program.copies, one, cache)
+        return lax.fori_loop(0, len(copies.slot), one, cache)
 
-    return _on_shards(program, shard, (CACHE, ROWS, ROWS, ROWS), CACHE)(cache, source, slot, used)
+    return _on_shards(program, shard, (CACHE, ROWS), CACHE)(cache, copies)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="seen")

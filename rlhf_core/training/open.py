@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from rlhf_core.config.trainer import LoraOptions
     from rlhf_core.data import EpisodeRows, Pairs, Prompts, Records, Texts
     from rlhf_core.data.report import Report
+    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.tokenizer.text_options import ReadAt
 
+OF_EPISODES = "environment"
+"""The name of the reward that an environment gives."""
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
 """Endings of dropout rates in a config.json: attention_dropout, hidden_dropout_prob, resid_pdrop."""
 
@@ -349,17 +352,28 @@ def open_rewards(
     stage: Stage,
     *,
     weights: Sequence[float] | None = None,
-    first: Sequence[Reward] = (),
+    environment: EnvironmentOptions | None = None,
 ) -> list[Reward]:
     """Make the reward functions of a config's field `rewards`, followed by those passed from Python.
 
-    weights: of all functions in this order, instead of those in the config. first: functions that come before them.
+    weights: of all functions in this order, instead of those in the config. environment: of the stage's episodes, if
+    any, whose own reward, called "environment", comes before them.
     Raises InputError where there is no function, and for unknown names and options, equal labels, and weights that do
     not match.
     """
+    first = (
+        [] if environment is None else [Reward(OF_EPISODES, environment.weight, episode_rewards, tried=False)]
+    )
     return make_rewards(
         components, stage.inputs.get("rewards"), weights, stage.registry, f"stage '{stage.name}'", first=first
     )
+
+
+def episode_rewards(
+    completion_ids: Sequence[Any], environment_rewards: Sequence[float | None] | None = None
+) -> Sequence[float | None]:
+    """Return the sum of each episode's rewards; None where the environment gave none."""
+    return [None] * len(completion_ids) if environment_rewards is None else environment_rewards
 
 
 def open_sampler(

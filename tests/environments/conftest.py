@@ -16,7 +16,9 @@ OTHERS = ("<s>", "</s>", "<|eom_id|>", "<|python_tag|>")
 MERGES = [("Ġ", "a"), ("Ċ", "Ċ"), ("Ġ", "Ġ"), ("y", "Ċ"), ("e", "r"), (">", "Ċ"), ("Ċ", "<"), ("i", "n")]
 
 
-def tokenizer_for(template: str, *, swallows: tuple[str, ...] = (), swallows_before: tuple[str, ...] = ()) -> Any:
+def tokenizer_for(
+    template: str, *, swallows: tuple[str, ...] = (), swallows_before: tuple[str, ...] = ()
+) -> Any:
     """A byte-level tokenizer with the special tokens that a template writes; its merges cross any border of texts.
 
     swallows, swallows_before: tokens that take the white space after or before them.

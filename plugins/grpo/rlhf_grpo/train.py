@@ -11,7 +11,7 @@ from rlhf_core.artifacts import save_model
 from rlhf_core.fit import fit
 from rlhf_core.objective import trained_logps
 from rlhf_core.optimizers import make_optimizer
-from rlhf_core.rollouts import FixedPrompts, choose_rollout_rows, environment_reward, open_collector
+from rlhf_core.rollouts import FixedPrompts, choose_rollout_rows, open_collector
 from rlhf_core.training import Reference, open_model, open_rewards, python_trainer
 from rlhf_grpo.config import GRPOConfig, watch
 from rlhf_grpo.config_warnings import config_warnings
@@ -31,8 +31,9 @@ def run(config: GRPOConfig, stage: Stage) -> None:
     """Improve `config.model` on the prompts of `config.train_data` and save the artifact `model`."""
     registry, mesh, temperature = stage.registry, stage.devices(), config.sampling.temperature
     model = open_model(config, stage, head="lm")
-    first = [] if config.environment is None else [environment_reward(config.environment)]
-    rewards = open_rewards(config.rewards, stage, weights=config.reward_weights, first=first)
+    rewards = open_rewards(
+        config.rewards, stage, weights=config.reward_weights, environment=config.environment
+    )
     advantage = registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options)
     loss = registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
 

@@ -1,0 +1,278 @@
+"""What a policy sampled stays as it is; what stands around it is as in the tokenised text of the whole conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.errors import InputError
+from rlhf_core.plugins.component import load_file
+from rlhf_core.tokenizer.encoding import TextOptions
+
+chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "It does things.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "What."}}},
+        },
+    }
+    for name in ("add", "look_up")
+]
+PLAIN = "Zq"
+THINKS = "<think>\nZp\n</think>\n\nZq"
+
+
+class Template(NamedTuple):
+    """What a published template takes. end: of a reply. dummy: a reply that continues its generation prompt."""
+
+    end: str
+    roles: tuple[str, ...] = ("user",)
+    tools: bool = False
+    several: int = 3
+    calls: int = 3
+    dummy: str = PLAIN
+
+
+TEMPLATES = {
+    "cohere": Template("<|END_OF_TURN_TOKEN|>", several=1),
+    "gemma3": Template("<end_of_turn>", several=1),
+    "lfm2": Template("<|im_end|>", ("user", "tool"), calls=0),
+    "llama3": Template("<|eot_id|>", ("user", "tool"), calls=0),
+    "llama3_1": Template("<|eot_id|>", ("user", "tool"), True, calls=1),
+    "llama3_2": Template("<|eot_id|>", ("user", "tool"), True, calls=1),
+    "nemotron_3_nano": Template("<|im_end|>", ("tool",), True, dummy=THINKS),
+    "phi3": Template("<|end|>"),
+    "phi3_5": Template("<|end|>"),
+    "qwen2_5": Template("<|im_end|>", ("user", "tool"), True),
+    "qwen3": Template("<|im_end|>", ("tool",), True),
+    "qwen3_5_think": Template("<|im_end|>", ("tool",), True, dummy=THINKS),
+    "qwen3_instruct_2507": Template("<|im_end|>", ("user", "tool"), True),
+}
+OPTIONS = TextOptions(chat_template_kwargs={"date_string": "26 Jul 2024"})
+REFUSED = {"deepseek_r1_distill", "deepseekv3"}
+"""They leave out all thoughts, and the tag that their own generation prompt opens one with."""
+LETTERS = "abyZ09 \n\t<>|{}[]\"'\\/:.,éß漢字🙂👩‍🚀\u200d\u0301\u202e\xa0"
+
+
+def random_text(draw: np.random.Generator, most: int = 12) -> str:
+    letters = [LETTERS[i] for i in draw.integers(0, len(LETTERS), draw.integers(0, most + 1))]
+    wild = [chr(c) for c in draw.integers(0x21, 0xD7FF, draw.integers(0, 4))]
+    return "".join([*letters, *wild])
+
+
+def random_reply(draw: np.random.Generator, calls: int) -> dict[str, Any]:
+    """A message whose words are never those of the tokens that were sampled for it, nor of any dummy."""
+    reply: dict[str, Any] = {"role": "assistant", "content": random_text(draw)}
+    if draw.random() < 0.3:
+        reply["content"] = f"<think>{random_text(draw)}</think>{reply['content']}"
+    if calls:
+        functions = [{"name": "add", "arguments": {"x": random_text(draw)}} for _ in range(calls)]
+        reply["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+    return reply
+
+
+def with_dummies(messages: list[dict[str, Any]], template: Template) -> list[dict[str, Any]]:
+    """Put a reply of the test's own in place of each, with a call for each result up to the next reply."""
+    dummied: list[dict[str, Any]] = []
+    for k, message in enumerate(messages):
+        if message["role"] == "assistant":
+            following = messages[k + 1 :]
+            ends = [n for n, m in enumerate(following) if m["role"] == "assistant"]
+            results = [m for m in following[: ends[0] if ends else None] if m["role"] == "tool"]
+            message = {"role": "assistant", "content": template.dummy}
+            if results and template.calls:
+                message["tool_calls"] = [
+                    {"type": "function", "function": {"name": m["name"], "arguments": {"x": "Zq"}}}
+                    for m in results[: template.calls]
+                ]
+        dummied.append(message)
+    return dummied
+
+
+def expected(tokenizer: Any, messages: Any, template: Template, tools: Any) -> list[tuple[list[int], int]]:
+    """The tokens of the whole text outside its replies, in pieces, each with the number of tokens that end the reply.
+
+    They come from one call of the tokenizer, whose offsets say where each token stands.
+    """
+
+    def rendered(turns: Any, *, opened: bool) -> str:
+        return tokenizer.apply_chat_template(
+            turns, tools=tools, tokenize=False, add_generation_prompt=opened, date_string="26 Jul 2024"
+        )
+
+    dummied = with_dummies(messages, template)
+    text = rendered(dummied, opened=True)
+    starts, ends = [], [0]
+    for k, message in enumerate(dummied):
+        if message["role"] != "assistant":
+            continue
+        before = rendered(dummied[:k], opened=True)
+        assert text.startswith(before)
+        starts.append(len(before))
+        said = text.index("Zq", len(before)) if "Zq" in text[len(before) :] else len(before)
+        ends.append(text.index(template.end, said))
+    starts.append(len(text))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pieces = []
+    for n, (end, start) in enumerate(zip(ends, starts, strict=True)):
+        inside = [
+            i
+            for i, (a, b) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            if b > end and a < start
+        ]
+        pieces.append((inside, int(n > 0)))
+    return pieces
+
+
+def check(encoder: ConversationEncoder, template: Template, draw: np.random.Generator) -> None:
+    """Sample one conversation as a rollout does, and compare what stands around the replies."""
+    tokenizer = encoder.tokenizer
+    end = tokenizer.convert_tokens_to_ids(template.end)
+    tools = TOOLS if template.tools else None
+    messages: list[dict[str, Any]] = []
+    if draw.random() < 0.5 and template.several > 1:
+        messages.append({"role": "system", "content": random_text(draw)})
+    messages += [
+        {"role": "user", "content": random_text(draw)} for _ in range(draw.integers(1, template.several + 1))
+    ]
+    pieces, sampled = [encoder.prompt(messages, tools)], []
+    stops = []
+    for _ in range(draw.integers(1, 5)):
+        role = str(draw.choice(template.roles))
+        added: list[dict[str, Any]] = [
+            {"role": role, "content": random_text(draw), **({"name": "add"} if role == "tool" else {})}
+            for _ in range(draw.integers(1, template.several + 1))
+        ]
+        if role == "tool" and template.roles != ("tool",) and draw.random() < 0.3:
+            added.append({"role": "user", "content": random_text(draw)})
+        reply = draw.integers(4, len(tokenizer), draw.integers(0, 9)).tolist()
+        stop = [None, end, *encoder.stop_ids][draw.integers(0, 2 + len(encoder.stop_ids))]
+        reply = [i for i in reply if i not in encoder.stop_ids] + ([] if stop is None else [stop])
+        messages.append(random_reply(draw, int(draw.integers(0, 3)) if role == "tool" else 0))
+        pieces.append(encoder.observation(messages, added, ended_by=stop, tools=tools))
+        messages += added
+        sampled.append(reply)
+        stops.append(stop)
+    wanted = expected(tokenizer, messages, template, tools)
+    assert len(wanted) == len(pieces)
+    for k, (piece, (ids, ending)) in enumerate(zip(pieces, wanted, strict=True)):
+        assert piece.dtype == np.int32
+        if k:
+            assert ids[0] == end
+            ids = ids[ending:] if stops[k - 1] is not None else ids
+        assert piece.tolist() == ids, (k, stops, json.dumps(messages, ensure_ascii=False))
+
+
+def conversations(name: str, published: dict[str, Path], make_tokenizer: Any, count: int) -> None:
+    template = TEMPLATES[name]
+    text = published[name].read_text()
+    marks = tuple(make_tokenizer(text).get_added_vocab())
+    for number, (swallows, before) in enumerate(
+        [((), ()), ((template.end,), ()), (marks, ()), ((), (template.end,))]
+    ):
+        tokenizer = make_tokenizer(text, swallows=swallows, swallows_before=before)
+        tokenizer.chat_template = text
+        encoder = ConversationEncoder(tokenizer, OPTIONS, [tokenizer.convert_tokens_to_ids("<|eom_id|>")])
+        for seed in range(count // 4):
+            check(encoder, template, np.random.default_rng([number, seed]))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_around_replies_are_those_of_the_whole_text(
+    name: str, published: dict[str, Path], make_tokenizer: Any
+) -> None:
+    conversations(name, published, make_tokenizer, 40)
+
+
+@pytest.mark.data
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_around_replies_are_those_of_the_whole_text_often(
+    name: str, published: dict[str, Path], make_tokenizer: Any
+) -> None:
+    conversations(name, published, make_tokenizer, 1000)
+
+
+@pytest.mark.data
+def test_every_published_template_is_tried_or_refused(published: dict[str, Path]) -> None:
+    assert set(published) == set(TEMPLATES) | REFUSED
+
+
+CASES = {name: case for name, case in chat.cases().items() if name not in ("thinks", "forgets")}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ending", ["cut", "stop", "other stop"])
+def test_tokenizers_of_all_kinds(name: str, ending: str) -> None:
+    """Byte-level and SentencePiece, with and without a token that ends replies, BOS and EOS of their own."""
+    case = CASES[name]
+    tokenizer = case.tokenizer
+    encoder = ConversationEncoder(tokenizer, "plain" if case.template is None else None, [2])
+    end = tokenizer.convert_tokens_to_ids(case.stops[0]) if case.stops else None
+    ended_by = {"cut": None, "stop": end, "other stop": 2}[ending]
+    messages: list[dict[str, Any]] = [*case.prompt]
+    template = Template(case.stops[0] if case.stops else "")
+    ids = encoder.prompt(messages, case.tools).tolist()
+    for number in range(3):
+        added = [chat.user(f"in: a  b\n{number}\n\nab é")]
+        messages.append(chat.assistant(f" other words {number} "))
+        observation = encoder.observation(messages, added, ended_by=ended_by, tools=case.tools).tolist()
+        messages += added
+        dummied = with_dummies(messages, template)
+        text, special = encoder.encoder.text(dummied, open_turn=True, tools=case.tools)
+        before, _ = encoder.encoder.text(dummied[:-2], open_turn=True, tools=case.tools)
+        assert text.startswith(before)
+        at = text.index(PLAIN, len(before)) + len(PLAIN)
+        at = text.index(template.end, at) if template.end else at
+        encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        spans = [
+            (i, a)
+            for i, (a, b) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            if b > at
+        ]
+        wanted = [i for i, _ in spans]
+        if special and tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+            wanted = wanted[:-1] if wanted[-1] == tokenizer.eos_token_id else wanted
+        if template.end and ended_by is not None:
+            assert wanted[0] == end
+            wanted = wanted[1:]
+        assert observation == wanted
+    assert ids[: len(ids)] == encoder.encoder.prompts([case.prompt], [case.tools])[0].tolist()
+
+
+def test_a_template_that_rewrites_its_past_is_refused_at_run_time() -> None:
+    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = chat.FORGETS
+    encoder = ConversationEncoder(tokenizer)
+    with pytest.raises(
+        InputError, match=r"leaves out a reply's thought.*environment.history = \"encoded_again\""
+    ):
+        encoder.observation([chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None)
+
+
+def test_a_conversation_that_the_template_refuses_is_an_input_error() -> None:
+    tokenizer = chat.byte_level(bos="<s>")
+    tokenizer.chat_template = chat.GEMMA
+    encoder = ConversationEncoder(tokenizer)
+    assert encoder.problem(tools=None, roles=["user"]) is None
+    with pytest.raises(InputError, match="System role not supported"):
+        encoder.prompt([chat.SYSTEM, chat.user("a")])
+
+
+def test_words_of_the_dummy_in_a_conversation_change_nothing() -> None:
+    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = chat.CHATML
+    encoder = ConversationEncoder(tokenizer)
+    said = [chat.user("qzxreply qzxlast"), chat.assistant("qzxlast<|im_end|>qzxreply")]
+    observation = encoder.observation(said, [chat.user("qzxreply\nqzxlast")], ended_by=None)
+    text = "<|im_end|>\n<|im_start|>user\nqzxreply\nqzxlast<|im_end|>\n<|im_start|>assistant\n"
+    assert observation.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]

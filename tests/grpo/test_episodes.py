@@ -1,0 +1,366 @@
+"""GRPO with an environment, end to end on a tiny policy: what is trained on, kept, reported, refused and resumed."""
+
+import json
+import shutil
+from itertools import pairwise
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig, GRPOTrainer
+
+from rlhf_core import hookimpl, plugins
+from rlhf_core.errors import InputError, RunError
+from rlhf_core.rollouts import open_collector
+from rlhf_core.training import open_rewards
+
+WORLDS = '''
+import asyncio
+from dataclasses import dataclass
+
+from rlhf_core import Turn
+
+
+@dataclass
+class Talk:
+    """Answers `turns` completions; each is rewarded by its words of the first half of the alphabet."""
+
+    turns: int = 3
+    fails_at: int = -1
+    said: int = 0
+
+    def reset(self, row, seed):
+        self.number, self.seed = row["number"], seed
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, completion):
+        self.said += 1
+        if self.number == self.fails_at:
+            raise ValueError("no such game")
+        reward = sum("a" <= word <= "m" for word in completion["content"].split()) / 6
+        if self.said == self.turns:
+            return Turn(reward=reward, done=True, metrics={"said": self.said})
+        return Turn([{"role": "user", "content": "a b c"}], reward, metrics={"said": self.said})
+
+
+class Slow(Talk):
+    async def step(self, completion):
+        await asyncio.sleep(0.001 * (self.seed % 7))
+        return super().step(completion)
+
+
+class Hangs(Talk):
+    async def step(self, completion):
+        await asyncio.sleep(60 if self.number == 1 else 0)
+        return super().step(completion)
+
+
+class Differs(Talk):
+    made = 0
+
+    def reset(self, row, seed):
+        Differs.made += 1
+        return super().reset({**row, "prompt": "a b" if Differs.made % 2 else "b a"}, seed)
+'''
+BASE = {
+    "learning_rate": 1e-2,
+    "weight_decay": 0.0,
+    "total_batch_size": 8,
+    "num_generations": 4,
+    "max_prompt_length": 40,
+    "max_completion_length": 6,
+    "max_training_steps": 2,
+    "log_steps": 1,
+    "chat_template": "plain",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.make_model("lm", scale=4.0)
+
+
+@pytest.fixture
+def worlds(tmp_path):
+    path = tmp_path / "worlds.py"
+    path.write_text(WORLDS)
+    return path
+
+
+@pytest.fixture
+def config(worlds):
+    def config(name="Talk", options=None, **changes):
+        environment = {"name": f"{worlds}:{name}", "max_turns": 4, **(options or {})}
+        return GRPOConfig(**{**BASE, "environment": environment, **changes})
+
+    return config
+
+
+@pytest.fixture
+def train(tiny, model, tmp_path, config):
+    def train(name="Talk", options=None, at="run", **changes):
+        seen = []
+
+        class Keep:
+            @hookimpl
+            def rlhf_step_end(self, step, metrics):
+                seen.append(dict(metrics))
+
+        given = config(name, options, **changes)
+        run = tiny.run(
+            "grpo", given, tmp_path / at, listeners=[Keep()], model=model, train_dataset=tiny.prompts(4)
+        )
+        return SimpleNamespace(rows=seen, directory=tmp_path / at, artifact=run)
+
+    return train
+
+
+@pytest.fixture
+def collect(tiny, model, config, tmp_path):
+    """Collect one rollout of all four prompts with the model as it is."""
+
+    def collect(name="Talk", options=None, **changes):
+        made = config(name, options, **changes)
+        stage = SimpleNamespace(
+            name="policy",
+            mesh=None,
+            planned_mesh=None,
+            template_date="2026-01-01",
+            dir=tmp_path,
+            seed=0,
+            is_main=True,
+            registry=plugins.load().registry,
+            devices=tiny.one_device,
+            say=lambda line: None,
+            inputs={"train_dataset": tiny.prompts(4), "model": model},
+        )
+        collector = open_collector(
+            made,
+            stage,
+            model,
+            open_rewards([], stage, environment=made.environment),
+            max_prompt_length=made.max_prompt_length,
+            num_generations=4,
+            sampling=made.sampling,
+            prompts_per_call=4,
+            environment=made.environment,
+        )
+        rollout = collector.complete(
+            model.params, np.arange(4), jax.random.key(3), np.arange(16), required=False
+        )
+        return collector, rollout
+
+    return collect
+
+
+def test_it_is_on_policy_and_says_what_happened(train):
+    run = train()
+    first = run.rows[0]
+    assert first["sampling/logp_difference_max"] < 1e-5
+    assert first["episodes/turns"] == 3
+    assert first["episodes/failed"] == first["episodes/cut_ratio"] == 0
+    assert first["episodes/said"] == 2
+    assert first["reward"] == pytest.approx(first["rewards/environment/mean"])
+    lines = [
+        json.loads(line)
+        for line in (run.directory / "samples" / "update-000000.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 8
+    for line in lines:
+        roles = [message["role"] for message in line["completion"]]
+        assert roles == ["assistant", "user"] * 2 + ["assistant"]
+        assert line["prompt"][0]["role"] == "user"
+        assert line["reward"] == pytest.approx(sum(turn["reward"] for turn in line["turns"]))
+        assert line["length"] == sum(turn["tokens"] for turn in line["turns"])
+
+
+def test_trained_tokens_are_those_that_were_sampled(collect, model):
+    collector, rollout = collect()
+    samples, said = rollout.samples, rollout.conversations
+    encoder = collector.episodes.encoder
+    trees = rollout.trees(collector.prompts)
+    for i, turns in enumerate(said.turns):
+        branch, weight = trees[i // 4].branches[i % 4], trees[i // 4].weights[i % 4]
+        written = np.zeros(len(branch), bool)
+        for turn in turns:
+            written[turn.start : turn.end] = True
+        assert np.array_equal(weight > 0, written)
+        assert np.array_equal(samples.mask[i, : len(branch)], written)
+        assert (samples.logps[i, : len(branch)][written] < 0).all()
+        assert not samples.logps[i, : len(branch)][~written].any()
+        # What the world added is what the template writes between the turns.
+        between = [branch[a.end : b.start] for a, b in pairwise(turns)]
+        decoded = [model.tokenizer.decode(ids) for ids in between]
+        assert all("a b c" in text for text in decoded)
+        assert len(branch) == turns[-1].end
+    assert np.array_equal(trees[0].prefix, encoder.prompt(rollout.inputs.prompts[0]))
+
+
+def test_completions_of_an_async_environment_are_the_same(collect):
+    _, plain = collect()
+    _, slow = collect("Slow")
+    for name in ("tokens", "lengths", "logps", "mask", "finished"):
+        assert np.array_equal(getattr(plain.samples, name), getattr(slow.samples, name)), name
+    assert np.array_equal(plain.total, slow.total)
+
+
+def test_an_environment_in_worker_processes_answers_alike(collect):
+    _, plain = collect()
+    _, apart = collect(options={"processes": 1, "timeout": 30})
+    assert np.array_equal(plain.samples.tokens, apart.samples.tokens)
+    assert np.array_equal(plain.total, apart.total)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (
+            "Talk",
+            {"fails_at": 1},
+            "row 2: environment 'worlds.py:Talk': step raised ValueError: no such game",
+        ),
+        (
+            "Hangs",
+            {"timeout": 0.5},
+            "row 2: environment 'worlds.py:Hangs': step took longer than its timeout of 0.5 s",
+        ),
+    ],
+)
+def test_an_episode_that_fails_is_reported_and_left_out(collect, name, options, words):
+    with pytest.warns(UserWarning, match="4 of 16 episodes failed and are left out") as warned:
+        _, rollout = collect(name, options)
+    assert any(words in str(each.message) for each in warned)
+    failed = np.arange(4, 8)
+    assert np.isnan(rollout.total[failed]).all()
+    assert not rollout.samples.mask[failed].any()
+    assert not np.isnan(np.delete(rollout.total, failed)).any()
+    assert rollout.metrics["episodes/failed"] == 4
+
+
+def test_a_failure_can_end_the_run(train):
+    with pytest.raises(RunError, match=r"row 2: environment 'worlds.py:Talk': step raised ValueError"):
+        train(options={"fails_at": 1, "on_error": "stop"})
+
+
+def test_where_all_fail_the_run_ends(collect):
+    with pytest.raises(
+        RunError, match=r"every episode of the rollout failed; the first: .* row 1.*a prompt of 10 tokens"
+    ):
+        collect("Talk", max_prompt_length=2)
+
+
+def test_episodes_of_a_group_begin_alike(collect):
+    with pytest.warns(UserWarning, match="returned other messages than for the first episode of its group"):
+        _, rollout = collect("Differs")
+    assert rollout.metrics["episodes/failed"] == 8
+
+
+@pytest.mark.parametrize(("options", "turns"), [({"max_turns": 2}, 2), ({"max_seconds": 1e-9}, 1)])
+def test_limits_cut_episodes(collect, options, turns):
+    _, rollout = collect(options=options)
+    assert {len(each) for each in rollout.conversations.turns} == {turns}
+    assert rollout.metrics["episodes/cut_ratio"] == 1
+    assert not rollout.samples.finished.any()
+
+
+def test_an_episode_has_no_more_tokens_than_it_may(collect):
+    _, rollout = collect(options={"max_tokens": 16})
+    assert rollout.samples.tokens.shape == (16, 16)
+    assert rollout.samples.lengths.max() <= 16
+    assert 0 < rollout.metrics["episodes/cut_ratio"] <= 1
+    for turns, said in zip(rollout.conversations.turns, rollout.inputs.completions, strict=True):
+        assert len(turns) == sum(message["role"] == "assistant" for message in said)
+        assert said[-1]["role"] == "assistant"
+
+
+def test_a_history_that_is_encoded_again_is_a_row_per_turn(collect):
+    collector, rollout = collect(options={"history": "encoded_again"})
+    trees, said = rollout.trees(collector.prompts), rollout.conversations
+    assert rollout.samples.mask.sum() == rollout.samples.lengths.sum()
+    every = [(i, turn) for i, turns in enumerate(said.turns) for turn in turns]
+    assert len(trees) == len(every) == 48
+    assert rollout.tree_groups() == [i // 4 for i, _ in every]
+    for tree, (i, turn) in zip(trees, every, strict=True):
+        history = rollout.inputs.prompts[i] + rollout.inputs.completions[i]
+        before = history[: 1 + 2 * said.turns[i].index(turn)]
+        assert np.array_equal(tree.prefix, collector.episodes.encoder.prompt(before))
+        assert np.array_equal(tree.branches[0], rollout.samples.tokens[i, turn.start : turn.end])
+
+
+def test_a_policy_of_encoded_histories_trains(train):
+    run = train(options={"history": "encoded_again"}, steps_per_generation=2, beta=0.1)
+    assert run.rows[0]["sampling/logp_difference_max"] < 1e-5
+
+
+@pytest.mark.parametrize("history", ["kept", "encoded_again"])
+def test_a_run_that_stops_within_a_rollout_goes_on_to_the_same_bits(
+    tiny, train, model, tmp_path, config, history
+):
+    changes = {"steps_per_generation": 2, "num_iterations": 2, "max_training_steps": 6, "beta": 0.1}
+    options = {"history": history}
+    whole = train(at="whole", options=options, **changes)
+    part = tmp_path / "part"
+
+    class Stop:
+        @hookimpl
+        def rlhf_step_end(self, stage, step, metrics):
+            if step == 3:
+                raise KeyboardInterrupt
+
+    given = config("Talk", options, save_steps=1, **changes)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run("grpo", given, part, listeners=[Stop()], model=model, train_dataset=tiny.prompts(4))
+    artifact = tiny.run("grpo", given, part, model=model, train_dataset=tiny.prompts(4))
+    ours, theirs = (
+        (path / "model.safetensors").read_bytes() for path in (artifact.path, whole.artifact.path)
+    )
+    assert ours == theirs
+    shutil.rmtree(part)
+
+
+def test_the_python_door(tiny, model, worlds, tmp_path):
+    environment = {"environment": f"{worlds}:Talk", "max_training_steps": 1}
+    result = GRPOTrainer(
+        GRPOConfig(**BASE | environment, save_directory=str(tmp_path / "door")),
+        model=model,
+        train_dataset=tiny.prompts(4),
+        eval_dataset=tiny.prompts(4, seed=1),
+    ).train()
+    assert "eval_reward" in result.metrics
+    assert result.metrics["eval_episodes/turns"] == 3
+
+
+def test_a_reward_function_reads_the_conversation(tiny, model, worlds, tmp_path):
+    def turns(completions, environment_rewards):
+        assert len(environment_rewards) == len(completions)
+        return [float(sum(m["role"] == "assistant" for m in each)) for each in completions]
+
+    environment = {"environment": {"name": f"{worlds}:Talk", "weight": 0.5}, "max_training_steps": 1}
+    config = GRPOConfig(**BASE | environment, save_directory=str(tmp_path / "door"))
+    result = GRPOTrainer(config, model=model, rewards=[turns], train_dataset=tiny.prompts(4)).train()
+    metrics = result.metrics
+    assert metrics["rewards/turns/mean"] == 3
+    assert metrics["reward"] == pytest.approx(3 + 0.5 * metrics["rewards/environment/mean"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environment": {"name": "nowhere"}}, "'grpo'.environment: no environment named 'nowhere'"),
+        ({"environment": {"name": "collections:Counter"}}, "makes Counter, which has no reset and no step"),
+        ({"environment": {"name": "worlds:Talk", "turn": 3}}, "unknown"),
+        ({"environment": {"max_tokens": 3, "tools": []}}, "environment.max_tokens=3"),
+    ],
+)
+def test_mistakes_are_found_before_the_run(tiny, model, tmp_path, changes, words, worlds):
+    if changes["environment"].get("name", "").startswith("worlds"):
+        changes = {"environment": {**changes["environment"], "name": f"{worlds}:Talk"}}
+    with pytest.raises((InputError, ValueError), match=words):
+        tiny.run(
+            "grpo",
+            GRPOConfig(**{**BASE, **changes}),
+            tmp_path / "run",
+            model=model,
+            train_dataset=tiny.prompts(4),
+        )

@@ -1,0 +1,279 @@
+"""Conversations in slots against conversations of whole calls: the same tokens, whatever the model and the options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from rlhf_core import sampling
+from rlhf_core.contracts import Continuation
+from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.plugins.component import load_file
+from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, converse_by_turns, layout
+from rlhf_core.sampling.slot_devices import Devices
+
+worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
+KEY = jax.random.key(4)
+VOCAB, LONGEST_PROMPT, FOLLOWING = 48, 24, 120
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "gemma2": {"model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def define(name: str, **changes: Any) -> Definition:
+    family = dataclasses.replace(DECODER, **changes)
+    return Definition(family, DECODER.parse({**SIZES, **FAMILIES[name]}, "lm"), "lm")
+
+
+def make_prompts(*lengths: int, group: int = 3) -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, VOCAB, length).astype(np.int32) for length in lengths]
+    return [prompt for prompt in prompts for _ in range(group)]
+
+
+PROMPTS = make_prompts(1, 12, LONGEST_PROMPT)
+IDS = np.arange(50, 50 + len(PROMPTS))
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]:
+    """Hold the conversations of PROMPTS, and return what the world was told."""
+
+    def run(
+        name: str = "llama",
+        *,
+        slots: int = 1000,
+        world: Any = None,
+        mesh: Any = None,
+        tensor: int | None = None,
+        by_turns: bool = False,
+        changes: dict[str, Any] | None = None,
+        prompts: list[np.ndarray] = PROMPTS,
+        ids: np.ndarray | None = None,
+        stop_ids: tuple[int, ...] = (3,),
+        **options: Any,
+    ) -> dict[int, list[Any]]:
+        monkeypatch.setitem(layout.SLOTS, "cpu", slots)
+        definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
+        mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+        longest, count = LONGEST_PROMPT + FOLLOWING, len(prompts)
+        sampler = Sampler(
+            definition,
+            SamplingOptions(**{"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options}),
+            mesh=mesh,
+            stop_ids=stop_ids,
+            num_generations=1,
+            prompts_per_call=count,
+            max_prompt_length=longest if by_turns else LONGEST_PROMPT,
+            conversation_length=None if by_turns else FOLLOWING,
+        )
+        params = jax.jit(definition.init, out_shardings=definition.shardings(mesh))(jax.random.key(1))
+        ids = IDS[: len(prompts)] if ids is None else ids
+        if by_turns:
+            monkeypatch.setattr(sampling, "SHORTEST_BUCKET", longest)  # one program
+            converse_by_turns(sampler, params, prompts, KEY, ids, world)
+        else:
+            sampler.converse(params, prompts, KEY, ids, world)
+        said: dict[int, list[Any]] = world.said
+        return said
+
+    return run
+
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"temperature": 0.8, "top_k": 12, "top_p": 0.9}),
+    ("qwen2", {"temperature": 0.0, "repetition_penalty": 1.4}),
+    ("gemma2", {"repetition_penalty": 0.7, "min_p": 0.05}),
+    ("mixtral", {"stop_token_ids": (5, 11)}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold: Any) -> None:
+    """With a slot for each; for some, where they keep them and where they give them up; with replaced contexts."""
+    expected = hold(name, by_turns=True, world=worlds.MadeUp(VOCAB, replaces=0.3), **options)
+    turns = [turn for said in expected.values() for turn in said]
+    assert len({len(said) for said in expected.values()}) > 1
+    assert 0 < sum(turn.finished for turn in turns) < len(turns)
+    cases = [(1000, None), (1000, 1), (4, None), (4, 2)]
+    for slots, seed in cases if name in ("llama", "gemma2") else cases[-1:]:
+        world = worlds.MadeUp(VOCAB, replaces=0.3, seed=seed)
+        worlds.assert_same(hold(name, slots=slots, world=world, **options), expected)
+        assert any(reply.replaces for replies in world.added.values() for reply in replies)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "tensor", "options"),
+    [
+        ("llama", {"data": 4, "fsdp": 2}, 1, {}),
+        ("gemma2", {"fsdp": 8}, 4, {"top_k": 9}),
+        ("qwen2", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3}),
+    ],
+    ids=str,
+)
+def test_a_mesh_changes_nothing(
+    name: str, axes: dict[str, int], tensor: int, options: dict[str, Any], hold: Any
+) -> None:
+    expected = hold(name, **options)
+    mesh = make_mesh(**axes)
+    for slots, seed in ((1000, None), (1, 3)):
+        world = worlds.MadeUp(VOCAB, seed=seed)
+        found = hold(name, mesh=mesh, tensor=tensor, slots=slots, world=world, **options)
+        worlds.assert_same(found, expected)
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_a_family_that_cannot_extend_caches_takes_whole_calls(axes: dict[str, int], hold: Any) -> None:
+    devices = jax.devices()[: 8 if len(axes) > 1 else 1]
+    found = hold(mesh=make_mesh(**axes, devices=devices), changes={"extend": None})
+    worlds.assert_same(found, hold())
+
+
+def test_one_turn_is_a_completion(hold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = hold("gemma2", world=worlds.MadeUp(VOCAB, turns=1), max_completion_length=40)
+    definition = define("gemma2")
+    sampler = Sampler(
+        definition,
+        SamplingOptions(max_completion_length=40),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        stop_ids=(3,),
+        num_generations=3,
+        prompts_per_call=3,
+        max_prompt_length=LONGEST_PROMPT,
+    )
+    rollouts = sampler(definition.init(jax.random.key(1)), PROMPTS[::3], KEY, IDS)
+    completions = {
+        i: [worlds.Said(rollouts.tokens[i, :n], rollouts.logps[i, :n], rollouts.finished[i])]
+        for i, n in enumerate(rollouts.lengths)
+    }
+    worlds.assert_same(said, completions)
+
+
+def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType) -> None:
+    """A string that begins in one turn does not end in the next; the penalty sees what the world said."""
+    model = tiny.make_model(scale=6.0)
+    words = len(model.tokenizer)
+    prompts = [np.array([7, 8, 9], np.int32)] * 12
+    common = {
+        "mesh": model.mesh,
+        "stop_ids": (),
+        "tokenizer": model.tokenizer,
+        "prompts_per_call": len(prompts),
+    }
+    options = SamplingOptions(
+        stop_strings=("a", "eb", "kk", "m"), repetition_penalty=1.2, max_completion_length=7
+    )
+    told = []
+    for by_turns in (True, False):
+        lengths: dict[str, Any] = {"max_prompt_length": 3, "conversation_length": 100}
+        if by_turns:
+            lengths = {"max_prompt_length": 103}
+        sampler, world = Sampler(model.definition, options, **common, **lengths), worlds.MadeUp(words)
+        if by_turns:
+            converse_by_turns(sampler, model.params, prompts, KEY, np.arange(12), world)
+        else:
+            sampler.converse(model.params, prompts, KEY, None, world)
+        told.append(world.said)
+    worlds.assert_same(*told, atol=2e-5)
+    ends = [turn.finished for said in told[0].values() for turn in said]
+    assert 0 < sum(ends) < len(ends)
+
+
+class Script:
+    """A world that replies with what the test lists, and then ends."""
+
+    def __init__(self, *replies: Continuation) -> None:
+        self.said: list[np.ndarray] = []
+        self._replies = list(replies)
+
+    def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
+        self.said.append(tokens)
+
+    def replies(self, *, wait: bool) -> list[Continuation]:
+        return [self._replies.pop(0) if self._replies else Continuation(0, None)]
+
+
+def test_the_last_turn_ends_with_the_conversation_length(hold: Any) -> None:
+    """Nothing is written behind the last entry of the cache, and what is before it is as in whole calls."""
+    options = {"prompts": PROMPTS[-1:], "max_completion_length": 50, "stop_ids": ()}
+    added = np.arange(5, 15, dtype=np.int32)
+    replies = [Continuation(0, added, 30), Continuation(0, added, 50)]
+    found, whole = Script(*replies), Script(*replies)
+    hold(world=found, **options)
+    hold(world=whole, by_turns=True, **options)
+    assert [len(turn) for turn in found.said] == [50, 30, FOLLOWING - 100]
+    for turn, other in zip(found.said, whole.said, strict=True):
+        np.testing.assert_array_equal(turn, other[: len(turn)])
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (Continuation(0, np.zeros(FOLLOWING, np.int32), 4), "at most 144"),
+        (Continuation(0, np.zeros(0, np.int32), 4, replaces=True), "must have tokens"),
+        (Continuation(0, np.zeros(3, np.int32), 0), "at least one"),
+        (Continuation(7, np.zeros(3, np.int32), 4), "after no turn"),
+    ],
+)
+def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, message: str, hold: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        hold(world=Script(reply), prompts=PROMPTS[-1:])
+
+
+def test_calls_that_cannot_be_are_refused(hold: Any) -> None:
+    with pytest.raises(InputError, match="prompt 2 has no tokens"):
+        hold(prompts=[PROMPTS[0], PROMPTS[0][:0]])
+    with pytest.raises(ValueError, match="one entry per conversation"):
+        hold(ids=IDS[:2])
+    definition = define("llama")
+    sampler = Sampler(
+        definition,
+        SamplingOptions(),
+        mesh=make_mesh(devices=jax.devices()[:1]),
+        stop_ids=(),
+        prompts_per_call=1,
+        max_prompt_length=8,
+    )
+    with pytest.raises(ValueError, match="without conversation_length"):
+        sampler.converse({}, PROMPTS, KEY, None, Script())
+    hold(prompts=[])
+
+
+def test_a_prompt_is_fed_once_and_a_turn_feeds_what_is_new(
+    hold: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[int] = []
+    feed = Devices.feed
+
+    def spy(self: Devices, pieces: Any) -> None:
+        fed.extend(len(tokens) for *_, tokens in pieces)
+        feed(self, pieces)
+
+    monkeypatch.setattr(Devices, "feed", spy)
+    world = worlds.MadeUp(VOCAB)
+    hold(world=world)
+    replies = [reply.tokens for said in world.added.values() for reply in said if reply.tokens is not None]
+    # Of a prompt all but its last token; of a reply as many tokens as it has, for the turn's last one is fed with it.
+    assert sum(fed) == sum(len(prompt) - 1 for prompt in PROMPTS[::3]) + sum(map(len, replies))
