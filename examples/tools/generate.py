@@ -31,7 +31,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool
 class Sizes:
     """Rows of each file, and the digits of each number."""
 
-    shown: int = 1600
+    shown: int = 2304
     sums: int = 4096
     heldout: int = 256
     digits: int = 4

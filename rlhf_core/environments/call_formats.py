@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rlhf_core.errors import InputError
@@ -33,10 +33,11 @@ UNIT = re.compile(r"<[^<>\s][^<>]*>?|\[/?[A-Z_]+\]|\s+|[^<>\s\[]+>?|.", re.DOTAL
 class CallFormat:
     """How a template writes a tool call. White space in and around marks does not count, unless stated.
 
-    opening, closing: marks around each call; without an opening a reply is calls and nothing else. name_end: mark
+    opening, closing: marks around each call. name_end: mark
     between the name and the arguments (named) or after the name (tags). parameter: marks before a key, between it and
     its value, and after that, with the line ends that are no part of the value (tags). around: marks around all calls
-    of a reply together.
+    of a reply together. alone: whether the template leaves out a text beside calls, so that a reply is the one or the
+    other.
     """
 
     way: Way
@@ -45,6 +46,7 @@ class CallFormat:
     name_end: str = ""
     parameter: tuple[str, str, str] = ("", "", "")
     around: tuple[str, str] = ("", "")
+    alone: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -71,42 +73,41 @@ FORMATS = (
         "```json",
         around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    CallFormat("object"),
+    CallFormat("object", alone=True),
 )
 """Formats to try, in this order, where the template writes no calls."""
 
 
 def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     """Find the format in which the template writes tool calls; None if it writes none, or in no known way."""
-    one = _written_calls(encoder, 1)
-    if one is None or NAME not in one:
-        return None
-    two = _written_calls(encoder, 2)
+    written = _written_calls(encoder, 1)
+    one = written.rpartition(TEXT)[2]
     way, bodies = _bodies(one)
     if way is None:
         return None
     (start, end), between = bodies[0], None
-    if way not in ("list", "python") and two is not None and len(pair := _bodies(two)[1]) == 2:
+    two = _written_calls(encoder, 2).rpartition(TEXT)[2]
+    if way not in ("list", "python") and len(pair := _bodies(two)[1]) == 2:
         between = two[pair[0][1] : pair[1][0]]
     opening, closing, around = _split_marks(one[:start], one[end:], between)
+    learned = CallFormat(way, opening, closing, around=around, alone=TEXT not in written)
     if way == "named":
-        name_end = one[start + len(NAME) : one.index("{", start)].strip()
-        return CallFormat("named", opening, closing, name_end, around=around)
-    if way == "tags":
-        return _tags(one[start:end], opening, closing, around)
-    return CallFormat(way, opening, closing, around=around)
+        return replace(learned, name_end=one[start + len(NAME) : one.index("{", start)].strip())
+    return _with_tags(learned, one[start:end]) if way == "tags" else learned
 
 
-def _written_calls(encoder: ConversationEncoder, count: int) -> str | None:
-    """Render a reply that makes the known call, and return it without its text and the token that ends it."""
+def _written_calls(encoder: ConversationEncoder, count: int) -> str:
+    """Render a reply with a text that makes the known call, without the token that ends it; empty if that fails."""
     calls = [{"type": "function", "function": {"name": NAME, "arguments": dict(ARGUMENTS)}}] * count
     asked = {"role": "user", "content": "a"}
     try:
         messages = encoder.completed([asked, {"role": "assistant", "content": TEXT, "tool_calls": calls}])
         opened, closed = encoder.write([asked], open_turn=True), encoder.write(messages)
     except InputError:
-        return None
-    text = closed[shared_length(opened, closed) :].rpartition(TEXT)[2]
+        return ""
+    shared = closed[: shared_length(opened, closed)]
+    start = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # marks stay whole
+    text = closed[start:]
     last = max(text.rfind(word) for word in (NAME, *ARGUMENTS.values()))
     stops = [at for stop in encoder.stops.values() if (at := text.find(stop, max(last, 0))) >= 0]
     return text[: min(stops)] if stops else text
@@ -183,7 +184,7 @@ def shared_length(a: Sequence[str], b: Sequence[str]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _tags(body: str, opening: str, closing: str, around: tuple[str, str]) -> CallFormat | None:
+def _with_tags(learned: CallFormat, body: str) -> CallFormat | None:
     """Find the marks around names, keys and values in a call that is written with tags."""
     words = [NAME, *(word for item in ARGUMENTS.items() for word in item)]
     match = re.fullmatch("(.*?)".join(words), body, re.DOTALL)
@@ -194,7 +195,9 @@ def _tags(body: str, opening: str, closing: str, around: tuple[str, str]) -> Cal
     value_end = "".join(second[: len(second) - shared])
     if not shared or not value_end.strip():
         return None
-    key = "".join(first[len(first) - shared :])
-    closing = closing.removeprefix(value_end.strip()).strip()
-    name_end = "".join(first[: len(first) - shared]).strip()
-    return CallFormat("tags", opening, closing, name_end, (key, match[2], value_end), around)
+    return replace(
+        learned,
+        closing=learned.closing.removeprefix(value_end.strip()).strip(),
+        name_end="".join(first[: len(first) - shared]).strip(),
+        parameter=("".join(first[len(first) - shared :]), match[2], value_end),
+    )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.environments.call_formats import shared_length
-from rlhf_core.environments.history import REMEDY, history_problem
+from rlhf_core.environments.history import REMEDY, history_problem, template_problem
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
 from rlhf_core.tokenizer.text_options import TextOptions
@@ -74,7 +74,7 @@ class ConversationEncoder:
         self.encoder = Encoder(tokenizer, options)
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys([*self.encoder.special.eos, *map(int, stop_ids)]))
-        self._problems: dict[tuple[str, bool], str | None] = {}
+        self._problems: dict[tuple[str, str, bool], str | None] = {}
 
     @property
     def name(self) -> str:
@@ -113,29 +113,35 @@ class ConversationEncoder:
         if problem := self.problem(tools=tools, roles=roles):
             raise InputError(problem)
         tail = self.tail(messages, added, tools)
+        stop = "" if ended_by is None else self._added(ended_by)
         if tail.end is not None:
             ids = self._tokenize(tail.from_end)
-            if len(ids) and ids[0] == tail.end:
-                if ended_by is not None:
-                    return ids[1:]
-                if tail.bordered:
-                    return ids
-            if ended_by is not None:
-                return self._after(self._added(ended_by) or WORD, tail.text[tail.stop :])
-        return self._after((ended_by is not None and self._added(ended_by)) or WORD, tail.text)
+            if ids[0] == tail.end and (ended_by is not None or tail.bordered):
+                return ids if ended_by is None else ids[1:]
+        if ended_by is None:
+            return self._after(WORD, tail.text)
+        if tail.end is None and stop and tail.text.startswith(stop):
+            return self._after(
+                stop, tail.text.removeprefix(stop)
+            )  # the token that begins the next turn ended this one
+        return self._after(stop or WORD, tail.text[tail.stop :])
 
-    def problem(self, *, tools: Sequence[Any] | None, roles: Sequence[str]) -> str | None:
-        """Describe why what the world adds in messages of these roles cannot be encoded alone; None if it can.
+    def problem(
+        self, *, tools: Sequence[Any] | None, roles: Sequence[str], encoded_again: bool = False
+    ) -> str | None:
+        """Describe why conversations in which messages of these roles follow replies cannot be had; None if they can.
 
-        A template must keep what it wrote before when such a message follows a reply, whatever the reply holds, and
-        with `tools` must write their schemas, the calls and the results.
+        A template must take such messages and, with `tools`, write their schemas, the calls and the results. It must
+        keep what it wrote before, whatever the replies hold, unless the whole conversation is `encoded_again` in
+        each turn.
         """
         for role in roles:
-            key = role, bool(tools)
-            if key not in self._problems:
-                self._problems[key] = history_problem(self, role, tools)
-            if problem := self._problems[key]:
-                return problem
+            for check in (template_problem,) if encoded_again else (template_problem, history_problem):
+                key = check.__name__, role, bool(tools)
+                if key not in self._problems:
+                    self._problems[key] = check(self, role, tools)
+                if problem := self._problems[key]:
+                    return problem
         return None
 
     def write(
@@ -154,7 +160,7 @@ class ConversationEncoder:
                 awaited = [str(call["id"]) for call in calls]
                 message = {**message, "tool_calls": [self._with_arguments(call) for call in calls]}
             elif message["role"] == "tool":
-                message = with_id(message, awaited.pop(0) if awaited else call_id(number, 0))
+                message = _with_id(message, awaited.pop(0) if awaited else call_id(*_place(messages, number)))
             completed.append(message)
         return completed
 
@@ -162,7 +168,7 @@ class ConversationEncoder:
         self, messages: Sequence[Message], added: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> Tail:
         """Render what follows the last reply, with dummies in place of replies. Raises InputError as `observation`."""
-        whole = self._with_dummies([*messages, *added])
+        whole = self._with_dummies(self.completed([*messages, *added]))
         last = len(messages) - 1
         calls = bool(whole[last].get("tool_calls"))
         before = self.write(whole[:last], tools, open_turn=True)
@@ -186,9 +192,15 @@ class ConversationEncoder:
             return Tail(text)
         # No token ends the reply: its calls end where what follows a reply without calls begins.
         whole[last] = {"role": "assistant", **self._dummy}
-        plain = self.write(whole, tools, open_turn=True)[len(before) :].partition(WORD)[2]
-        if not text.endswith(plain):
-            raise InputError(f"{self.name} does not show where a reply with tool calls ends. {REMEDY}")
+        try:
+            plain = self.write(whole, tools, open_turn=True)[len(before) :].partition(WORD)[2]
+        except InputError:
+            plain = None
+        if plain is None or not text.endswith(plain):
+            raise InputError(
+                f"{self.name} writes no stop token after a reply with tool calls, so that its end is not known. Add "
+                "the token that it writes to sampling.stop_token_ids"
+            )
         return Tail(plain)
 
     def rewrites(self, before: str, after: str) -> str:
@@ -208,8 +220,6 @@ class ConversationEncoder:
                 following = takewhile(lambda m: m["role"] != "assistant", messages[number + 1 :])
                 results = [m for m in following if m["role"] == "tool"]
                 message = self._dummy_reply(number, message, results, self._style)
-            elif message["role"] == "tool":
-                message = with_id(message, call_id(*_place(messages, number)))
             dummied.append(message)
         return dummied
 
@@ -292,7 +302,7 @@ def call_id(message: int, call: int) -> str:
     return f"{message:06d}{call:03d}"
 
 
-def with_id(result: Message, given: str) -> Message:
+def _with_id(result: Message, given: str) -> Message:
     """Give a result the id of its call, unless it has one."""
     return result if result.get("tool_call_id") else {**result, "tool_call_id": given}
 

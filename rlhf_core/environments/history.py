@@ -51,19 +51,40 @@ CALLING = (
 )
 
 
-def history_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
-    """Describe what the template does to its past when messages of `role` follow replies, or return None."""
+def template_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
+    """Describe what the template refuses or leaves out of a conversation in which messages of `role` follow replies.
+
+    tools: JSON schemas, which it must write, as it must the calls. Return None if nothing is missing.
+    """
     probe = [*tools, TOOL] if tools else None
-    try:
-        if probe and (problem := _schema_problem(encoder, probe)):
-            return problem
-        return _Trial(encoder, role, probe).problem()
-    except InputError as error:
-        return str(error)
+    if probe and (problem := _schema_problem(encoder, probe)):
+        return problem
+    trial = _Trial(encoder, role, probe)
+    forms = (Form(text=False, call=True),) if tools else (Form(), Form(call=True))
+    refusals = []
+    for form in forms:
+        messages = [_user(0), _reply(form, 1), *trial.added(1, 1)]
+        try:
+            text = trial.written(messages, open_turn=True)
+        except InputError as error:
+            refusals.append(str(error))
+            continue
+        if tools and "qzxvalue1" not in trial.written(messages[:2]):
+            return (
+                f"{encoder.name} leaves out the tool calls of replies. Give a chat template that writes them"
+            )
+        if "qzxadded1" not in text:
+            return f"{encoder.name} leaves out '{role}' messages. Give a chat template that writes them"
+        return None
+    what = "tool calls, or " if tools else ""
+    return f"{encoder.name} refuses {what}'{role}' messages after a reply: {refusals[0]}"
 
 
 def _schema_problem(encoder: ConversationEncoder, tools: Sequence[Any]) -> str | None:
-    text = encoder.write([{"role": "user", "content": "qzxasked"}], tools, open_turn=True)
+    try:
+        text = encoder.write([{"role": "user", "content": "qzxasked"}], tools, open_turn=True)
+    except InputError as error:
+        return f"{encoder.name} refuses tools: {error}"
     words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
     if missing := [what for what, word in words.items() if word not in text]:
         return (
@@ -71,6 +92,15 @@ def _schema_problem(encoder: ConversationEncoder, tools: Sequence[Any]) -> str |
             "what it may call. Give a chat template that writes them"
         )
     return None
+
+
+def history_problem(encoder: ConversationEncoder, role: str, tools: Sequence[Any] | None) -> str | None:
+    """Describe what the template does to its past when messages of `role` follow replies, or return None."""
+    try:
+        return _Trial(encoder, role, [*tools, TOOL] if tools else None).problem()
+    except InputError as error:
+        words = str(error)
+        return words if encoder.name in words else f"{encoder.name} fails on '{role}' messages: {words}"
 
 
 class _Trial:
@@ -81,30 +111,23 @@ class _Trial:
 
     def problem(self) -> str | None:
         """Describe the first thing that the template does to its past, or return None."""
-        candidates = (*SPOKEN, *CALLING) if self.tools or self.role == "tool" else SPOKEN
-        refusals: dict[Form, str] = {}
-        differences: dict[Form, str] = {}
+        differences: list[str] = []
         forms: list[Form] = []
-        for form in candidates:
+        for form in (*SPOKEN, *CALLING) if self.tools or self.role == "tool" else SPOKEN:
             try:
                 difference = self._difference_at_once(form)
-            except InputError as error:
-                refusals[form] = str(error)
-                continue
+            except InputError:
+                continue  # what the template refuses is no part of a conversation
             if difference:
-                differences[form] = difference
+                differences.append(difference)
             elif self._may_be_written(form):
                 forms.append(form)
         if not forms:
-            reason = next(iter([*differences.values(), *refusals.values()]))
-            if differences:
-                return reason
-            return f"{self.encoder.name} refuses '{self.role}' messages after a reply: {reason}"
-        if self.tools and not any(form.call for form in forms):
-            refused = [reason for form, reason in refusals.items() if form.call]
-            if refused:
-                return f"{self.encoder.name} refuses tool calls, or what follows them: {refused[0]}"
-            return f"{self.encoder.name} leaves out the tool calls of replies. Give a chat template that writes them"
+            return (
+                differences[0]
+                if differences
+                else f"{self.encoder.name} leaves out what replies say. {REMEDY}"
+            )
         growths = (self._growth_problem(*conversation) for conversation in self._conversations(forms))
         return next((problem for problem in growths if problem), None)
 
@@ -113,32 +136,32 @@ class _Trial:
 
         A policy cannot write a reply of such a form, if another form continues the prompt.
         """
-        messages = [_user(0), _reply(form, 1), *self._added(1, 1)]
+        messages = [_user(0), _reply(form, 1), *self.added(1, 1)]
         opened = self.encoder.write(messages[:1], self.tools, open_turn=True)
-        later = self._written(messages, open_turn=True)
-        if later.startswith(opened) or self._written(messages[:2]).startswith(opened):
+        later = self.written(messages, open_turn=True)
+        if later.startswith(opened) or self.written(messages[:2]).startswith(opened):
             return None
         return self.encoder.rewrites(opened, later)
 
     def _may_be_written(self, form: Form) -> bool:
         """Whether the template has a place for what sets a form apart, so that a policy may write it.
 
-        Calls without marks around them have no text beside them.
+        Calls that the template writes without the text beside them are no calls to `CallParser`.
         """
-        closed = self._written([_user(0), _reply(form, 1)])
+        closed = self.written([_user(0), _reply(form, 1)])
         if form.field and "qzxthought1" not in closed:
             return False
         if not form.call:
             return True
         beside = form.text or form.thought
-        return "qzxvalue1" in closed and (not beside or self._format is None or bool(self._format.opening))
+        return "qzxvalue1" in closed and not (beside and self._format is not None and self._format.alone)
 
     def _conversations(self, forms: Sequence[Form]) -> Iterator[tuple[bool, Sequence[Form], int, int]]:
         """Yield conversations: whether one begins with a system message, the forms of its replies, how many messages
         follow each, and how long each is.
         """
         last = next((form for form in forms if not form.call), forms[0])
-        several = [1, 2] if self._accepts([_user(0), _reply(forms[-1], 1), *self._added(1, 2)]) else [1]
+        several = [1, 2] if self._accepts([_user(0), _reply(forms[-1], 1), *self.added(1, 2)]) else [1]
         systems = [False, True] if self._accepts([_system(), _user(0)]) else [False]
         for a, b in combinations_with_replacement(forms, 2):
             yield False, (a, b, a, last), 1, 0
@@ -150,11 +173,11 @@ class _Trial:
         """Render a conversation turn by turn, and describe the first change of what was written before."""
         name = self.encoder.name
         messages = [*([_system()] if system else []), _user(0, length)]
-        opened = self._written(messages, open_turn=True)
+        opened = self.written(messages, open_turn=True)
         for number, form in enumerate(replies, 1):
-            messages = [*messages, _reply(form, number, length), *self._added(number, added, length)]
+            messages = [*messages, _reply(form, number, length), *self.added(number, added, length)]
             try:
-                longer = self._written(messages, open_turn=True)
+                longer = self.written(messages, open_turn=True)
             except InputError:
                 return None  # there are no such conversations
             if not longer.startswith(opened):
@@ -178,7 +201,7 @@ class _Trial:
     def _format(self) -> CallFormat | None:
         return call_format(self.encoder)
 
-    def _added(self, number: int, count: int, length: int = 0) -> list[Message]:
+    def added(self, number: int, count: int, length: int = 0) -> list[Message]:
         return [
             {
                 "role": self.role,
@@ -188,12 +211,12 @@ class _Trial:
             for k in range(count)
         ]
 
-    def _written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
+    def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
         return self.encoder.write(self.encoder.completed(messages), self.tools, open_turn=open_turn)
 
     def _accepts(self, messages: Sequence[Message]) -> bool:
         try:
-            self._written(messages, open_turn=True)
+            self.written(messages, open_turn=True)
         except InputError:
             return False
         return True

@@ -86,10 +86,18 @@ class CallParser:
         return len(text) if self._thinks or "<think>" in text else 0
 
     def _find(self, text: str, start: int) -> list[Call]:
-        for form in self.formats:
-            if calls := [_checked(call) for call in _calls(form, text, start, self._schemas)]:
-                return calls
-        return []
+        """Find the calls in the first format that reads all of its own, else in the first that finds any."""
+        readings = (self._read(form, text, start) for form in self.formats)
+        found = [calls for calls in readings if calls]
+        whole = [calls for calls in found if all(call.error is None for call in calls)]
+        return next(iter([*whole, *found]), [])
+
+    def _read(self, form: CallFormat, text: str, start: int) -> list[Call]:
+        calls = [_checked(call) for call in _calls(form, text, start, self._schemas)]
+        if calls and form.alone and self._content(text, calls):
+            error = "a call must stand alone: the text beside it would be lost"
+            return [Call(calls[0].start, calls[-1].end, error=error)]
+        return calls
 
     def _content(self, text: str, calls: Sequence[Call]) -> str:
         content, at = "", 0

@@ -21,6 +21,7 @@ from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.training.memory import sampling_memory
 from rlhf_core.training.open import (
+    OF_EPISODES,
     open_episode_rows,
     open_prompts,
     open_sampler,
@@ -180,6 +181,8 @@ class RolloutCollector:
         measured = rollout_metrics(
             self.rewards, rollout.rewards, rollout.total, rollout.samples, rollout.group
         )
+        if self.episodes is not None and np.isnan(measured.get(f"rewards/{OF_EPISODES}/mean", 0.0)):
+            measured = {k: v for k, v in measured.items() if not k.startswith(f"rewards/{OF_EPISODES}/")}
         return {**measured, **rollout.metrics}
 
 

@@ -68,10 +68,10 @@ class Devices:
             self._seen = turns.note(self._seen, *rows, program=self.program)
 
     def decode(self, slots: Slots, steps: int) -> turns.Decoded:
-        """Decode the active slots by at most so many tokens; the results are NumPy arrays."""
+        """Decode the active slots by at most so many tokens."""
         self._compiling.wait("decode")
         rows = put_rows(self.program.mesh, slots)
-        self._cache, self._seen, decoded = turns.decode(
+        self._cache, self._seen, words = turns.decode(
             self._weights,
             self._cache,
             self._seen,
@@ -81,8 +81,7 @@ class Devices:
             np.int32(steps),
             program=self.program,
         )
-        fetched: turns.Decoded = jax.device_get(decoded)
-        return fetched
+        return turns.Decoded.of(jax.device_get(words))
 
     def _batches(self, items: Iterable[Any], rows: int) -> Iterator[list[tuple[int, Any]]]:
         """Yield (row, item) of the items of each call, `rows` of each shard; an item begins with its slot."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -146,18 +146,23 @@ def padded_copies(program: TurnsProgram) -> Copies:
 
 
 class Decoded(NamedTuple):
-    """What `decode` sampled, by step [STEPS, B], and where that left each slot, [B]; NumPy arrays on the host."""
+    """What `decode` sampled, by step [STEPS, B], and where that left each slot, [B]; NumPy arrays."""
 
-    tokens: Any
+    tokens: np.ndarray
     """int32 [STEPS, B]."""
-    logps: Any
+    logps: np.ndarray
     """float32 [STEPS, B]."""
-    drawn: Any
+    drawn: np.ndarray
     """int32, tokens of the turn so far."""
-    matched: Any
+    matched: np.ndarray
     """int32, the state in the table of stop strings."""
-    ends: Any
-    """int8: 0, `next_token.ENDED` or `CUT`."""
+    ends: np.ndarray
+    """int32: 0, `next_token.ENDED` or `CUT`."""
+
+    @classmethod
+    def of(cls, words: np.ndarray) -> Self:
+        """Read the result of `decode`."""
+        return cls(words[:STEPS], words[STEPS : 2 * STEPS].view(np.float32), *words[2 * STEPS :])
 
 
 def _on_shards(program: TurnsProgram, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:
@@ -256,19 +261,18 @@ def decode(
     steps: jax.Array,
     *,
     program: TurnsProgram,
-) -> tuple[Any, jax.Array | None, Decoded]:
+) -> tuple[Any, jax.Array | None, jax.Array]:
     """Decode the turns of active slots until one in SHARE of a shard's has ended, or `steps`, int32, tokens of each are
-    sampled, at most STEPS: (cache, seen, what was sampled, replicated).
+    sampled, at most STEPS: (cache, seen, words, int32 [2 · STEPS + 3, B], replicated, for `Decoded.of`).
     """
     function = functools.partial(_decode, program=program)
     inputs = (_weights(program), CACHE, ROWS, ROWS, WHOLE, WHOLE, WHOLE)
-    columns = PartitionSpec(None, ROW_AXES)
-    outputs = (CACHE, ROWS, Decoded(columns, columns, ROWS, ROWS, ROWS))
-    cache, seen, decoded = _on_shards(program, function, inputs, outputs)(
+    outputs = (CACHE, ROWS, PartitionSpec(None, ROW_AXES))
+    cache, seen, words = _on_shards(program, function, inputs, outputs)(
         weights, cache, seen, slots, key_data, stop_table, steps
     )
     # Replicated: every process of a multi-process run reads all of it.
-    return cache, seen, lax.with_sharding_constraint(decoded, replicated_sharding(program.mesh))
+    return cache, seen, lax.with_sharding_constraint(words, replicated_sharding(program.mesh))
 
 
 def _decode(
@@ -312,7 +316,7 @@ def _decode(
         return _Carry(
             carry.step + 1,
             jax.tree.map(lambda new, old: jnp.where(active, new, old), sampled, slots),
-            jnp.where(active & ~goes, jnp.where(stopped, ENDED, CUT), carry.ends).astype(jnp.int8),
+            jnp.where(active & ~goes, jnp.where(stopped, ENDED, CUT), carry.ends),
             cache,
             seen,
             lax.dynamic_update_slice(carry.tokens, token[None], (carry.step, 0)),
@@ -321,11 +325,13 @@ def _decode(
 
     none = jnp.zeros((STEPS, rows), jnp.int32)
     start = _Carry(
-        jnp.int32(0), slots, jnp.zeros(rows, jnp.int8), cache, seen, none, none.astype(jnp.float32)
+        jnp.int32(0), slots, jnp.zeros(rows, jnp.int32), cache, seen, none, none.astype(jnp.float32)
     )
     end: Any = lax.while_loop(goes_on, step, start)
-    decoded = Decoded(end.tokens, end.logps, end.slots.drawn, end.slots.matched, end.ends)
-    return end.cache, end.seen, decoded
+    logps = lax.bitcast_convert_type(end.logps, jnp.int32)
+    # One array is one exchange, which cannot begin before the loop ends: devices wait for each other in one place.
+    words = jnp.concatenate([end.tokens, logps, jnp.stack([end.slots.drawn, end.slots.matched, end.ends])])
+    return end.cache, end.seen, words
 
 
 def _turn_keys(key_data: jax.Array, slots: Slots, key_type: str) -> jax.Array:

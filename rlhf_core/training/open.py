@@ -369,11 +369,9 @@ def open_rewards(
     )
 
 
-def episode_rewards(
-    completion_ids: Sequence[Any], environment_rewards: Sequence[float | None] | None = None
-) -> Sequence[float | None]:
+def episode_rewards(environment_rewards: Sequence[float | None]) -> Sequence[float | None]:
     """Return the sum of each episode's rewards; None where the environment gave none."""
-    return [None] * len(completion_ids) if environment_rewards is None else environment_rewards
+    return environment_rewards
 
 
 def open_sampler(

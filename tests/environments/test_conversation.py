@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.environments.conversation import ConversationEncoder
 from rlhf_core.errors import InputError
@@ -276,3 +278,138 @@ def test_words_of_the_dummy_in_a_conversation_change_nothing() -> None:
     observation = encoder.observation(said, [chat.user("qzxreply\nqzxlast")], ended_by=None)
     text = "<|im_end|>\n<|im_start|>user\nqzxreply\nqzxlast<|im_end|>\n<|im_start|>assistant\n"
     assert observation.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+HEADED = "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
+OPENED = "{% if add_generation_prompt %}assistant:{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+STRICT = """\
+{{- bos_token -}}
+{%- set ns = namespace(turn=0) -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) -%}
+{%- if (m.role == 'user') != (ns.turn % 2 == 0) -%}{{ raise_exception('roles must alternate') }}{%- endif -%}
+{%- set ns.turn = ns.turn + 1 -%}
+{%- endif -%}
+{%- if m.role == 'user' -%}[INST]{{ m.content }}[/INST]
+{%- elif m.tool_calls -%}
+[TOOL_CALLS][
+{%- for c in m.tool_calls -%}
+{%- if c.id is not defined or c.id | length != 9 -%}{{ raise_exception('ids have nine characters') }}{%- endif -%}
+{{- {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson -}}{{- ', ' if not loop.last -}}
+{%- endfor -%}
+]{{ eos_token }}
+{%- elif m.role == 'tool' -%}
+{%- if m.tool_call_id | length != 9 -%}{{ raise_exception('ids have nine characters') }}{%- endif -%}
+[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]
+{%- else -%}{{ ' ' + m.content + eos_token }}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+def observed(
+    template: str, messages: Any, added: Any, ended_by: int | None, tools: Any = None, **kinds: Any
+) -> Any:
+    tokenizer = chat.byte_level(**kinds)
+    tokenizer.chat_template = template
+    ids = ConversationEncoder(tokenizer).observation(messages, added, ended_by=ended_by, tools=tools)
+    return tokenizer.decode(ids), ids.tolist(), tokenizer
+
+
+def result(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "name": "add", "content": content, **more}
+
+
+def called(*ids: str) -> dict[str, Any]:
+    function = {"name": "add", "arguments": {"x": "1"}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": i, "function": function} for i in ids]}
+
+
+def test_words_before_the_token_that_ends_a_reply_follow_a_cut_one() -> None:
+    template = HEADED + "{{ '\n[end]' + eos_token if m.role == 'assistant' }}\n{% endfor %}" + OPENED
+    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
+    assert observed(template, *said, None)[0] == "\n[end]</s>\nuser: c\nassistant:"
+    assert observed(template, *said, 1)[0] == "\nuser: c\nassistant:"
+
+
+def test_blanks_before_the_token_that_ends_a_reply_are_not_supplied() -> None:
+    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
+    assert observed(chat.LLAMA2, *said, None, bos="<s>")[0] == "</s><s>[INST] c [/INST]"
+    assert observed(chat.LLAMA2, *said, 1, bos="<s>")[0] == "<s>[INST] c [/INST]"
+
+
+def test_the_same_token_may_end_and_begin_a_turn() -> None:
+    """A BOS that equals EOS follows it, and neither is taken for a second BOS."""
+    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
+    assert observed(chat.LLAMA2, *said, None, bos="</s>")[0] == "</s></s>[INST] c [/INST]"
+    assert observed(chat.LLAMA2, *said, 1, bos="</s>")[0] == "</s>[INST] c [/INST]"
+
+
+def test_calls_of_a_template_without_an_end_of_turn() -> None:
+    template = HEADED + CALLS + "{{ '\\n' }}{% endfor %}" + OPENED
+    text, ids, tokenizer = observed(template, [chat.user("a"), called("x")], [result("2")], None)
+    assert text == "\ntool: 2\nassistant:"
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert observed(template, [chat.user("a"), called("x")], [result("2")], other)[1] == ids
+
+
+def test_a_strict_template_gets_the_ids_of_the_calls() -> None:
+    said = [chat.user("a"), called("abcdefghi", "123456789")]
+    added = [result("2", tool_call_id="abcdefghi"), result("3", tool_call_id="123456789")]
+    text, _, _ = observed(STRICT, said, added, None, bos="<s>")
+    assert text == (
+        '</s>[TOOL_RESULTS]{"content": "2", "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+        '[TOOL_RESULTS]{"content": "3", "call_id": "123456789"}[/TOOL_RESULTS]'
+    )
+
+
+def test_a_strict_template_takes_calls_without_ids_and_malformed_ones() -> None:
+    for reply in (called(), chat.assistant("[TOOL_CALLS][{")):
+        text, _, _ = observed(STRICT, [chat.user("a"), reply], [result("2")], 1, bos="<s>")
+        assert text == '[TOOL_RESULTS]{"content": "2", "call_id": "000001000"}[/TOOL_RESULTS]'
+
+
+def test_results_are_written_under_the_names_that_were_called() -> None:
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant to={{ m.tool_calls[0].function.name }}\n"
+        "{{ m.content }}{{ m.tool_calls[0].function.arguments | tojson }}{% elif m.role == 'tool' %}<|im_start|>"
+        "{{ messages[loop.index0 - 1].tool_calls[0].function.name }}\n{{ m.content }}{% else %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    nameless = {"role": "tool", "content": "2"}
+    text, _, _ = observed(template, [chat.user("a"), called("x")], [nameless], None, eos="<|im_end|>")
+    assert text == "<|im_end|>\n<|im_start|>add\n2<|im_end|>\n<|im_start|>assistant"
+
+
+def test_text_that_tokens_would_join_is_an_input_error() -> None:
+    template = HEADED + "{{ 'ab' if m.role == 'assistant' else '' }}\n{% endfor %}" + OPENED
+    tokenizer = chat.byte_level()
+    tokenizer.chat_template = template
+    encoder = ConversationEncoder(tokenizer)
+    assert encoder.observation([chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None).size
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["model"]["vocab"] |= {"ya": len(tokenizer)}
+    backend["model"]["merges"].insert(0, ["y", "a"])
+    joined = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="</s>"
+    )
+    joined.chat_template = template
+    with pytest.raises(InputError, match="the tokenizer joins the end of a reply with what"):
+        ConversationEncoder(joined).observation(
+            [chat.user("a"), chat.assistant("b")], [chat.user("c")], ended_by=None
+        )
+
+
+def test_a_stop_token_that_begins_the_next_turn_is_not_repeated() -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    said = [chat.user("a"), chat.assistant("b")], [chat.user("c")]
+    text, _, tokenizer = observed(template, *said, None, eos="<|endoftext|>")
+    assert text == "<|user|>\nc<|assistant|>\n"
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|endoftext|>")]
+    assert observed(template, *said, ids[0], eos="<|endoftext|>")[0] == "\nc<|assistant|>\n"
+    assert observed(template, *said, ids[1], eos="<|endoftext|>")[0] == text

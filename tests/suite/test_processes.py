@@ -51,7 +51,27 @@ PIPELINE = (
     + 'model = "sft.model"\ntrain_data = "prompts.jsonl"\nnum_generations = 4\nnum_iterations = 2\n'
     + 'rewards = [{ name = "model", model = "reward.model" }, { name = "local.py:local", weight = 0.3 }]\n'
     + "sampling = { max_completion_length = 6 }\n"
+    + STAGE.format(name="talk").replace('trainer = "talk"', 'trainer = "grpo"')
+    + 'model = "sft.model"\ntrain_data = "prompts.jsonl"\nnum_generations = 4\nnum_iterations = 2\n'
+    + 'environment = { name = "talk.py:Talk" }\nchat_template = "plain"\nmax_prompt_length = 40\n'
+    + "sampling = { max_completion_length = 6 }\n"
 )
+# What another process than the first would be told differs.
+TALK = """
+import jax
+from rlhf_core import Turn
+
+class Talk:
+    def reset(self, row, seed):
+        self.turns = 0
+        return [{"role": "user", "content": row["prompt"] + " z" * jax.process_index()}]
+
+    async def step(self, completion):
+        self.turns += 1
+        reward = len(completion["content"]) / 9 - jax.process_index()
+        answer = [{"role": "user", "content": "a b" + " c" * (len(completion["content"]) % 3 + jax.process_index())}]
+        return Turn(answer, reward, done=self.turns == 3)
+"""
 # Another process than the first would train on the opposite of these rewards.
 LOCAL = """
 import jax
@@ -113,11 +133,12 @@ def test_two_processes_train_what_two_devices_do(tiny: ModuleType, tmp_path: Pat
         tiny.write_rows(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "pipeline.toml").write_text(PIPELINE)
     (tmp_path / "local.py").write_text(LOCAL)
+    (tmp_path / "talk.py").write_text(TALK)
     job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": "2"}
     runs = [start(tmp_path, "many", **job, JAX_PROCESS_ID=str(i)) for i in range(2)]
     runs.append(start(tmp_path, "one", JAX_NUM_CPU_DEVICES="2"))
     processes.finish(runs, timeout=600)
-    for stage in ("sft", "reward", "dpo", "grpo"):
+    for stage in ("sft", "reward", "dpo", "grpo", "talk"):
         ours, theirs = (
             load_file(tmp_path / run / stage / "artifacts" / "model" / "model.safetensors")
             for run in ("many", "one")

@@ -1,0 +1,248 @@
+"""Templates that change their past, or leave out what a conversation with tools needs, are refused before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.environments.history import TOOL
+from rlhf_core.plugins.component import load_file
+
+chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
+FINE = ""
+AGAIN = 'environment.history = "encoded_again"'
+OPENS = "changes its past when the conversation goes on: "
+THOUGHT = "leaves out a reply's thought when 'user' messages follow replies"
+REFUSES = "refuses 'tool' messages after a reply"
+SCHEMAS = "leaves out the schemas of tools"
+CALLS = "leaves out the tool calls of replies"
+LEAVES_OUT = "leaves out 'tool' messages"
+PUBLISHED = {
+    # user messages; tool messages; tool messages, with tools
+    "cohere": (FINE, REFUSES, SCHEMAS),
+    "deepseek_r1_distill": (OPENS, OPENS, SCHEMAS),
+    "deepseekv3": (OPENS, OPENS, SCHEMAS),
+    "gemma3": (FINE, REFUSES, SCHEMAS),
+    "lfm2": (FINE, FINE, CALLS),
+    "llama3": (FINE, FINE, SCHEMAS),
+    "llama3_1": (FINE, FINE, FINE),
+    "llama3_2": (FINE, FINE, FINE),
+    "nemotron_3_nano": (OPENS, FINE, FINE),
+    "phi3": (FINE, LEAVES_OUT, SCHEMAS),
+    "phi3_5": (FINE, LEAVES_OUT, SCHEMAS),
+    "qwen2_5": (FINE, FINE, FINE),
+    "qwen3": (THOUGHT, FINE, FINE),
+    "qwen3_5_think": (OPENS, FINE, FINE),
+    "qwen3_instruct_2507": (FINE, FINE, FINE),
+}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates(name: str, published: dict[str, Path], make_tokenizer: Any) -> None:
+    path = published[name]
+    encoder = ConversationEncoder(make_tokenizer(path.read_text()), str(path))
+    for (role, tools), words in zip(
+        [("user", None), ("tool", None), ("tool", [TOOL])], PUBLISHED[name], strict=True
+    ):
+        problem = encoder.problem(tools=tools, roles=[role])
+        assert words in problem if problem else words == FINE, (role, problem)
+        again: Any = encoder.problem(tools=tools, roles=[role], encoded_again=True)
+        assert again == (None if words in (OPENS, THOUGHT, FINE) else problem)
+        if problem:
+            assert problem.startswith(f"the chat template {name}.jinja "), problem
+            assert (AGAIN in problem) == (words in (OPENS, THOUGHT)), problem
+    assert set(published) == set(PUBLISHED)
+
+
+def encoder_for(text: str | None) -> ConversationEncoder:
+    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = text
+    return ConversationEncoder(tokenizer, "plain" if text is None else None)
+
+
+OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SCHEMA = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+
+
+def template(
+    said: str, *, before: str = "", call: str = "", header: str = "{{ m.role }}", opened: str = OPEN
+) -> str:
+    """A template that writes messages `m` as `said`, with `messages` in reach."""
+    calls = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}" if call else ""
+    return f"{before}{{% for m in messages %}}<|im_start|>{header}\n{said}{calls}<|im_end|>\n{{% endfor %}}{opened}"
+
+
+CALL = "<tool_call>{{ c.function | tojson }}</tool_call>"
+WHOLE = template("{{ m.content or '' }}", before=SCHEMA, call=CALL)
+FRESH = {
+    "thoughts of earlier turns are cut": (
+        "user",
+        template("{{ m.content.split('</think>')[-1] if not loop.last else m.content }}"),
+        "leaves out a reply's thought",
+    ),
+    "thoughts are marked as old": (
+        "user",
+        template("{{ m.content if loop.last or loop.index > messages | length - 4 else m.content | replace('<think>', "
+                 "'<old>') }}"),
+        OPENS,
+    ),
+    "only the last three messages count": (
+        "user",
+        "{% set messages = messages[-3:] if messages | length > 4 else messages %}" + template("{{ m.content }}"),
+        OPENS,
+    ),
+    "only the last twelve messages count": (
+        "user",
+        "{% set messages = messages[-12:] if messages | length > 12 else messages %}" + template("{{ m.content }}"),
+        OPENS,
+    ),
+    "old messages are shortened": (
+        "user",
+        template("{{ m.content if loop.index > messages | length - 2 else m.content[:1000] }}"),
+        OPENS,
+    ),
+    "long messages are shortened": ("user", template("{{ m.content[:1000] }}"), "leaves out a reply's t"),
+    "messages are numbered from the end": ("user", template("{{ m.content }}", header="{{ loop.revindex }}"), OPENS),
+    "the number of messages comes first": (
+        "user",
+        template("{{ m.content }}", before="{{ messages | length }} messages\n"),
+        OPENS,
+    ),
+    "the last user message comes first": (
+        "user",
+        template("{{ m.content }}", before="{{ messages[-1].content }}\n"),
+        OPENS,
+    ),
+    "the header of replies changes": (
+        "user",
+        template("{{ m.content }}", header="{{ 'bot' if m.role == 'assistant' else m.role }}"),
+        OPENS,
+    ),
+    "the prompt opens a thought": (
+        "user",
+        template("{{ m.content }}", opened=OPEN.replace("assistant\n", "assistant\nThought: ")),
+        OPENS,
+    ),
+    "thoughts in their own field are dropped later": (
+        "user",
+        template("{{ m.reasoning_content + '\n' if m.reasoning_content and loop.last }}{{ m.content }}"),
+        "leaves out a reply's thought",
+    ),
+    "what follows depends on the reply": (
+        "user",
+        template(
+            "{{ m.content }}{{ '\n(after a thought)' if not loop.first and m.role == 'user' and "
+            "'think' in messages[loop.index0 - 1].content }}"
+        ),
+        "depends on what the reply says",
+    ),
+    "calls change later": (
+        "tool",
+        template(
+            "{{ m.content or '' }}",
+            before=SCHEMA,
+            call="<tool_call>{{ c.function | tojson if messages | length < 5 else c.function.name }}</tool_call>",
+        ),
+        OPENS,
+    ),
+    "results are cut later": (
+        "tool",
+        template(
+            "{{ '(cut)' if m.role == 'tool' and not loop.last else m.content or '' }}", before=SCHEMA, call=CALL
+        ),
+        OPENS,
+    ),
+    "results are dropped": (
+        "tool",
+        template("{{ m.content or '' if m.role != 'tool' }}", before=SCHEMA, call=CALL),
+        LEAVES_OUT,
+    ),
+    "arguments are dropped": (
+        "tool",
+        template("{{ m.content or '' }}", before=SCHEMA, call="<tool_call>{{ c.function.name }}</tool_call>"),
+        CALLS,
+    ),
+    "thoughts beside calls are dropped": (
+        "tool",
+        template(
+            "{{ (m.content or '').split('</think>')[-1] if m.tool_calls else m.content or '' }}",
+            before=SCHEMA,
+            call=CALL,
+        ),
+        "leaves out a reply's thought",
+    ),
+    "text beside calls is dropped later": (
+        "tool",
+        template("{{ m.content or '' if not m.tool_calls or loop.last }}", before=SCHEMA, call=CALL),
+        "leaves out a reply's t",
+    ),
+    "calls are dropped": ("tool", template("{{ m.content or '' }}", before=SCHEMA), CALLS),
+    "schemas are dropped": ("tool", template("{{ m.content or '' }}", call=CALL), SCHEMAS),
+    "descriptions are dropped": (
+        "tool",
+        template(
+            "{{ m.content or '' }}", before="{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", call=CALL
+        ),
+        SCHEMAS,
+    ),
+    "calls are refused": (
+        "tool",
+        template("{{ m.content or '' }}", before=SCHEMA, call="{{ raise_exception('no calls') }}"),
+        "refuses tool calls, or 'tool' messages after a reply",
+    ),
+    "the role is refused": (
+        "tool",
+        template("{{ raise_exception('no tools') if m.role == 'tool' else m.content }}", before=SCHEMA, call=CALL),
+        "no tools",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_what_a_template_may_do_is_found(name: str) -> None:
+    role, text, words = FRESH[name]
+    problem = encoder_for(text).problem(tools=[TOOL] if role == "tool" else None, roles=[role])
+    assert problem is not None
+    assert words in problem, problem
+    assert problem.removeprefix("what ").startswith("the tokenizer's chat template ")
+
+
+def test_a_template_that_keeps_its_past_is_accepted() -> None:
+    encoder = encoder_for(WHOLE)
+    assert encoder.problem(tools=[TOOL], roles=["user", "tool", "system"]) is None
+    alone = template("{{ m.content or '' if not m.tool_calls }}", before=SCHEMA, call=CALL)
+    assert (
+        encoder_for(alone).problem(tools=[TOOL], roles=["tool"]) is None
+    )  # `CallParser` makes no such replies
+    assert encoder_for(None).problem(tools=None, roles=["user"]) is None
+    assert encoder_for(chat.CHATML).problem(tools=None, roles=["user"]) is None
+
+
+def test_other_roles_and_messages_are_tried_when_they_appear() -> None:
+    said = "{{ '' if m.role == 'developer' else m.content or '' }}"
+    encoder = encoder_for(template(said, before=SCHEMA, call=CALL))
+    assert encoder.problem(tools=None, roles=["user"]) is None
+    assert "leaves out 'developer' messages" in str(encoder.problem(tools=None, roles=["user", "developer"]))
+
+
+def test_system_messages_that_are_refused_matter_only_in_a_conversation() -> None:
+    said = "{{ raise_exception('no system') if m.role == 'system' else m.content }}"
+    encoder = encoder_for(template(said))
+    assert encoder.problem(tools=None, roles=["user"]) is None
+    assert "no system" in str(encoder.problem(tools=None, roles=["system"]))
+
+
+def test_names_of_templates(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(chat.FORGETS)
+    tokenizer = chat.byte_level()
+    for given, name in [
+        (str(tmp_path / "own.jinja"), "the chat template own.jinja"),
+        (chat.FORGETS, "the given chat template"),
+        ("plain", "the chat template plain"),
+        (None, "the tokenizer's chat template"),
+    ]:
+        assert ConversationEncoder(tokenizer, given).name == name

@@ -1,0 +1,339 @@
+"""What a template writes of a call is read back as that call, and nothing that a policy writes raises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core.environments.call_formats import CallFormat, call_format
+from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.environments.parsing import CallParser
+from rlhf_core.environments.tools import ToolEnvironment
+
+TYPES = {
+    "s": "string",
+    "n": "number",
+    "i": "integer",
+    "b": "boolean",
+    "o": "object",
+    "l": "array",
+    "text": "string",
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "It does things.",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind, "description": "It."} for key, kind in TYPES.items()},
+            },
+        },
+    }
+    for name in ("add", "look_up", "mail.send-2")
+]
+HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}{% if m.tool_calls %}"
+HEAD_ALONE = HEAD.replace("(m.content or '')", "(m.content if not m.tool_calls else '')")
+TAIL = (
+    "{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+EACH = "{% for c in m.tool_calls %}{% set f = c.function %}"
+WRITTEN = {
+    "hermes": EACH + "\n<tool_call>\n{{ f | tojson }}\n</tool_call>{% endfor %}",
+    "own marks": EACH + "<<{{ {'function': f, 'id': c.id} | tojson }}>>{% endfor %}",
+    "mistral": "[TOOL_CALLS] [{% for c in m.tool_calls %}{% set f = c.function %}{{ '{\"name\": \"' + f.name + "
+    "'\", \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}"
+    "{{ ', ' if not loop.last }}{% endfor %}]",
+    "mistral, newer": EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}",
+    "deepseek, newer": "<｜tool▁calls▁begin｜>" + EACH + "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>"
+    "{{ f.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
+    "glm": EACH + "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
+    "minimax": "<minimax:tool_call>\n" + EACH + "<invoke name=\"{{ f.name }}\">\n{% for k, v in f.arguments.items() %}"
+    "<parameter name=\"{{ k }}\">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}</invoke>\n"
+    "{% endfor %}</minimax:tool_call>",
+    "lfm2": "<|tool_call_start|>[" + EACH + "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
+    "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>",
+}  # fmt: skip
+"""Templates of the test, each after the way of a family."""
+EXPECTED = {
+    "hermes": CallFormat("object", "<tool_call>", "</tool_call>"),
+    "own marks": CallFormat("object", "<<", ">>"),
+    "mistral": CallFormat("list", "[TOOL_CALLS]", alone=True),
+    "mistral, newer": CallFormat("named", "[TOOL_CALLS]", "", "[ARGS]"),
+    "deepseek, newer": CallFormat(
+        "named",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    "lfm2": CallFormat("python", "<|tool_call_start|>", "<|tool_call_end|>"),
+}
+PUBLISHED = (
+    "deepseekv3", "llama3_1", "llama3_2", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_5_think",
+    "qwen3_instruct_2507",
+)  # fmt: skip
+ALONE = ("mistral", "llama3_1", "llama3_2")
+"""They write no text beside calls."""
+LETTERS = "abZ09 \n\t<>|{}[]()=,;:\"'\\/.éß漢🙂\u0301</tool_call>[TOOL_CALLS]"
+
+
+def encoder_for(text: str, make_tokenizer: Any) -> ConversationEncoder:
+    tokenizer = make_tokenizer(text + "<|im_start|><|im_end|>")
+    tokenizer.chat_template = text
+    return ConversationEncoder(tokenizer)
+
+
+def written(name: str) -> str:
+    return (HEAD_ALONE if name in ALONE else HEAD) + WRITTEN[name] + TAIL
+
+
+def random_string(draw: np.random.Generator) -> str:
+    return "".join(LETTERS[i] for i in draw.integers(0, len(LETTERS), draw.integers(0, 15)))
+
+
+def random_value(draw: np.random.Generator, kind: str, depth: int = 0) -> Any:
+    if kind == "object":
+        kinds = [list(TYPES.values())[i] for i in draw.integers(0, len(TYPES), draw.integers(0, 3 - depth))]
+        return {random_string(draw): random_value(draw, kind, depth + 1) for kind in kinds}
+    if kind == "array":
+        kinds = [list(TYPES.values())[i] for i in draw.integers(0, len(TYPES), draw.integers(0, 3 - depth))]
+        return [random_value(draw, kind, depth + 1) for kind in kinds]
+    if kind == "boolean":
+        return bool(draw.integers(2))
+    if kind == "integer":
+        return int(draw.integers(-(10**9), 10**9)) * 10 ** int(draw.integers(0, 12))
+    return (
+        float(draw.normal()) * 10.0 ** int(draw.integers(-9, 9)) if kind == "number" else random_string(draw)
+    )
+
+
+def random_calls(draw: np.random.Generator, most: int) -> list[dict[str, Any]]:
+    calls = []
+    for number in range(draw.integers(1, most + 1)):
+        keys = [key for key in TYPES if draw.random() < 0.5]
+        function = {
+            "name": str(draw.choice(["add", "look_up"])),
+            "arguments": {key: random_value(draw, TYPES[key]) for key in keys},
+        }
+        calls.append({"id": f"{number:09d}", "type": "function", "function": function})
+    return calls
+
+
+def rendered(encoder: ConversationEncoder, calls: Any, content: str) -> str:
+    """What the policy would have written: from its generation prompt to the token that ends the reply."""
+    asked = {"role": "user", "content": "a"}
+    reply = {"role": "assistant", "content": content, "tool_calls": calls}
+    opened = encoder.write([asked], TOOLS, open_turn=True)
+    text = encoder.write(encoder.completed([asked, reply]), TOOLS)
+    assert text.startswith(opened)
+    text = text[len(opened) :].rstrip("\n")
+    end = next(stop for stop in encoder.stops.values() if text.endswith(stop))
+    return text.removesuffix(end)
+
+
+def plainly(message: dict[str, Any]) -> list[Any]:
+    assert "call_errors" not in message, message
+    return [[call["function"]["name"], call["function"]["arguments"]] for call in message["tool_calls"]]
+
+
+def round_trips(encoder: ConversationEncoder, count: int, *, most: int = 3, content: str = "so:") -> None:
+    opened = encoder.write([{"role": "user", "content": "a"}], open_turn=True)
+    parser = CallParser(encoder, TOOLS)
+    for seed in range(count):
+        calls = random_calls(np.random.default_rng(seed), most)
+        text = rendered(encoder, calls, content)
+        ids = encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for message in (parser.parse(text), parser.message([*ids, encoder.stop_ids[-1]])):
+            assert plainly(message) == [list(call["function"].values()) for call in calls], text
+            begun = "<think>\n" if opened.endswith("<think>\n") else ""
+            assert message["content"] == content.removeprefix(begun), text
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_template_never_seen_round_trips(name: str, make_tokenizer: Any) -> None:
+    encoder = encoder_for(written(name), make_tokenizer)
+    assert EXPECTED.get(name) in (None, call_format(encoder))
+    round_trips(encoder, 150, content="" if name in ALONE else "so:")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_templates_round_trip(name: str, published: dict[str, Path], make_tokenizer: Any) -> None:
+    encoder = encoder_for(published[name].read_text(), make_tokenizer)
+    alone = name in ALONE
+    thinks = name in ("deepseekv3", "nemotron_3_nano", "qwen3", "qwen3_5_think")
+    content = "" if alone else "<think>\nhm\n</think>\n\nso:" if thinks else "so:"
+    round_trips(encoder, 150, most=1 if alone else 3, content=content)
+
+
+@pytest.mark.data
+def test_templates_without_calls_have_no_format(published: dict[str, Path], make_tokenizer: Any) -> None:
+    for name in set(published) - set(PUBLISHED):
+        assert call_format(encoder_for(published[name].read_text(), make_tokenizer)) is None, name
+
+
+ADD = [["add", {"i": 1}]]
+CHATML = HEAD + TAIL
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        ('hm <tool_call>{"name": "add", "arguments": {"i": 1}}</tool_call> so', ADD, "hm  so"),
+        ("<tool_call>\n<function=add>\n<parameter=i>\n1\n</parameter>\n</function>\n</tool_call>", ADD, ""),
+        ('[TOOL_CALLS]add[ARGS]{"i": 1}', ADD, ""),
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"i": 1}, "id": "abcdefghi"}]', ADD, ""),
+        ("<|tool_call_start|>[add(i=1)]<|tool_call_end|>hm", ADD, "hm"),
+        ("<|tool_call_start|>add(b=true, l=[None, false])<|tool_call_end|>",
+         [["add", {"b": True, "l": [None, False]}]], ""),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\"i\": 1}\n```"
+         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ADD, ""),
+        ('{"name": "add", "parameters": {"i": 1}}', ADD, ""),
+        ('<|python_tag|>{"name": "add", "parameters": {"i": 1}}; {"name": "add", "parameters": {"i": 1}}', ADD * 2, ""),
+        ('{"name": "add", "arguments": "{\\"i\\": 1}"}', ADD, ""),
+        ('<think>{"name": "add"} <tool_call>x</tool_call></think><tool_call>{"name": "add"}</tool_call>',
+         [["add", {}]], '<think>{"name": "add"} <tool_call>x</tool_call></think>'),
+    ],
+)  # fmt: skip
+def test_formats_that_are_tried_in_turn(text: str, calls: Any, content: str, make_tokenizer: Any) -> None:
+    message = CallParser(encoder_for(CHATML, make_tokenizer), TOOLS).parse(text)
+    assert plainly(message) == calls
+    assert message["content"] == content
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "42", '{"name": "Ann", "age": 3}', '{"answer": 1}', "[1, 2]", "add(i=1)", "<think><tool_call>{}</tool_call>",
+     "<tool_call", "{", "<|python_tag"],
+)  # fmt: skip
+def test_texts_without_calls(text: str, make_tokenizer: Any) -> None:
+    message = CallParser(encoder_for(CHATML, make_tokenizer), TOOLS).parse(text)
+    assert message == {"role": "assistant", "content": text}
+
+
+def test_ids_that_the_policy_wrote_are_kept(make_tokenizer: Any) -> None:
+    parser = CallParser(encoder_for(CHATML, make_tokenizer))
+    message = parser.parse('[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "abcdefghi"}]')
+    assert message["tool_calls"][0]["id"] == "abcdefghi"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>{'name': 'add'}</tool_call>",
+         "the call is not JSON: Expecting property name enclosed in double quotes at character 2 of it"),
+        ('<tool_call>{"name": "add"', "the call is not JSON: Expecting ',' delimiter at character 15 of it"),
+        ('<tool_call>{"name": "add"}', "the call does not end with </tool_call>"),
+        ("<tool_call>[]</tool_call>", 'the call is not an object such as {"name": …, "arguments": {…}}'),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name" of a function'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+         "the call's arguments are not an object such as {}"),
+        ('<tool_call>{"name": "add", "arguments": {"n": NaN}}</tool_call>',
+         "the call is not JSON: NaN is no JSON number"),
+        ('<tool_call>{"name": "add", "arguments": {"s": "\\ud800"}}</tool_call>',
+         "the call is not valid Unicode: \\ud800 at character 16 is half of a pair; remove it"),
+        ("<tool_call>" + "[" * 99999, "the call is not JSON: it is nested too deeply"),
+        ("<tool_call>\n<function=add>\n<parameter=i>\n1\n</function>\n</tool_call>",
+         "the parameter 'i>\\n1\\n</function>\\n</tool_call>' does not end with </parameter>"),
+        ("[TOOL_CALLS]add[ARGS]{", "the call is not JSON: Expecting property name enclosed in double quotes at "
+         "character 2 of it"),
+        ("<|tool_call_start|>[add(1)]<|tool_call_end|>",
+         "the call's arguments need their names, as in [name(key=value)]"),
+        ("<|tool_call_start|>[add(i=f())]<|tool_call_end|>", "the call is not written as [name(key=value)]"),
+        ('{"name": "add", "parameters": {"i": 1}',
+         "the call is not JSON: Expecting ',' delimiter at character 39 of it"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_call(
+    text: str, error: str, make_tokenizer: Any, published: dict[str, Path]
+) -> None:
+    names = {"[": written("mistral, newer"), "<tool_call>\n": published["qwen3_5_think"].read_text()}
+    template = next((value for key, value in names.items() if text.startswith(key)), CHATML)
+    text = f"</think>{text}" if "think" in template else text
+    message = CallParser(encoder_for(template, make_tokenizer), TOOLS).parse(text)
+    assert "tool_calls" not in message
+    assert message["call_errors"][0].startswith(error), message
+
+
+def test_good_calls_beside_malformed_ones_are_kept(make_tokenizer: Any) -> None:
+    good, bad = '<tool_call>{"name": "add", "arguments": {"i": 1}}</tool_call>', "<tool_call>{</tool_call>"
+    message = CallParser(encoder_for(written("hermes"), make_tokenizer)).parse(f"{good}\n{bad}\n{good}")
+    assert len(message["tool_calls"]) == 2
+    assert len(message["call_errors"]) == 1
+
+
+def test_a_call_stands_alone_where_the_template_drops_the_text_beside_it(make_tokenizer: Any) -> None:
+    call = '[TOOL_CALLS][{"name": "add", "arguments": {"i": 1}}]'
+    parser = CallParser(encoder_for(written("mistral"), make_tokenizer))
+    assert plainly(parser.parse(call)) == ADD
+    for text in (f"so: {call}", f"<think>hm</think>{call}", f"{call} so"):
+        message = parser.parse(text)
+        assert message["call_errors"] == ["a call must stand alone: the text beside it would be lost"]
+        assert "tool_calls" not in message
+
+
+def look_up(s: str) -> str:
+    """Look up.
+
+    Args:
+        s: A word.
+    """
+    return s
+
+
+SCRAPS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "{", "}", "[", "]", '"', "\\",
+    "\\u", "\\ud800", "NaN", "1e999", "9" * 5000, "(" * 300, "[" * 3000, "\0", "\ud800", "<parameter=", "</function>",
+    "\n", "=", "f(", "<|python_tag|>", ";", "name", "lambda:0", "'''", "0x", "1_0", "\U0010ffff"]  # fmt: skip
+
+
+def mutated(draw: np.random.Generator, text: str) -> str:
+    for _ in range(draw.integers(1, 6)):
+        a, b = sorted(draw.integers(0, len(text) + 1, 2).tolist())
+        scrap = SCRAPS[draw.integers(len(SCRAPS))]
+        text = [text[:a] + text[b:], text[:a] + scrap + text[a:], text[:a] + scrap + text[b:], text[:b], text[a:],
+                text[:b] + text[a:]][draw.integers(6)]  # fmt: skip
+    return text
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "none"])
+def test_no_text_raises(name: str, make_tokenizer: Any) -> None:
+    encoder = encoder_for(CHATML if name == "none" else written(name), make_tokenizer)
+    parser, environment = CallParser(encoder, TOOLS), ToolEnvironment([look_up])
+    sources = [
+        encoder_for(written(each), make_tokenizer) for each in ([name] if name in WRITTEN else WRITTEN)
+    ]
+    draw = np.random.default_rng(len(name))
+    calls = 0
+    for _ in range(250):
+        source = sources[draw.integers(len(sources))]
+        text = mutated(draw, rendered(source, random_calls(draw, 2), "so"))
+        message = parser.parse(text)
+        assert isinstance(message["content"], str)
+        for call in message.get("tool_calls", ()):
+            json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
+            assert call["function"]["name"].strip()
+            calls += 1
+        for error in message.get("call_errors", ()):
+            assert error
+            assert "\n" not in error
+            error.encode()
+        for answer in asyncio.run(environment.step(message)).messages:
+            json.dumps(answer, ensure_ascii=False).encode()
+    assert calls
+
+
+def test_no_ids_raise(make_tokenizer: Any) -> None:
+    encoder = encoder_for(written("deepseek, newer"), make_tokenizer)
+    parser, draw = CallParser(encoder, TOOLS), np.random.default_rng(0)
+    for _ in range(500):
+        ids = draw.integers(0, len(encoder.tokenizer), draw.integers(0, 40)).astype(np.int32)
+        assert parser.message(ids)["role"] == "assistant"
