@@ -108,6 +108,15 @@ def test_a_name(tmp_path: Path) -> None:
     check_environment(f"{file}:One", [{"q": "Hello?"}])
 
 
+def test_ours_has_no_defect(tmp_path: Path) -> None:
+    file = tmp_path / "calc.py"
+    file.write_text(
+        "def add(a: int, b: int = 2) -> int:\n"
+        '    """Add.\n\n    Args:\n        a: one\n        b: other\n    """\n    return a + b\n'
+    )
+    check_environment("tools", [{"prompt": "1 + 2?"}, {"prompt": "3 + 4?"}], tools=[f"{file}:add"])
+
+
 def test_the_clock_and_random_numbers_are_left_as_they_were() -> None:
     random.seed(5)
     np.random.seed(5)
