@@ -22,10 +22,11 @@ from rlhf_core import plugins
 from rlhf_core.contracts import ENVIRONMENT, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions
 from rlhf_core.environments.calls import HERE, EpisodeError, checked_messages, checked_turn
+from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, error_line
 from rlhf_core.plugins.component import make_entry
 from rlhf_core.testing.findings import KITS, Broken, Findings
-from rlhf_core.workers import UnsendableError
+from rlhf_core.workers import DiedError, Pool, RaisedError, UnsendableError
 from rlhf_core.workers.pickling import dumps
 
 Message = Mapping[str, Any]
@@ -72,8 +73,9 @@ def check_environment(
     end: every episode ends.
     inputs: neither the row nor a completion is changed.
     apart: episodes share no state, one after the other or held in turns.
-    repeatable: the same row, seed and completions give the same again, with other global random numbers and another
-        clock; of an environment with `deterministic = False`, only what `reset` returns within one group.
+    repeatable: the same row, seed and completions give the same again, with other global random numbers, another clock,
+        and in another process where it can be sent to one; of an environment with `deterministic = False`, only what
+        `reset` returns within one group.
     odd completions: empty, very long and unusual texts, and calls with mistakes, have an answer, too.
     """
     findings = Findings("environment", environment)
@@ -248,6 +250,8 @@ def _check_repetition(
                 after = again(number)
             if difference := _difference(before, after, True):
                 raise Broken(_unrepeatable(number, difference, True))
+        if not calls.asynchronous:
+            _require_same_elsewhere(calls, rows, held, lines)
     if "repeatable" in findings.failures:
         return
     with findings.property("apart"), _moment(0):
@@ -267,6 +271,45 @@ def _check_repetition(
             )
 
 
+def _require_same_elsewhere(
+    calls: EnvironmentCalls,
+    rows: Sequence[Mapping[str, Any]],
+    held: Sequence[_Episode],
+    lines: Sequence[Message],
+) -> None:
+    """Raise Broken where episodes go otherwise in another process, whose Python orders sets of texts otherwise."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    pool = Pool(call_environment, 1)
+    try:
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=seed):
+            elsewhere = [
+                _hold_elsewhere(pool, dumps(calls.make()), row, number, lines, len(held[number].turns))
+                for number, row in enumerate(rows)
+            ]
+    except (UnsendableError, RaisedError, DiedError):
+        return  # it cannot be held in another process
+    finally:
+        pool.close()
+    for number, (first, turns) in enumerate(elsewhere):
+        if difference := _first_difference(held[number].first, held[number].turns, first, turns):
+            raise Broken(
+                f"in another process, {difference}; iterate over sorted(…) instead of a set, and use hashlib instead "
+                "of hash(): Python seeds them anew in each process"
+            )
+
+
+def _hold_elsewhere(
+    pool: Pool, state: bytes, row: Mapping[str, Any], number: int, lines: Sequence[Message], most: int
+) -> tuple[list[dict[str, Any]], list[Turn]]:
+    """Hold an episode in the process of a pool: its first messages and its turns."""
+    state, messages = pool.submit(state, "reset", (dict(row), number)).result()
+    turns: list[Turn] = []
+    while len(turns) < most and not (turns and turns[-1].done):
+        state, turn = pool.submit(state, "step", (dict(lines[len(turns) % len(lines)]),)).result()
+        turns.append(checked_turn(turn))
+    return checked_messages(messages, "reset"), turns
+
+
 def _unrepeatable(number: int, difference: str, deterministic: bool) -> str:
     text = f"with the same row {number} and the same seed and completions, {difference}; "
     if not deterministic or difference.startswith("reset"):
@@ -282,17 +325,18 @@ def _unrepeatable(number: int, difference: str, deterministic: bool) -> str:
 
 def _difference(before: _Episode, after: _Episode, deterministic: bool) -> str | None:
     """Describe the first difference between two episodes that should be equal; None without one."""
-    if before.first != after.first:
-        return f"reset returned {before.first!r:.120}, then {after.first!r:.120}"
-    if not deterministic:
-        return None
-    for number, (one, other) in enumerate(zip(before.turns, after.turns, strict=False), 1):
-        for name, value, changed in zip(Turn._fields, one, other, strict=True):
+    turns = (before.turns, after.turns) if deterministic else ([], [])
+    return _first_difference(before.first, turns[0], after.first, turns[1])
+
+
+def _first_difference(first: Any, turns: Sequence[Turn], other: Any, others: Sequence[Turn]) -> str | None:
+    if first != other:
+        return f"reset returned {first!r:.120}, then {other!r:.120}"
+    for number, (before, after) in enumerate(zip(turns, others, strict=False), 1):
+        for name, value, changed in zip(Turn._fields, before, after, strict=True):
             if value != changed:
                 return f"turn {number} had {name}={value!r:.120}, then {name}={changed!r:.120}"
-    if len(before.turns) != len(after.turns):
-        return f"the episode had {len(before.turns)} turns, then {len(after.turns)}"
-    return None
+    return None if len(turns) == len(others) else f"the episode had {len(turns)} turns, then {len(others)}"
 
 
 def _answer_odd_completions(calls: EnvironmentCalls, rows: Sequence[Mapping[str, Any]]) -> None:

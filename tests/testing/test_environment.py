@@ -91,11 +91,14 @@ def make_guess(turns: int = 2) -> Guess:
 
 
 @pytest.mark.parametrize("environment", [Guess, Tool, Awaited, Rude, make_guess], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_good_one_passes(environment: Any, rows: int) -> None:
-    check_environment(environment, ROWS[:rows])
-    if environment is not Tool:
-        check_environment(environment, ROWS[:rows], completions=SAYS, turns=1)
+def test_a_good_one_passes(environment: Any) -> None:
+    check_environment(environment, ROWS)
+
+
+def test_one_row_completions_and_options() -> None:
+    check_environment(Awaited, ROWS[:1], completions=SAYS, turns=4)
+    with pytest.raises(AssertionError, match="the episode of row 0 is not over after 3 turns"):
+        check_environment(Awaited, ROWS[:1], completions=SAYS[:2], turns=4, max_turns=3)
 
 
 def test_a_name(tmp_path: Path) -> None:
@@ -298,6 +301,17 @@ class Seconds(Guess):
         return super().answer(right, done)._replace(reward=float(int(time.time()) // 3600))
 
 
+class Sets(Guess):
+    def reset(self, row: Mapping[str, Any], seed: int) -> Any:
+        super().reset(row, seed)
+        return [{"role": "user", "content": " ".join(set("abcdefghijklmnopqrstuvwxyz"))}]
+
+
+class Hashes(Guess):
+    def answer(self, right: bool, done: bool) -> Turn:
+        return Turn([{"role": "user", "content": "No."}], hash("a text") % 1000 / 1000, done)
+
+
 class FirstWord(Guess):
     def step(self, completion: Mapping[str, Any]) -> Turn:
         completion["content"].split()[0]
@@ -359,6 +373,8 @@ MUTANTS: list[tuple[str, Any, str]] = [
     ("repeatable", NumpyStep, "turn 1 had reward=0."),
     ("repeatable", Today, "read neither global random numbers nor a clock"),
     ("repeatable", Seconds, "where that cannot be, give the class `deterministic = False`"),
+    ("repeatable", Sets, "in another process, reset returned [{"),
+    ("repeatable", Hashes, "use hashlib instead of hash(): Python seeds them anew in each process"),
     (
         "odd completions",
         FirstWord,
