@@ -45,6 +45,7 @@ KINDS = {
     "attention": "attention within rows: `attention` of any stage",
     "sampler": "what samples completions: `sampler` of a GRPO or distillation stage",
     "reward": "a number per completion: an entry of `rewards` of a GRPO stage",
+    "environment": "what a policy talks with over several turns, an object per episode: `environment` of a GRPO stage",
     "model": "a family of models, found by the `model_type` of config.json: a `ModelFamily`",
     "dataset": "rows by index: the `name` in a table `train_data` or `eval_data`",
     "logger": "an object with hooks, called while its stage runs: an entry of `logger`",

@@ -37,7 +37,7 @@ TASKS = (
         "[Hooks](components.md#hooks) are called on objects that carry `hookimpl`. A constant of a kind is what "
         "`registry.add` takes first: [components](components.md).",
         "hookimpl Registry installed_registry Kind Options Component InputError RunError ADVANTAGE ATTENTION DATASET "
-        "LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS "
+        "ENVIRONMENT LOGGER MODEL OPTIMIZER PAIRWISE_LOSS POLICY_LOSS REWARD SAMPLER TRAINER DPO_LOSS "
         "DIVERGENCE",
     ),
     Task(
@@ -55,7 +55,7 @@ TASKS = (
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_rewards open_collector RolloutCollector Rollout RolloutUpdates FixedPrompts choose_rollout_rows "
         "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
-        "WeightedReward Reward RewardInputs",
+        "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),
     Task(
         "Compute log-probabilities and scores",
@@ -74,7 +74,7 @@ TASKS = (
         "Run the loop",
         "",
         "Trainer TrainerConfig Stage fit UpdateSource DatasetUpdates dataset_updates Update empty_batches HeldOut "
-        "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
+        "make_optimizer TrainState create_state Reference PaddedObjective training_step "
         "evaluation_step grpo_step",
     ),
     Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),
@@ -93,8 +93,8 @@ TASKS = (
     Task(
         "Test your plugin",
         "",
-        "check_advantage check_dataset check_logger check_model check_optimizer check_pairwise_loss check_policy_loss "
-        "check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
+        "check_advantage check_dataset check_environment check_logger check_model check_optimizer check_pairwise_loss "
+        "check_policy_loss check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
     ),
 )
 

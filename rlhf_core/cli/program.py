@@ -62,7 +62,7 @@ ComponentKind = Annotated[
     typer.Argument(
         metavar="KIND",
         show_default=False,
-        help="policy-loss, pairwise-loss, advantage, reward, trainer, sampling-trainer or logger.",
+        help="policy-loss, pairwise-loss, advantage, reward, environment, trainer, sampling-trainer or logger.",
     ),
 ]
 Template = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
 
@@ -174,12 +174,14 @@ def _words(annotation: Any) -> str:
         return kind.name if kind else _words(arguments[0])
     if origin is Literal:
         return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments)
-    if origin in (list, tuple):
+    if origin in (list, tuple, Sequence):
         return f"list of {_words(arguments[0])}" if arguments[0] is not Any else "list"
     if annotation in _WORDS:
         return _WORDS[annotation]
     if annotation is None or annotation is type(None):
         return "none"
+    if origin is Callable:
+        return "function"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Options)):
         return "table"
     return (

@@ -27,6 +27,7 @@ from rlhf_core.report.samples import PERCENTILES, Spread
 
 EVAL = "eval_"
 OTHER = "Other metrics"
+EPISODES = "Episodes"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ KINDS = (
     Kind("Clip and KL", "Importance ratio of the sampler", ("sampling/importance_ratio_*",)),
     Kind("Lengths", "Completion length, tokens", ("completions/*length",)),
     Kind("Lengths", "Share of completions truncated at the limit", ("completions/clipped_ratio",)),
+    Kind(EPISODES, "Turns per episode", ("episodes/turns",)),
+    Kind(EPISODES, "Episodes that failed and are left out", ("episodes/failed",)),
+    Kind(EPISODES, "Share of episodes cut at a limit", ("episodes/cut_ratio",)),
+    Kind(EPISODES, "Tokens per episode that the environment added", ("episodes/observation_tokens",)),
     Kind("Schedule", "Learning rate", ("learning_rate",)),
     Kind("Throughput", "Tokens per second", ("tokens_per_second",)),
     Kind("Throughput", "Seconds per update", ("step_time", "time/*")),
@@ -102,6 +107,8 @@ KEY = (
     "entropy",
     "completions/mean_length",
     "completions/clipped_ratio",
+    "episodes/turns",
+    "episodes/failed",
     "tokens_per_second",
     "step_time",
 )
@@ -123,7 +130,10 @@ def charts(names: Iterable[str]) -> list[tuple[Kind, list[str]]]:
     others: dict[str, list[str]] = {}
     for name in left:
         others.setdefault(base(name), []).append(name)
-    return grouped + [(Kind(OTHER, name, (name,)), metrics) for name, metrics in others.items()]
+    for name, metrics in others.items():
+        group = EPISODES if name.startswith("episodes/") else OTHER
+        grouped.append((Kind(group, name, (name,)), metrics))
+    return grouped
 
 
 def key_metrics(names: Iterable[str]) -> list[str]:

@@ -234,7 +234,15 @@ def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> 
 
 
 DISTRIBUTIONS = "Distributions"
-ORDER = ("Reward", DISTRIBUTIONS, "Accuracy and calibration", "Loss and gradient", "Clip and KL", "Lengths")
+ORDER = (
+    "Reward",
+    DISTRIBUTIONS,
+    "Accuracy and calibration",
+    charts.EPISODES,
+    "Loss and gradient",
+    "Clip and KL",
+    "Lengths",
+)
 
 
 def in_order(groups: dict[str, list[Chart]]) -> list[tuple[str, list[Chart]]]:

@@ -1,11 +1,11 @@
-"""Read samples/ and evaluations/: completions with rewards, pairs with scores, distributions of scores."""
+"""Read samples/ and evaluations/: completions and episodes with rewards, pairs with scores, distributions of scores."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.report.json_values import number, numbers, table
+from rlhf_core.report.json_values import text as as_text
 from rlhf_core.report.run_reader import StageRun, json_object, rows
 
 MOST = 16
@@ -23,8 +24,29 @@ PLACES = ("lowest reward", "lower quartile", "median", "upper quartile", "highes
 
 
 @dataclass(frozen=True)
+class Message:
+    """One message of an episode.
+
+    calls: of tools, as `name(arguments)`; errors: what was wrong with others.
+    turn: the number of the policy's turn, from 1; 0: the environment added the message. tokens, reward: of the turn.
+    """
+
+    role: str
+    content: str
+    calls: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    turn: int = 0
+    tokens: int | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
 class Text:
-    """One completion. rewards: {label: value, None where the function did not apply}."""
+    """One completion, or episode. rewards: {label: value, None where the function did not apply}.
+
+    messages: of an episode, first the `asked` ones of its prompt; left_out: how many more there were. failure: why it
+    is not trained on.
+    """
 
     prompt: str
     completion: str
@@ -32,6 +54,10 @@ class Text:
     rewards: Mapping[str, float | None]
     length: int | None
     finished: bool
+    messages: tuple[Message, ...] = ()
+    asked: int = 0
+    left_out: int = 0
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +95,11 @@ class Completions:
     same_prompts: bool
     group: int = 1
     means: tuple[Mean, ...] = ()
+
+    @property
+    def episodes(self) -> bool:
+        """Whether any of them is an episode with an environment."""
+        return any(text and text.messages for side in self.sides for text in (side.before, side.after))
 
 
 def same_prompts(
@@ -141,6 +172,8 @@ READ = 60
 """Files of completions to read for the distributions, evenly spread over the run."""
 LONGEST = 4000
 """Characters of a text to show."""
+MOST_MESSAGES = 60
+"""Messages of an episode to show."""
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
@@ -265,16 +298,62 @@ def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
             _shown(row["completion"]),
             number(row.get("reward")),
             {name: number(value) for name, value in table(row.get("rewards")).items()},
-            None if (length := number(row.get("length"))) is None else int(length),
+            _count(row.get("length")),
             row.get("finished") is not False,
+            **_episode(row),
         )
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Text` that only an episode has; {} for another completion."""
+    if not isinstance(row.get("turns"), list):
+        return {}
+    turns = [table(turn) for turn in row["turns"]]
+    asked = [_message(message) for message in _listed(row.get("prompt"))]
+    said = [_message(message) for message in _listed(row["completion"])]
+    written = [i for i, message in enumerate(said) if message.role == "assistant"]
+    if len(written) == len(turns):  # otherwise the environment, too, added messages of an assistant
+        for place, (i, turn) in enumerate(zip(written, turns, strict=True), 1):
+            tokens, reward = _count(turn.get("tokens")), number(turn.get("reward"))
+            said[i] = replace(said[i], turn=place, tokens=tokens, reward=reward)
+    shown = [*asked, *said]
+    return {
+        "messages": tuple(shown[:MOST_MESSAGES]),
+        "asked": len(asked),
+        "left_out": max(len(shown) - MOST_MESSAGES, 0),
+        "failure": _shown(as_text(row.get("failure"))),
+    }
+
+
+def _message(value: Any) -> Message:
+    message = table(value)
+    role = " ".join(filter(None, (as_text(message.get("role")), as_text(message.get("name")))))
+    calls = [table(table(call).get("function")) for call in _listed(message.get("tool_calls"))]
+    return Message(
+        role,
+        _shown(message.get("content")),
+        tuple(_shown(f"{call.get('name')}({_arguments(call.get('arguments'))})") for call in calls),
+        tuple(_shown(error) for error in _listed(message.get("call_errors"))),
+    )
+
+
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _count(value: Any) -> int | None:
+    return None if (count := number(value)) is None else int(count)
 
 
 def _shown(value: Any) -> str:
     """Return a text, or a conversation as one text, cut to LONGEST characters."""
     if isinstance(value, list):
         value = "\n".join(
-            f"{turn.get('role', '')}: {turn.get('content', '')}" if isinstance(turn, dict) else str(turn)
+            f"{turn.get('role', '')}: {turn.get('content') or ''}" if isinstance(turn, dict) else str(turn)
             for turn in value
         )
     text = "" if value is None else str(value)

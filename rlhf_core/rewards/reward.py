@@ -33,7 +33,8 @@ ELSEWHERE = {
     "completions, and its mean and deviation in the metrics. Remove the parameter",
     "log_metric": "TRL passes a function under this name; here, log a metric as a second reward with weight = 0. "
     "Remove the parameter",
-    "environments": "TRL passes its environments under this name, and there are none here. Remove the parameter",
+    "environments": "TRL passes its environments under this name; here, with an `environment`, `completions` has what "
+    "was said after the prompt, and the column `environment_rewards` what the environment gave. Name those instead",
     "kwargs": "write it with two stars, **kwargs, to take every column",
 }
 """Parameters of TRL's reward functions that are not columns: {name: what to do}."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from rlhf_core.testing.advantage import check_advantage as check_advantage
 from rlhf_core.testing.dataset import check_dataset as check_dataset
+from rlhf_core.testing.environment import check_environment as check_environment
 from rlhf_core.testing.fixtures import MODEL_TABLE as MODEL_TABLE
 from rlhf_core.testing.fixtures import pairs as pairs
 from rlhf_core.testing.fixtures import prompts as prompts
@@ -30,6 +31,7 @@ __all__ = [
     "MODEL_TABLE",
     "check_advantage",
     "check_dataset",
+    "check_environment",
     "check_logger",
     "check_model",
     "check_optimizer",

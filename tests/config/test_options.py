@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from rlhf_core.config import Component, FieldDoc, TrainerConfig, build, fields
+from rlhf_core.config import Component, FieldDoc, Options, TrainerConfig, build, fields
 from rlhf_core.contracts import Kind
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
@@ -223,3 +223,11 @@ def test_fields() -> None:
     assert rows["epsilon"] == FieldDoc("epsilon", "option", 0.2, "short for loss.epsilon")
     assert rows["loss_type"].default == "dapo"
     assert all(row.description for row in fields(TrainerConfig))
+
+
+def test_abstract_types_are_described() -> None:
+    class Called(Options):
+        tools: Sequence[str | Callable[..., Any]] = ()
+
+    (row,) = fields(Called)
+    assert row.type == "list of text | function"

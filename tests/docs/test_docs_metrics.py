@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from rlhf_dpo import DPO_LOSS
 
-from rlhf_core import PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, hookimpl
+from rlhf_core import ENVIRONMENT, PAIRWISE_LOSS, POLICY_LOSS, LossOutput, Registry, Turn, hookimpl
 from rlhf_core.runtime import peak_memory
 
 EVERY = "Every trainer"
@@ -43,14 +43,28 @@ def pattern(name: str) -> re.Pattern[str]:
     return re.compile("".join(PLACEHOLDERS.get(part, re.escape(part)) for part in parts))
 
 
-class Losses:
-    """Losses that report something beside their value."""
+class Again:
+    """An environment that asks twice."""
+
+    def reset(self, row: Any, seed: int) -> list[dict[str, str]]:
+        self.asked = 1
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, completion: Any) -> Turn:
+        self.asked += 1
+        question = {"role": "user", "content": "a b"}
+        return Turn([question], len(completion["content"]), self.asked > 2, {"asked": self.asked})
+
+
+class Told:
+    """Losses that report something beside their value, and an environment that does."""
 
     @hookimpl
     def rlhf_register(self, registry: Registry) -> None:
         registry.add(PAIRWISE_LOSS, "told", self.pairwise)
         registry.add(POLICY_LOSS, "told", self.policy)
         registry.add(DPO_LOSS, "told", self.dpo)
+        registry.add(ENVIRONMENT, "told", Again)
 
     @staticmethod
     def pairwise(inputs: Any) -> LossOutput:
@@ -69,7 +83,7 @@ class Losses:
 def everything(trainer: str, short: Any) -> dict[str, Any]:
     """Settings under which all that the trainer can log is logged."""
     held_out = short.rows[trainer][:4]
-    given: dict[str, Any] = {"inputs": {"eval_dataset": held_out}, "listeners": (Losses(),)}
+    given: dict[str, Any] = {"inputs": {"eval_dataset": held_out}, "listeners": (Told(),)}
     given |= {"max_training_steps": 2, "track_memory": True}
     if trainer == "reward":
         given["inputs"] = {"eval_dataset": [{**row, "subset": "short"} for row in held_out]}
@@ -82,6 +96,9 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
             "dynamic_sampling": {"max_rounds": 2},
             "sampler_correction": {"max": 2.0},
             "evaluation": {"num_generations": 2, "pass_threshold": 0.5},
+            "environment": "told",
+            "chat_template": "plain",
+            "sampling": {"max_completion_length": 6, "stop_token_ids": list(range(5, 15))},
             "rewards": [{"name": "length", "on_error": "skip", "target": 4}],
         }
         given["inputs"]["rewards"] = None

@@ -18,7 +18,7 @@ KITS = {
     "docs/how-to/write_a_loss.md": testing.check_policy_loss,
     "docs/how-to/write_a_reward.md": testing.check_reward,
     "docs/how-to/write_a_trainer.md": testing.check_trainer,
-    "docs/how-to/write_a_logger.md": testing.check_logger,
+    "docs/how-to/write_an_environment.md": testing.check_environment,
 }
 
 
@@ -42,6 +42,7 @@ TABLES = {
     **{(page, "property"): kit for page, kit in KITS.items()},
     ("docs/how-to/write_a_loss.md", "property of a pairwise loss"): testing.check_pairwise_loss,
     ("docs/how-to/write_a_loss.md", "property of an advantage"): testing.check_advantage,
+    ("docs/how-to/write_a_reward.md", "property of a logger"): testing.check_logger,
 }
 PAGES = [*KITS, "docs/how-to/write_a_trainer_that_samples.md"]
 

@@ -35,7 +35,7 @@ PAGES = [
     Page("docs/tutorial/chaining.md", fails=("rlhf run chain.toml --set policy.kl.beta=0.1",)),
     Page("docs/explanation/update.md"),
 ]
-SHOWN = [page.path for page in PAGES]
+SHOWN = [*(page.path for page in PAGES), "docs/how-to/write_an_environment.md"]
 """Pages whose toml blocks, where they are no files, are fields of a trainer."""
 
 

@@ -24,6 +24,7 @@ SUFFIXES = {
     "pairwise-loss": "Loss",
     "advantage": "Advantage",
     "reward": "",
+    "environment": "Environment",
     "trainer": "",
     "sampling-trainer": "",
     "logger": "Logger",
@@ -32,6 +33,7 @@ SUFFIXES = {
 CHECKED = {
     "trainer": "what a pipeline relies on",
     "sampling-trainer": "what a pipeline relies on",
+    "environment": "that its episodes end, can be repeated and share nothing",
     "logger": "that it handles every event of a stage",
 }
 """{kind on the command line: what its kit checks}, where it is not what every trainer relies on."""
