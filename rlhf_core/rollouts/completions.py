@@ -81,9 +81,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Measure a rollout, by the contract's names.
 
-    Of completions that no reward scores it is the lengths alone. Within groups, `reward_std` and `frac_reward_zero_std` are over groups with
-    at least two scored completions: NaN where there is none, left out where `group` is 1. Terminated lengths are left
-    out where no completion ended.
+    Of completions that no reward scores it is the lengths alone. Within groups, `reward_std` and `frac_reward_zero_std`
+    are over groups with at least two scored completions: NaN where there is none, left out where `group` is 1.
+    Terminated lengths are left out where no completion ended.
     """
     grouped = total.reshape(-1, group)
     compared = [values[~np.isnan(values)] for values in grouped]
