@@ -38,7 +38,8 @@ def check_model(family: ModelFamily, hf_config: Mapping[str, Any] | None = None)
     packing: other sequences in a row change nothing, and two sequences may share a prefix.
     later tokens: no token sees later ones.
     some tokens: `hidden_at` returns the same states as `hidden`.
-    cache: `prefill`, `ring` and `decode`, and `decode_groups`, give the same states as `hidden` on the whole sequence.
+    cache: `prefill`, `ring` and `decode`, `decode_groups` and `extend` give the same states as `hidden` on the whole
+        sequence.
     score: one number per position.
     saving: `load` returns what `save` wrote, bit for bit.
     mesh: all available devices give the same.
@@ -187,12 +188,34 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
         state, own = shared(prepared, read, until > 0, own, *pair, np.int32(i - prompt))
         for row in state:
             require_close(row, whole[i], f"decode_groups of token {i}", rtol=1e-4)
+    if definition.family.extend is not None:
+        _extended(definition, prepared, jax.tree.map(jnp.zeros_like, cache), tokens, whole)
     kernel, softcap = definition.unembedding(params)
     logits = unembed(state, kernel.astype(state.dtype), softcap)
     if logits.shape != (2, definition.vocab_size):
         raise Broken(
             f"unembedding gives logits {list(logits.shape)} for 2 states; the kernel must be [hidden, vocab]"
         )
+
+
+def _extended(definition: Definition, prepared: Any, cache: Any, tokens: Any, whole: Any) -> None:
+    """Feed two rows of different lengths to a cache of FIRST entries, with padding behind one; then decode a token."""
+    ends = np.array([2, 4], np.int32)
+    chunks = np.stack([np.where(np.arange(4) < end, tokens[:4], 0) for end in ends]).astype(np.int32)
+    states, cache = jax.jit(definition.extend)(prepared, cache, chunks, np.zeros(2, np.int32))
+    for row, end in zip(states, ends, strict=True):
+        require_close(row[:end], whole[:end], f"extend by {end} tokens", rtol=1e-4)
+    more = np.stack([tokens[end - 1 : end + 1] for end in ends]).astype(np.int32)
+    states, cache = jax.jit(definition.extend)(prepared, cache, more, ends - 1)
+    for row, end in zip(states, ends, strict=True):
+        require_close(
+            row, whole[end - 1 : end + 1], f"extend of a cache by tokens {end - 1} and {end}", rtol=1e-4
+        )
+    at = ends + 1
+    visible = np.arange(FIRST) <= at[:, None]
+    state, _ = jax.jit(definition.decode)(prepared, cache, tokens[at].astype(np.int32), at, visible, at)
+    for row, i in zip(state, at, strict=True):
+        require_close(row, whole[i], f"decode of token {i} with a slot per row", rtol=1e-4)
 
 
 def _score(family: ModelFamily, config: Mapping[str, Any], states: Any) -> None:

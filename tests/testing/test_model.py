@@ -68,6 +68,10 @@ def other_groups(config: Any, *given: Any) -> Any:
     return 1.01 * hidden, cache
 
 
+def other_extension(config: Any, params: Any, cache: Any, tokens: Any, start: Any) -> Any:
+    return DECODER.extend(config, params, cache, tokens, start + 1)  # type: ignore[misc]
+
+
 def column(config: Any, params: Any, hidden: Any) -> Any:
     return DECODER.score(config, params, hidden)[..., None]
 
@@ -87,6 +91,7 @@ MUTANTS: dict[str, tuple[set[str], Any]] = {
     "the next": ({"some tokens"}, changed(hidden_at=the_next)),
     "another decode": ({"cache"}, changed(decode=other_decode)),
     "other groups": ({"cache"}, changed(decode_groups=other_groups)),
+    "other extension": ({"cache"}, changed(extend=other_extension)),
     "column": ({"score"}, changed(score=column)),
     "rounded": ({"saving"}, changed(save=rounded)),
 }
