@@ -42,6 +42,9 @@ parameters.
 
 Rows are independent: what is added for a row must not depend on other rows, which may be in another micro-batch or,
 where the mesh has `data`, in another part of the same batch.
+
+A `functools.partial` of a module's function, `partial(objective, model.definition, options)`, shares its compiled
+programs with equal ones in the process; a closure does not.
 """
 Counts: TypeAlias = Mapping[str, Any]
 """Of every loss of several, float32 []: what its sum is divided by."""

@@ -155,6 +155,29 @@ def test_restores_onto_another_mesh(opened: Checkpoints) -> None:
         assert found.state.opt[1][0].mu["embed"].sharding == wanted.opt[1][0].mu["embed"].sharding
 
 
+def test_replicas_share_the_work_of_large_arrays_alone(opened: Checkpoints) -> None:
+    """Which takes programs that cut the array up: for a small one they cost more than they save."""
+    programs: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            programs.append(str(about.get("fun_name")))
+
+    everywhere = NamedSharding(make_mesh(data=8), PartitionSpec())
+    states = [{"x": jax.device_put(np.arange(size, dtype=np.float32), everywhere)} for size in (24, 2**21)]
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for step, state in enumerate(states):
+            opened.save(step, state, host={}, block=True)
+            assert bool(programs) == (step == 1)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    for step, state in enumerate(states):
+        restored = opened.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), step)
+        assert restored is not None
+        np.testing.assert_array_equal(restored.state["x"], state["x"])
+
+
 def test_nothing_saved_is_none(opened: Checkpoints) -> None:
     assert opened.restore(abstract(make_state())) is None
     assert opened.steps() == []
