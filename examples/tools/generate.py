@@ -1,9 +1,10 @@
-"""Write the data of the example: sums that are too large for the model's head, and a few that show how to call a tool.
+"""Write the data of the example: sums that are too large for the model's head, and some that show how to call a tool.
 
     python examples/tools/generate.py examples/tools/data
 
     tokenizer/             byte-level, a token per digit, with the chat template chat.jinja
-    shown.jsonl            messages, tools: conversations in which the tool is called, about other numbers
+    shown.jsonl            messages, tools: conversations in which the tool is called, mostly about other numbers than
+                           those that were asked for
     told.jsonl             messages: the same sums, answered at once: the control without a tool
     sums.jsonl             prompt, answer: what GRPO trains on
     sums.heldout.jsonl     the same, about numbers that no other file has
@@ -24,6 +25,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+MISREAD = 0.75
+"""Probability that a call has a wrong digit in a number, so that one in sixteen is right."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 
 
@@ -31,7 +34,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool
 class Sizes:
     """Rows of each file, and the digits of each number."""
 
-    shown: int = 2048
+    shown: int = 4096
     sums: int = 4096
     heldout: int = 256
     digits: int = 4
@@ -42,15 +45,24 @@ def question(a: int, b: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"What is {a} + {b}?"}]
 
 
-def with_tool(a: int, b: int) -> list[dict[str, Any]]:
-    """Answer a sum with the tool's help."""
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+def with_tool(a: int, b: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Answer a sum with the tool's help, mostly with one or two wrong digits in the call."""
+    said = [misread(number, rng) if rng.random() < MISREAD else number for number in (a, b)]
+    call = {"type": "function", "function": {"name": "add", "arguments": dict(zip("ab", said, strict=True))}}
     return [
         *question(a, b),
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "add", "content": str(a + b)},
-        {"role": "assistant", "content": f"The answer is {a + b}."},
+        {"role": "tool", "name": "add", "content": str(sum(said))},
+        {"role": "assistant", "content": f"The answer is {sum(said)}."},
     ]
+
+
+def misread(number: int, rng: random.Random) -> int:
+    """Change one digit of a number, but not its length."""
+    digits = list(str(number))
+    at = rng.randrange(len(digits))
+    digits[at] = rng.choice([digit for digit in "123456789" if digit != digits[at]])
+    return int("".join(digits))
 
 
 def at_once(a: int, b: int) -> list[dict[str, Any]]:
@@ -75,9 +87,9 @@ def generate(directory: Path, *, seed: int = 0, sizes: Sizes | None = None) -> N
 
     sizes, tools = sizes or Sizes(), [get_json_schema(add)]
     drawn = sums(random.Random(f"sums {seed}"), sizes.digits)
-    shown = [next(drawn) for _ in range(sizes.shown)]
+    shown, rng = [next(drawn) for _ in range(sizes.shown)], random.Random(f"misread {seed}")
     rows = {
-        "shown.jsonl": [{"messages": with_tool(a, b), "tools": tools} for a, b in shown],
+        "shown.jsonl": [{"messages": with_tool(a, b, rng), "tools": tools} for a, b in shown],
         "told.jsonl": [{"messages": at_once(a, b)} for a, b in shown],
         "sums.jsonl": list(_asked(drawn, sizes.sums)),
         "sums.heldout.jsonl": list(_asked(drawn, sizes.heldout)),

@@ -21,6 +21,7 @@ class DistillConfig(TrainerConfig):
         "beta": ("divergence", "beta", 0.5),
         "max_completion_length": ("sampling", "max_completion_length"),
     }
+    ALIASES: ClassVar[Mapping[str, str]] = {"teacher": "teacher_model"}
     UNUSED: ClassVar[Mapping[str, str]] = {}
 
     learning_rate: float = Field(default=1e-5, gt=0, description="at its peak")
