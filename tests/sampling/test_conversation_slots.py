@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ DEFINITION = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
 OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_p=0.95)
 
 
-def make_sampler(slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS) -> Sampler:
+def make_sampler(
+    slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
+) -> Sampler:
     monkeypatch.setitem(layout.SLOTS, "cpu", slots)
     return Sampler(
         DEFINITION,
         options,
-        mesh=make_mesh(devices=jax.devices()[:1]),
+        mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
         stop_ids=(3,),
         prompts_per_call=COUNT,
         max_prompt_length=LONGEST_PROMPT,
@@ -150,16 +153,21 @@ def test_a_slot_is_never_idle_while_a_conversation_waits(
         assert {active for active, waiting in running if waiting} == {4}
 
 
-def test_nothing_compiles_after_warm_up(params: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
+def test_nothing_compiles_after_warm_up(
+    axes: dict[str, int], params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
+    params = jax.device_put(params, DEFINITION.shardings(mesh))
     compiled: list[str] = []
 
     def note(event: str, seconds: float, **about: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(str(about.get("fun_name")))
 
-    make_sampler(4, monkeypatch).converse(params, make_prompts()[:1], KEY, None, make_world())
+    make_sampler(4, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
-    sampler = make_sampler(5, monkeypatch, options)
+    sampler = make_sampler(5, monkeypatch, options, mesh)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         sampler.warm_up(params, [5, LONGEST_PROMPT])

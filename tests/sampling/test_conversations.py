@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import sampling
-from rlhf_core.contracts import Continuation
+from rlhf_core.contracts import Continuation, SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
@@ -243,6 +243,25 @@ def test_the_last_turn_ends_with_the_conversation_length(hold: Any) -> None:
 def test_a_continuation_that_does_not_fit_is_refused(reply: Continuation, message: str, hold: Any) -> None:
     with pytest.raises(ValueError, match=message):
         hold(world=Script(reply), prompts=PROMPTS[-1:])
+
+
+def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
+    definition, world = define("llama"), worlds.MadeUp(VOCAB)
+    inputs = SamplerInputs(
+        definition,
+        None,
+        SamplingOptions(max_completion_length=8),
+        make_mesh(devices=jax.devices()[:1]),
+        (3,),
+        num_generations=3,
+        prompts_per_call=3,
+        max_prompt_length=LONGEST_PROMPT,
+        conversation_length=FOLLOWING,
+    )
+    sampler = sampling.make_sampler(inputs)
+    assert sampler.conversation_room.slots == len(PROMPTS)
+    sampler.converse(definition.init(jax.random.key(1)), PROMPTS, KEY, IDS, world)
+    worlds.assert_same(world.said, hold())
 
 
 def test_calls_that_cannot_be_are_refused(hold: Any) -> None:
