@@ -23,8 +23,8 @@ from rlhf_core.plugins import hooks
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
-    "artifacts data environments fit logprobs metrics models objective optimizers packing rollouts sampling "
-    "scoring state step training testing"
+    "artifacts data fit logprobs metrics models objective optimizers packing rollouts sampling scoring "
+    "state step training testing"
 )
 PUBLIC = ("rlhf_core", *(f"rlhf_core.{name}" for name in MODULES.split()))
 """Modules of core all of whose `__all__` is promised; nothing else of core is."""
