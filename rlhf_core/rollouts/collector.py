@@ -248,8 +248,9 @@ def open_collector(
         memory=sampling_memory(config, stage, model, [name for name in models if isinstance(name, str)]),
         conversation_length=None if episodes is None else episodes.length,
     )
-    if (room := getattr(function, "room", None)) is not None and room.bytes is not None:
-        stage.say(room.line(stage.devices().size, field))
+    room = getattr(function, "room" if episodes is None else "conversation_room", None)
+    if room is not None and room.bytes is not None:
+        stage.say(room.line(stage.devices().size, field, "completions" if episodes is None else "episodes"))
     if field == "train_data":
         warm_up(function, model, prompts.sizes)
     return RolloutCollector(

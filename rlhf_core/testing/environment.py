@@ -23,7 +23,7 @@ from rlhf_core.contracts import ENVIRONMENT, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions
 from rlhf_core.environments.calls import HERE, EpisodeError, checked_messages, checked_turn
 from rlhf_core.environments.worker_call import call_environment
-from rlhf_core.errors import InputError, error_line
+from rlhf_core.errors import InputError, RunError, error_line
 from rlhf_core.plugins.component import make_entry
 from rlhf_core.testing.findings import KITS, Broken, Findings
 from rlhf_core.workers import DiedError, Pool, RaisedError, UnsendableError
@@ -286,7 +286,7 @@ def _require_same_elsewhere(
                 _hold_elsewhere(pool, dumps(calls.make()), row, number, lines, len(held[number].turns))
                 for number, row in enumerate(rows)
             ]
-    except (UnsendableError, RaisedError, DiedError):
+    except (UnsendableError, RaisedError, DiedError, InputError, RunError):
         return  # it cannot be held in another process
     finally:
         pool.close()
