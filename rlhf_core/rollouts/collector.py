@@ -250,7 +250,8 @@ def open_collector(
     )
     room = getattr(function, "room" if episodes is None else "conversation_room", None)
     if room is not None and room.bytes is not None:
-        stage.say(room.line(stage.devices().size, field, "completions" if episodes is None else "episodes"))
+        held = f"{field}: {room.prompts:,} episodes are held at once, {room.bytes / 1e9:.1f} GB per device"
+        stage.say(room.line(stage.devices().size, field) if episodes is None else held)
     if field == "train_data":
         warm_up(function, model, prompts.sizes)
     return RolloutCollector(

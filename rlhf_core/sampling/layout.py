@@ -75,12 +75,12 @@ class Room(NamedTuple):
     prefill_tokens: int = 0
     """Tokens that a group prefills at once; 0: all prompts of a call."""
 
-    def line(self, devices: int, what: str, sampled: str = "completions") -> str:
-        """Say it in one line. what: the field of the prompts. sampled: what they begin."""
+    def line(self, devices: int, what: str) -> str:
+        """Say it in one line. what: the field of the prompts."""
         shared = f", {self.tensor} sharing each layer" if self.tensor > 1 else ""
         size = "" if self.bytes is None else f", {self.bytes / 1e9:.1f} GB per device"
         return (
-            f"{what}: {devices // self.tensor * self.slots:,} {sampled} are sampled at once on {devices} "
+            f"{what}: {devices // self.tensor * self.slots:,} completions are sampled at once on {devices} "
             f"devices{shared}, from {self.prompts:,} prompts per call{size}"
         )
 
