@@ -74,7 +74,7 @@ TASKS = (
         "Run the loop",
         "",
         "Trainer TrainerConfig Stage fit UpdateSource DatasetUpdates dataset_updates Update empty_batches HeldOut "
-        "make_optimizer TrainState create_state Reference PaddedObjective training_step "
+        "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
         "evaluation_step grpo_step",
     ),
     Task("Forecast a run", "What `rlhf check` prints.", "Forecast forecast_lines forecast_rollouts"),

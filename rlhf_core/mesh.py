@@ -14,6 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from rlhf_core.errors import InputError
 
+__all__ = ["put_rows"]
+
+
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 AXES = ("data", "fsdp", "tensor")
 ROW_AXES = ("data", "fsdp")

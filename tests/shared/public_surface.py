@@ -23,7 +23,7 @@ from rlhf_core.plugins import hooks
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
-    "artifacts data fit logprobs metrics models objective optimizers packing rollouts sampling "
+    "artifacts data fit logprobs mesh metrics models objective optimizers packing rollouts sampling "
     "scoring state step training testing"
 )
 PUBLIC = ("rlhf_core", *(f"rlhf_core.{name}" for name in MODULES.split()))
