@@ -3,7 +3,7 @@
     python examples/tools/generate.py examples/tools/data
 
     tokenizer/             byte-level, a token per digit, with the chat template chat.jinja
-    shown.jsonl            messages, tools: conversations in which the tool is called, mostly about other numbers than
+    shown.jsonl            messages, tools: conversations in which the tool is called, mostly with other numbers than
                            those that were asked for
     told.jsonl             messages: the same sums, answered at once: the control without a tool
     sums.jsonl             prompt, answer: what GRPO trains on
@@ -25,8 +25,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-MISREAD = 0.75
-"""Probability that a call has a wrong digit in a number, so that one in sixteen is right."""
+MISREAD = 0.3
+"""Probability that a digit in a call is wrong, so that one call in seventeen has both numbers right."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 
 
@@ -46,8 +46,8 @@ def question(a: int, b: int) -> list[dict[str, Any]]:
 
 
 def with_tool(a: int, b: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Answer a sum with the tool's help, mostly with one or two wrong digits in the call."""
-    said = [misread(number, rng) if rng.random() < MISREAD else number for number in (a, b)]
+    """Answer a sum with the tool's help, mostly with wrong digits in the call."""
+    said = [misread(number, rng) for number in (a, b)]
     call = {"type": "function", "function": {"name": "add", "arguments": dict(zip("ab", said, strict=True))}}
     return [
         *question(a, b),
@@ -58,10 +58,11 @@ def with_tool(a: int, b: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def misread(number: int, rng: random.Random) -> int:
-    """Change one digit of a number, but not its length."""
-    digits = list(str(number))
-    at = rng.randrange(len(digits))
-    digits[at] = rng.choice([digit for digit in "123456789" if digit != digits[at]])
+    """Replace each digit of a number by another one with the probability MISREAD."""
+    digits = [
+        rng.choice([other for other in "123456789" if other != digit]) if rng.random() < MISREAD else digit
+        for digit in str(number)
+    ]
     return int("".join(digits))
 
 
