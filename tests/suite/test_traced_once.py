@@ -38,7 +38,12 @@ OTHER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("trainer", "mesh"), [*((name, {}) for name in OTHER), ("sft", {"data": 2, "fsdp": 2})]
+    ("trainer", "mesh"),
+    [
+        ("grpo", {}),
+        ("sft", {"data": 2, "fsdp": 2}),
+        *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("sft", "reward", "dpo")),
+    ],
 )
 def test_an_equal_run_lowers_and_compiles_nothing(
     short: Any, work: list[str], trainer: str, mesh: dict[str, int]
