@@ -123,19 +123,24 @@ def checked_turn(value: Any) -> Turn:
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
         )
     numbers = {"reward": value.reward, **{f"metrics['{name}']": x for name, x in dict(value.metrics).items()}}
-    plain: dict[str, float | None] = {}
     for name, number in numbers.items():
+        if number is None and name == "reward":
+            continue
+        # NumPy's and JAX's scalars are numbers, too; a truth value is one by mistake.
+        text = isinstance(number, str | bytes | bool)
         try:
-            plain[name] = None if number is None and name == "reward" else float(number)  # type: ignore[arg-type]
+            finite = not text and abs(float(number)) < float("inf")  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise EpisodeError(f"returned {name}={number!r}; a finite number is expected") from None
-        if plain[name] is not None and not abs(plain[name]) < float("inf"):  # type: ignore[arg-type]
+            finite = False
+        if not finite:
             raise EpisodeError(f"returned {name}={number!r}; a finite number is expected")
-    reward, metrics = plain.pop("reward"), dict(value.metrics)
+    if not isinstance(value.done, bool) and str(getattr(value.done, "dtype", "")) != "bool":
+        raise EpisodeError(f"returned done={value.done!r}; True or False is expected")
     messages = checked_messages(value.messages, "step")
     if not messages and not value.done:
         raise EpisodeError("returned no messages and done=False: there is nothing to reply to")
-    return Turn(messages, reward, bool(value.done), {name: float(x) for name, x in metrics.items()})
+    reward = None if value.reward is None else float(value.reward)
+    return Turn(messages, reward, bool(value.done), {name: float(x) for name, x in value.metrics.items()})
 
 
 def outcome(call: Any) -> Any:

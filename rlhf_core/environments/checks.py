@@ -32,10 +32,10 @@ def try_episode(
     """
     probe = (
         EnvironmentCalls(calls.options.replace(timeout=calls.options.timeout or SECONDS), calls.make, "")
-        if (_sendable(calls))
+        if _sendable(calls)
         else calls
     )
-    method = "reset"
+    method, answered = "reset", ""
     try:
         environment, value = _call(probe, probe.make(), "reset", dict(row), 0)
         messages = checked_messages(value, "reset")
@@ -50,12 +50,14 @@ def try_episode(
         turn = checked_turn(value)
         if not turn.done:
             reply = [*messages, MADE_UP]
-            encoder.observation(reply, [dict(m) for m in turn.messages], ended_by=None, tools=calls.tools)
+            added = [dict(message) for message in turn.messages]
+            answer = encoder.observation(reply, added, ended_by=None, tools=calls.tools)
+            answered = f"; the answer to a made-up completion has {len(answer):,}"
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"{place}: {probe.explain(method, error)}") from error
-    return f"{place} begins with {len(prompt):,} tokens"
+    return f"{place} begins with {len(prompt):,} tokens{answered}"
 
 
 def _sendable(calls: EnvironmentCalls) -> bool:

@@ -191,7 +191,8 @@ class Episodes:
         episode.append(np.asarray(tokens, np.int32), np.asarray(logps, np.float32), written=True)
         episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context))
         episode.ended_by = int(tokens[-1]) if finished else None
-        episode.messages.append(self.parser.message(tokens))
+        read = self.parser.message if self.calls.tools else self.parser.text
+        episode.messages.append(read(tokens))
         if not self._calls_here:
             return
         try:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rlhf_core.config import Component
 
+ANSWER_TOKENS = 64
+"""What an episode has room for at least after each turn, unless `max_tokens` says otherwise."""
+
 
 class EnvironmentOptions(Component):
     """Name an environment in a config: `environment: Annotated[EnvironmentOptions, ENVIRONMENT] | None`."""
@@ -19,8 +22,8 @@ class EnvironmentOptions(Component):
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="tokens per episode after its first prompt, the environment's included; none: 2 × max_turns × "
-        "sampling.max_completion_length",
+        description="tokens per episode after its first prompt, the environment's included; none: max_turns × "
+        "(sampling.max_completion_length + the same again, 64 or more, for an answer)",
     )
     max_seconds: float | None = Field(
         default=None,
@@ -49,4 +52,5 @@ class EnvironmentOptions(Component):
 
     def length(self, max_completion_length: int) -> int:
         """Return the most tokens of an episode after its first prompt."""
-        return self.max_tokens or 2 * self.max_turns * max_completion_length
+        answers = max(max_completion_length, ANSWER_TOKENS)
+        return self.max_tokens or self.max_turns * (max_completion_length + answers)

@@ -64,6 +64,15 @@ class CallParser:
         )
         return self.parse(text)
 
+    def text(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
+        """Return sampled ids, int32 [n], a final stop token included, as a message without looking for calls."""
+        sampled = [int(i) for i in ids]
+        if sampled and sampled[-1] in self.encoder.stop_ids:
+            sampled.pop()
+        decode = self.encoder.tokenizer.decode
+        text = decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return {"role": "assistant", "content": text}
+
     def parse(self, text: str) -> dict[str, Any]:
         """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any.
 
@@ -344,7 +353,7 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise CallError(
-            f"the call is not JSON: {error.msg} at character {error.pos - at + 1} of it"
+            f"the call is not JSON: {error.msg.removesuffix(' at')} at character {error.pos - at + 1} of it"
         ) from None
     except RecursionError:
         raise CallError("the call is not JSON: it is nested too deeply") from None

@@ -126,7 +126,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         return value
     if field == "save_directory":
         return _absolute(value, base)
-    if field in ("name", "rewards", "tools"):
+    if field in ("name", "rewards", "environment", "tools"):
         file, colon, attribute = value.partition(":")
         if not (colon and file.endswith(".py")):
             return value

@@ -308,7 +308,14 @@ def load_file(path: Path) -> types.ModuleType:
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
         ]
         line = f" line {at[-1]}" if at else ""
-        raise InputError(f"{path}{line}: {type(error).__name__}: {error}") from error
+        beside = path.with_name(f"{error.name}.py") if isinstance(error, ModuleNotFoundError) else None
+        hint = (
+            f". A file does not find {beside.name} beside it: put both into one file, or into a package, which "
+            "`rlhf new` writes"
+            if beside is not None and beside.is_file()
+            else ""
+        )
+        raise InputError(f"{path}{line}: {type(error).__name__}: {error}{hint}") from error
     return module
 
 

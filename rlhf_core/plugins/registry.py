@@ -197,6 +197,8 @@ class Registry:
         if kind.by_path:
             article = "An" if kind.name[0] in "aeiou" else "A"
             message += f" {article} {kind.name} of yours is module:name or file.py:name."
+            if name.endswith(".py"):
+                message += f" Write {name}:NAME."
         if not ((alike and hint) or elsewhere or self.failures or self.disabled):
             package = f"rlhf-{name.replace('_', '-')}"
             message += (

@@ -30,7 +30,7 @@ from rlhf_core.workers import DiedError, Pool, RaisedError, UnsendableError
 from rlhf_core.workers.pickling import dumps
 
 Message = Mapping[str, Any]
-SENTENCE = "The answer is 4."
+SENTENCES = ("The answer is 4.", "50", "I guess 25, or is it 75?", "yes", "No idea.")
 ODD: Mapping[str, Message] = {
     "an empty text": {"content": ""},
     "white space": {"content": " \n"},
@@ -63,7 +63,7 @@ def check_environment(
     environment: a class, a function that makes one, or a name as in a stage, such as "rooms.py:Rooms".
     rows: rows of data that episodes begin with; at least one, better two that differ.
     completions: what the policy says, turn after turn, and from the first one again after the last: texts, or messages
-        with `tool_calls`. Default: a call of each tool with made-up arguments, then a sentence.
+        with `tool_calls`. Default: a call of each tool with made-up arguments, then sentences and numbers.
     max_turns: turns after which an episode must be over. timeout: seconds, as in a stage: warns where the environment
         is not async and cannot be sent to the worker process that the limit needs. options: the environment's own.
 
@@ -120,14 +120,15 @@ def _open(environment: Any, options: Mapping[str, Any], timeout: float | None) -
             registry, name = plugins.load().registry, environment
             made = lambda: registry.get(ENVIRONMENT, name, **options)  # noqa: E731
         elif inspect.isclass(environment) or inspect.isroutine(environment):
-            entry = make_entry(ENVIRONMENT, "tried", environment, "its author")
+            name = environment.__name__
+            entry = make_entry(ENVIRONMENT, name, environment, "its author")
             made = lambda: entry.make(options)  # noqa: E731
         else:
             raise Broken(
                 f"it is an object of {type(environment).__name__}; give the class, or a function that makes an "
                 "object, since each episode has one of its own"
             )
-        calls = EnvironmentCalls(EnvironmentOptions(name="tried"), made, "environment")
+        calls = EnvironmentCalls(EnvironmentOptions(name=name), made, "environment")
     except InputError as error:
         raise Broken("; ".join(error.problems)) from error
     if calls.make() is calls.make():
@@ -144,11 +145,15 @@ def _open(environment: Any, options: Mapping[str, Any], timeout: float | None) -
 
 def _lines(completions: Sequence[str | Message] | None, tools: Sequence[Any]) -> list[Message]:
     """Return what the policy says, as messages."""
+    if isinstance(completions, str):
+        raise ValueError(
+            f"completions is the text {completions!r}; give a list of texts or messages, one per turn"
+        )
     if completions is not None:
         said = [{"content": each} if isinstance(each, str) else dict(each) for each in completions]
     else:
         said = [{"content": "", "tool_calls": [_made_up_call(tool["function"])]} for tool in tools]
-        said.append({"content": SENTENCE})
+        said += [{"content": sentence} for sentence in SENTENCES]
     if not said:
         raise ValueError("check_environment needs at least one completion")
     return [{"role": "assistant", **message} for message in said]

@@ -154,7 +154,14 @@ def _sampling(config: GRPOConfig) -> Iterator[str]:
 
 def _lengths(config: GRPOConfig, prompt: int, context: int | None) -> Iterator[str]:
     length = config.sampling.max_completion_length
-    if context is not None and prompt + length > context:
+    if config.environment is not None:
+        episode = config.environment.length(length)
+        if context is not None and prompt + episode > context:
+            yield (
+                f"environment.max_tokens: with prompts of up to {prompt} tokens and episodes of up to {episode} that "
+                f"is {prompt + episode}, more than the {context} the model was made for (max_position_embeddings)"
+            )
+    elif context is not None and prompt + length > context:
         yield (
             f"sampling.max_completion_length={length}: with prompts of up to {prompt} tokens that is "
             f"{prompt + length}, more than the {context} the model was made for (max_position_embeddings)"
