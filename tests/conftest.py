@@ -19,6 +19,7 @@ import pytest
 
 from rlhf_core import cli
 from rlhf_core.plugins.component import load_file
+from rlhf_core.runtime import sharing
 
 # Tests run their programs for milliseconds: what counts is the time to compile. Without optimisations and with XLA's
 # older emitters it is less than half; programs so small are not worth splitting among threads.
@@ -66,6 +67,17 @@ def shared() -> Path:
     if not path.is_dir():
         pytest.skip(f"no shared data at {path}; set RLHF_SHARED to its directory")
     return path
+
+
+@pytest.fixture(autouse=True)
+def patches_are_traced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Trace anew what a test patches: equal runs share their programs, and those of other tests have no patch."""
+    patched = "monkeypatch" in request.fixturenames
+    if patched:
+        sharing.forget()
+    yield
+    if patched:
+        sharing.forget()
 
 
 @pytest.fixture(scope="session")

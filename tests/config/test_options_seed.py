@@ -204,6 +204,7 @@ class EveryTarget(TrainerConfig):
     loss: str = ""
     rewards: str = ""
     advantage: str = ""
+    environment: str = ""
     evaluation: str = ""
     sampler: str = ""
     sampler_correction: str = ""

@@ -268,7 +268,8 @@ def test_arguments_of_trl_are_answered(registry: Registry, tmp_path: Path, name:
     (tmp_path / "theirs.py").write_text(
         f"def theirs(completions, {name}):\n    return [0.0] * len(completions)\n"
     )
+    remedy = "Name those instead" if name == "environments" else "[Rr]emove the"
     with pytest.raises(
-        InputError, match=rf"reward 'theirs\.py:theirs' needs '{name}': TRL passes .*[Rr]emove the"
+        InputError, match=rf"reward 'theirs\.py:theirs' needs '{name}': TRL passes .*{remedy}"
     ):
         set_up(rewards(registry, {"name": f"{tmp_path}/theirs.py:theirs"}), prompts(), STAGE)
