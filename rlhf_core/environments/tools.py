@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import typing
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.contracts import Turn
-from rlhf_core.errors import InputError, Stopped, suggest
+from rlhf_core.errors import InputError, Stopped, code_location, suggest
 from rlhf_core.plugins.component import load_function
 
 LONGEST = 300
@@ -141,6 +142,11 @@ class ToolEnvironment:
         except Stopped:
             raise
         except (Exception, SystemExit) as error:
+            warnings.warn(
+                f"tool '{name}' raised {type(error).__name__}{code_location(error, __file__)}; the policy gets this "
+                "as an answer, and episodes/call_errors counts it",
+                stacklevel=2,
+            )
             return _Answer.failed(name, f"{name} raised {type(error).__name__}: {_said(error)}".rstrip(": "))
 
 

@@ -199,7 +199,8 @@ def test_what_is_wrong_goes_back_to_the_policy(name: str, arguments: Any, said: 
 
 
 def test_errors_are_short() -> None:
-    content = answer("fails", {"how": "long"})
+    with pytest.warns(UserWarning, match=r"tool 'fails' raised ValueError \(.*test_tools\.py line \d+\)"):
+        content = answer("fails", {"how": "long"})
     assert content.startswith("Error: fails raised ValueError: first line second line xxx")
     assert len(content) < 330
 
