@@ -175,7 +175,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 if before is not None:
                     before()
-                np.savez(partial / "arrays.npz", **copies)  # type: ignore[arg-type]
+                np.savez(partial / "arrays.npz", **copies)  # type: ignore[arg-type]  # mypy takes names for allow_pickle
                 write_atomic(partial / "host.json", host_json)
                 manifest = {"format": FORMAT, "files": describe_files(partial)}
                 write_atomic(partial / "manifest.json", seal(manifest))

@@ -251,7 +251,7 @@ def _plain(state: TrainState) -> Any:
 
 
 def _steps(training: Training) -> Callable[[Callable[..., TrainState]], Callable[[], Any]]:
-    """Return a function that turns an update into a call without arguments, which replaces the training's state."""
+    """Return a function that wraps an update as a call without arguments, which keeps the new state."""
     programs, held = training.programs(), [training.state]
 
     def make(update: Callable[[Any, TrainState], TrainState]) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Build the benchmark's programs: from arrays to run on a device, or from shapes to compile without one."""
+"""Build the benchmark's programs: from arrays to run them on a device, from shapes to compile them without."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "speed"))
 import works as speed_works
 
 SAMPLING_MEMORY = 40 * 10**9
-"""Memory for a rollout, in bytes: large enough to sample all completions of a work at once."""
+"""Bytes of memory for a rollout: enough to sample all completions of a work at once."""
 MANY = 1000
 """Updates of a run that is never run to its end."""
 

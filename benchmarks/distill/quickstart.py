@@ -2,10 +2,11 @@
 
     python benchmarks/distill/quickstart.py [--seeds 0 1 2] [--updates 120] [--dir runs/distill] [--small]
 
-Both students start from the same SFT, and have the same prompts, 128 completions per update and the same number of
-updates; GRPO has the quickstart's reward model, distillation the quickstart's policy as teacher. Success is that of
-`examples/quickstart/judge.py`, on sampled completions of held-out prompts after every tenth of the updates. Prints a
-row of JSON for each seed and way, then a table. A finished run is found again and not repeated. --small tries it out.
+Both students start from the same SFT and see the same prompts, with 128 completions per update and the same number
+of updates. GRPO uses the quickstart's reward model; distillation uses the quickstart's policy as teacher. Success,
+as `examples/quickstart/judge.py` defines it, is measured on sampled completions of held-out prompts, ten times in a
+run. Prints a row of JSON for each seed and way, then a table. A finished run is found again and not repeated.
+--small tries it out.
 """
 
 from __future__ import annotations

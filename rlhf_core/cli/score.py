@@ -105,7 +105,7 @@ class Unfinished:
                 self.counts.rows, self.counts.unread = state["rows"], state["unread"]
                 self.counts.pairs = None if state["pairs"] is None else tuple(state["pairs"])
                 self.parts, size = state["parts"], state["bytes"]
-        self.file = open(self.rows, "r+b" if self.parts else "wb")  # noqa: SIM115
+        self.file = open(self.rows, "r+b" if self.parts else "wb")  # noqa: SIM115  (`finish` closes it)
         self.file.truncate(size)
         self.file.seek(size)
         return self.parts

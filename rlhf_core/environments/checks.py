@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.environments.calls import EnvironmentCalls, checked_messages, checked_turn
 from rlhf_core.errors import InputError
-from rlhf_core.workers import UnsendableError
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
@@ -30,11 +29,11 @@ def try_episode(
     Calls are made in a process of their own where the environment can be sent to one.
     Raises InputError for what the methods raise, or return that is no messages and no turn.
     """
-    probe = (
-        EnvironmentCalls(calls.options.replace(timeout=calls.options.timeout or SECONDS), calls.make, "")
-        if _sendable(calls)
-        else calls
-    )
+    try:
+        limited = calls.options.replace(timeout=calls.options.timeout or SECONDS)
+        probe = EnvironmentCalls(limited, calls.make, calls.where)
+    except InputError:  # it cannot be sent to another process
+        probe = calls
     method, answered = "reset", ""
     try:
         environment, value = _call(probe, probe.make(), "reset", dict(row), 0)
@@ -58,14 +57,6 @@ def try_episode(
     except Exception as error:
         raise InputError(f"{place}: {probe.explain(method, error)}") from error
     return f"{place} begins with {len(prompt):,} tokens{answered}"
-
-
-def _sendable(calls: EnvironmentCalls) -> bool:
-    try:
-        EnvironmentCalls(calls.options.replace(timeout=SECONDS), calls.make, "")
-    except (InputError, UnsendableError):
-        return False
-    return True
 
 
 def _call(calls: EnvironmentCalls, environment: Any, method: str, *arguments: Any) -> tuple[Any, Any]:

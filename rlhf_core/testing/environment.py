@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -118,11 +119,11 @@ def _open(environment: Any, options: Mapping[str, Any], timeout: float | None) -
     try:
         if isinstance(environment, str):
             registry, name = plugins.load().registry, environment
-            made = lambda: registry.get(ENVIRONMENT, name, **options)  # noqa: E731
+            made = partial(registry.get, ENVIRONMENT, name, **options)
         elif inspect.isclass(environment) or inspect.isroutine(environment):
             name = environment.__name__
             entry = make_entry(ENVIRONMENT, name, environment, "its author")
-            made = lambda: entry.make(options)  # noqa: E731
+            made = partial(entry.make, options)
         else:
             raise Broken(
                 f"it is an object of {type(environment).__name__}; give the class, or a function that makes an "
