@@ -172,6 +172,7 @@ class Programs:
         self._counts: Counts | None = None  # abstract; None also where the objective has a single loss
         self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
+        self._zeros: Any = None  # makes the sums over no micro-batch, whose shapes the first update shows
         self._done: Accumulated | None = None
 
     def _make(self, state: TrainState, *, in_parts: bool) -> None:
@@ -279,9 +280,11 @@ class Programs:
         if self._done is None:
             self._trace(state, batch, key)
         if before is None and self._from_zero:
-            leaves, tree = jax.tree.flatten(self._done)
-            zeros = shared(partial(_zeros, tree, tuple(leaves)))
-            before = jax.jit(zeros, out_shardings=self._placed)()
+            if self._zeros is None:
+                leaves, tree = jax.tree.flatten(self._done)
+                zeros = shared(partial(_zeros, tree, tuple(leaves)))
+                self._zeros = jax.jit(zeros, out_shardings=self._placed)
+            before = self._zeros()
         self._ahead.wait(_program_name(batch, before is not None))
         done: Accumulated = self._accumulate(state.params, batch, before, key, counts)
         return done

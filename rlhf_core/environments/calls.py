@@ -129,7 +129,7 @@ def checked_turn(value: Any) -> Turn:
         # NumPy's and JAX's scalars are numbers, too; a truth value is one by mistake.
         text = isinstance(number, str | bytes | bool)
         try:
-            finite = not text and abs(float(number)) < float("inf")  # type: ignore[arg-type]  # tried
+            finite = not text and abs(float(number)) < float("inf")  # type: ignore[arg-type]  # float() is tried
         except (TypeError, ValueError):
             finite = False
         if not finite:
