@@ -1,0 +1,1 @@
+"""The experiments, one per module: `SHARE`, its part of a budget, and `run`."""
