@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ class Child:
         env: Mapping[str, str | None],
     ) -> NoReturn:
         code = 1
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # temporary directories belong to the process that was forked
         try:
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+SUBREAPER = 36
+"""prctl's option by which orphans of a case become its children, so that they end with it."""
 CORES = max(1, len(os.sched_getaffinity(0)))
 
 
@@ -139,6 +142,7 @@ class _Running:
 
     def _judge(self, case: Case, judge: Callable[[Case], None]) -> None:
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(SUBREAPER, 1)
         try:
             judge(case)
         except Failed as failure:
