@@ -1,11 +1,10 @@
-"""Kill a stage of every trainer at one of its file calls, kill the run that resumes it, and resume again: the same bits."""
+"""Kill a stage of every trainer at a file call, kill the run that resumes it, and resume again: the same bits."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 from torture import runs, shim
@@ -69,7 +68,7 @@ lora = {{ rank = 2, alpha = 4, dropout = 0.2 }}
 disable_dropout = false
 train_data = "data/prompts.jsonl"
 eval_data = "data/prompts.heldout.jsonl"
-rewards = ["data/rewards.py:letters", {{ name = "model", model = "rm.model" }}, {{ name = "math_verify", weight = 0.5 }}]
+rewards = ["data/rewards.py:letters", {{ name = "model", model = "rm.model" }}, "math_verify"]
 num_generations = 2
 steps_per_generation = 2
 num_iterations = 2
