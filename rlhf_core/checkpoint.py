@@ -319,7 +319,7 @@ class Checkpoints:
         """Delete what killed saves left behind. Call it only while no save is in flight."""
         make_directory(self.directory)
         self._recover()
-        for path in self.directory.glob(".*.tmp"):
+        for path in (*self.directory.glob(".*.tmp"), *self.directory.glob(".*.replaced")):
             shutil.rmtree(path, ignore_errors=True)
 
     def _recover(self) -> None:

@@ -307,6 +307,7 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(opened: Check
 def test_leftovers_of_killed_saves_are_ignored_then_removed(opened: Checkpoints) -> None:
     opened.save(1, make_state(1), host={}, block=True)
     shutil.copytree(opened.directory / "1", opened.directory / ".9.tmp")
+    shutil.copytree(opened.directory / "1", opened.directory / ".1.replaced")
     found = opened.restore(abstract(make_state()))
     assert found is not None
     assert found.step == 1
