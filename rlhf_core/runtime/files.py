@@ -139,10 +139,12 @@ def make_directory(path: str | Path) -> None:
 
 
 def flush(path: str | Path) -> None:
-    """fsync a file or a directory."""
+    """fsync a file or a directory. Raises OSError with its path, which that of `os.fsync` lacks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import functools
@@ -10,6 +11,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -442,3 +444,17 @@ def test_what_a_checkpoint_relies_on_is_on_the_disk_before_it(
     with pytest.raises(RunError, match="no space left"):
         opened.wait()
     assert opened.steps() == [1]
+
+
+def test_writes_that_end_after_another_failed_are_not_reported_again() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    shown: list[Any] = []
+    hook = checkpoint._without_late_writes(shown.append)
+    for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_until_complete(None)):
+        try:
+            call()
+        except RuntimeError as error:
+            called = error.__traceback__.tb_next.tb_next
+            hook(SimpleNamespace(exc_value=error, exc_traceback=called))
+    assert [type(each.exc_value) for each in shown] == [RuntimeError]

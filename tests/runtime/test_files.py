@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,7 +170,7 @@ def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
     ("number", "words"),
     [
         (errno.ENOSPC, r"no space left on the disk \([\d,.]+ MiB free\)"),
-        (errno.EDQUOT, r"no space left on the disk \([\d,.]+ MiB free\)"),
+        (errno.EDQUOT, "disk quota exceeded"),
         (errno.EIO, "Input/output error"),
         (errno.EACCES, "Permission denied"),
         (errno.EROFS, "Read-only file system"),
@@ -302,3 +303,25 @@ def test_a_directory_that_cannot_be_replaced_stays(
     replace_directory(new, final)
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
     assert (final / "name").read_text() == "new"
+
+
+def test_a_flush_that_fails_names_what_it_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        files.flush(tmp_path)
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = SimpleNamespace(f_files=9, f_favail=0, f_bavail=256, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: figures)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. What"):
+        write_atomic(tmp_path / "file", "x")
