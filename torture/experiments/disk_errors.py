@@ -137,7 +137,9 @@ def judge(case: Case, place: Path) -> None:
         case.count("calls broken")
         more = dataclasses.replace(call, ordinal=call.ordinal + 1)
         repeated = more in made and more not in shim.calls(place / f"{kind}.log")
-        for line in _wrong_end(ended, call, how, error, harmless=repeated or _is_harmless(call)):
+        # From then on, threads may meet the error in another order, and whichever is reported is true.
+        broken = made[made.index(call) :] if how == "on" else [call]
+        for line in _wrong_end(ended, broken, how, error, harmless=repeated or _is_harmless(call)):
             case.fail(f"{line}: {ended}")
     elif ended.code:
         case.fail(f"failed without the fault: {ended}")
@@ -159,8 +161,10 @@ def judge(case: Case, place: Path) -> None:
         case.fail(f"left after the second command: {left}\nafter it {ended}")
 
 
-def _wrong_end(ended: Ended, call: shim.Call, how: str, error: str, *, harmless: bool) -> Iterator[str]:
-    """Yield what is wrong with the end of a command of which one call failed. harmless: it need not say so."""
+def _wrong_end(
+    ended: Ended, broken: Sequence[shim.Call], how: str, error: str, *, harmless: bool
+) -> Iterator[str]:
+    """Yield what is wrong with the end of a command of which calls were broken. harmless: it need not say so."""
     lines = [line for line in ended.err.splitlines() if line.strip() and not re.match(r"\[\w+\] ", line)]
     warnings = [line for line in lines if line.startswith("warning: ")]
     messages = [line for line in lines if line not in warnings]
@@ -175,13 +179,13 @@ def _wrong_end(ended: Ended, call: shim.Call, how: str, error: str, *, harmless:
     elif ended.code == 0:
         if messages:
             yield "a message, and exit code 0"
-        if not harmless and not any(_is_true(line, call, error) for line in warnings):
+        if not harmless and not any(_is_true(line, broken, error) for line in warnings):
             yield "the failure is not said"
     elif len(messages) != 1:
         yield f"{len(messages)} messages"
-    elif not _is_true(messages[0], call, error):
+    elif not _is_true(messages[0], broken, error):
         yield "the message does not name the place and the reason"
-    elif ended.code == 2 and not _is_output(call):
+    elif ended.code == 2 and not any(map(_is_output, broken)):
         yield "exit code 2, which means a mistake in the input"
 
 
@@ -198,18 +202,23 @@ def _is_output(call: shim.Call) -> bool:
 TEMPORARY = re.compile(r"^\.(.+?)(?:\.#)?\.tmp$|^\.(.+)\.(?:replaced|unfinished|unfinished\.json)$")
 
 
-def _is_true(message: str, call: shim.Call, error: str) -> bool:
-    """Return whether a message names the failed call's file, or what that is part of, and the reason."""
-    reason = "no space left on the disk" if error == "ENOSPC" else os.strerror(getattr(errno, error)).lower()
-    parts = [TEMPORARY.sub(r"\1\2", part) for part in call.path.split("/")]
-    path = Path(*parts)
-    places = [path, path.parent] + [
-        Path(*parts[: number + 2])
-        for number, part in enumerate(parts[:-1])
-        if part in ("checkpoints", "artifacts")
-    ]
-    named = call.path == "." or any(f"{place}" in message for place in places if place != Path())
-    return named and reason in message.lower()
+def _is_true(message: str, broken: Sequence[shim.Call], error: str) -> bool:
+    """Return whether a message gives the reason, and names the file of a broken call, or what that is part of."""
+    reason = "no space left on the disk" if error == "ENOSPC" else os.strerror(getattr(errno, error))
+    named = any(call.path == "." or place in message for call in broken for place in _places(call))
+    return named and reason.lower() in message.lower()
+
+
+def _places(call: shim.Call) -> Iterator[str]:
+    """Yield the names under which a message may speak of a call's path."""
+    parts: list[str] = []
+    for part in call.path.split("/"):
+        parts.append(TEMPORARY.sub(r"\1\2", part))
+        if parts[-1] != part:
+            yield "/".join(parts)
+    yield "/".join(parts)
+    if call.operation == "unlink" or parts[-1] == ".lock":
+        yield "/".join(parts[:-1])
 
 
 def _newest_checkpoints(directory: Path) -> dict[Path, int]:
