@@ -133,6 +133,7 @@ def judge(case: Case, place: Path) -> None:
     plan = shim.environment(directory, log=log, at=call, action=ACTIONS[how], error=getattr(errno, error))
     ended = command.start(place, directory, plan).wait(SECONDS)
     made = list(shim.calls(log)) if log.exists() else []
+    broken: Sequence[shim.Call] = []
     if call in made:
         case.count("calls broken")
         more = dataclasses.replace(call, ordinal=call.ordinal + 1)
@@ -144,6 +145,9 @@ def judge(case: Case, place: Path) -> None:
     elif ended.code:
         case.fail(f"failed without the fault: {ended}")
     newest = _newest_checkpoints(directory)
+    for path, step in saved_checkpoints(directory, [each for each in made if each not in broken]).items():
+        if not _done(path) and newest.get(path, -1) < step:
+            case.fail(f"the checkpoint of step {step} of {path.name} is lost\nafter it {ended}")
     expected = place / f"{kind}.expected"
     if ended.code:
         again = command.start(place, directory).wait(SECONDS)
@@ -219,6 +223,18 @@ def _places(call: shim.Call) -> Iterator[str]:
     yield "/".join(parts)
     if call.operation == "unlink" or parts[-1] == ".lock":
         yield "/".join(parts[:-1])
+
+
+def saved_checkpoints(directory: Path, made: Sequence[shim.Call]) -> dict[Path, int]:
+    """Return {stage directory: the step of the newest checkpoint that was saved by these calls}."""
+    saved: dict[Path, int] = {}
+    for number, call in enumerate(made):
+        path = directory / call.path
+        if call.operation == "rename" and path.parent.name == "checkpoints" and path.name.isdecimal():
+            folder = str(Path(call.path).parent)
+            if any(later.operation == "fsync" and later.path == folder for later in made[number:]):
+                saved[path.parent.parent] = max(int(path.name), saved.get(path.parent.parent, 0))
+    return saved
 
 
 def _newest_checkpoints(directory: Path) -> dict[Path, int]:

@@ -9,13 +9,14 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torture import runs
+from torture import runs, shim
 from torture.children import Child, Ended, rlhf
 from torture.experiment import Case, Skipped, Trial
+from torture.experiments.disk_errors import saved_checkpoints
 
 SHARE = 1.0
 SECONDS = 90.0
@@ -41,6 +42,7 @@ PIPELINES = {
 
 
 def run(trial: Trial) -> None:
+    shim.require()
     # Not a TemporaryDirectory, which forked processes would delete when they end.
     place = Path(tempfile.mkdtemp(prefix="torture-full-disk-"))
     prepared_by = time.monotonic() + PREPARING * trial.seconds_left
@@ -87,8 +89,8 @@ def _before(kind: str, place: Path) -> Path | None:
     return None if after is None else place / f"{after}.expected"
 
 
-def _run(pipeline: Path, disk: Path) -> Child:
-    return rlhf("run", str(pipeline), "--dir", "run", cwd=disk)
+def _run(pipeline: Path, disk: Path, env: Mapping[str, str | None] | None = None) -> Child:
+    return rlhf("run", str(pipeline), "--dir", "run", cwd=disk, env=env)
 
 
 def _measure(pipeline: Path, before: Path | None, after: Path, figures: Path) -> int:
@@ -120,11 +122,15 @@ def judge(case: Case, place: Path) -> None:
     if before is not None:
         shutil.copytree(before, disk, dirs_exist_ok=True)
     mount(disk, **{**ENOUGH, unit: int(size)}, again=True)
-    ended = _run(pipeline, disk).wait(SECONDS)
+    log = case.directory / "log"
+    ended = _run(pipeline, disk, shim.environment(disk, log=log)).wait(SECONDS)
     for line in _wrong_end(ended):
         case.fail(f"{line}: {ended}")
     case.count("disks filled", int(ended.code != 0))
     kept = _Kept.of(disk / "run")
+    for path, step in saved_checkpoints(disk, list(shim.calls(log)) if log.exists() else []).items():
+        if kept.steps.get(path.name, -1) < step:
+            case.fail(f"the checkpoint of update {step} of {path.name} is lost\nafter it {ended}")
     if case.random.random() < 0.3:
         for line in _wrong_end(still := _run(pipeline, disk).wait(SECONDS)):
             case.fail(f"on the disk that is still full, {line}: {still}")
