@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -319,7 +320,7 @@ class Checkpoints:
         """Delete what killed saves left behind. Call it only while no save is in flight."""
         make_directory(self.directory)
         self._recover()
-        for path in self.directory.glob(".*.tmp"):
+        for path in (*self.directory.glob(".*.tmp"), *self.directory.glob(".*.replaced")):
             shutil.rmtree(path, ignore_errors=True)
 
     def _recover(self) -> None:
@@ -352,4 +353,20 @@ def _not_a_second_report(record: logging.LogRecord) -> bool:
     return "_SignalingThread.run() raised an exception" not in str(record.msg)
 
 
+def _without_late_writes(show: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Wrap a hook for exceptions that nothing can catch: drop those of writes that end after another one failed.
+
+    The event loop in which orbax waited for tensorstore's writes is closed by then, which each of them reports.
+    """
+
+    def hook(unraisable: Any) -> None:
+        frame = unraisable.exc_traceback and unraisable.exc_traceback.tb_frame
+        late = frame is not None and frame.f_code.co_name == "call_soon_threadsafe"
+        if not (late and str(unraisable.exc_value) == "Event loop is closed"):
+            show(unraisable)
+
+    return hook
+
+
 logging.getLogger("absl").addFilter(_not_a_second_report)
+sys.unraisablehook = _without_late_writes(sys.unraisablehook)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,8 @@ import numpy as np
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.cli.row_output import number, row_text, write_text
-from rlhf_core.runtime.files import require_writable
+from rlhf_core.runtime.disk_errors import attempt
+from rlhf_core.runtime.files import flush, make_directory, require_writable
 from rlhf_core.runtime.terminal import echo
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ class Unfinished:
 
     def open(self) -> int:
         """Return the number of parts already written; start over unless they have the same identity."""
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         size = 0
         with suppress(OSError, ValueError, KeyError, TypeError):
             state = json.loads(self.state.read_bytes())
@@ -105,18 +105,23 @@ class Unfinished:
                 self.counts.rows, self.counts.unread = state["rows"], state["unread"]
                 self.counts.pairs = None if state["pairs"] is None else tuple(state["pairs"])
                 self.parts, size = state["parts"], state["bytes"]
+        self._attempt(lambda: self._open_rows(size))
+        return self.parts
+
+    def _open_rows(self, size: int) -> None:
+        make_directory(self.output.parent)
         self.file = open(self.rows, "r+b" if self.parts else "wb")  # noqa: SIM115  (`finish` closes it)
         self.file.truncate(size)
         self.file.seek(size)
-        return self.parts
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        attempt(write, self.output.name, self.output)
 
     def write(self, part: ScoredPart, lines: Sequence[str]) -> None:
         """Add a part; flush its rows to disk before the state that counts them."""
         from rlhf_core.artifacts import write_atomic
 
-        self.file.write("".join(lines).encode())
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        self._attempt(lambda: self._append("".join(lines).encode()))
         self.parts += 1
         self.counts.add(part)
         if self.scorer.layout is None:  # no row could be scored so far
@@ -132,9 +137,18 @@ class Unfinished:
         }
         write_atomic(self.state, json.dumps(state))
 
+    def _append(self, content: bytes) -> None:
+        self.file.write(content)
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
     def finish(self) -> None:
         self.file.close()
+        self._attempt(self._put_in_place)
+
+    def _put_in_place(self) -> None:
         os.replace(self.rows, self.output)
+        flush(self.output.parent)
         self.state.unlink(missing_ok=True)
 
 

@@ -62,8 +62,9 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
         raise
     _held.add(descriptor)
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
+        with suppress(OSError):  # who holds the lock is only said in messages
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode())
         yield
     finally:
         if descriptor in _held:  # in a forked child it was closed, and its number may be another file's

@@ -19,6 +19,7 @@ DISK = FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 """Errors with which a file system refuses any write."""
 GOES_ON = "What was written before is whole; the same command goes on from there."
 NO_SPACE = "no space left on the disk"
+QUOTA = "disk quota exceeded"
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueError for everything
 
 
@@ -49,8 +50,9 @@ def disk_reason(error: BaseException) -> str | None:
     for cause in _walk_causes(error):
         match = _OS_ERROR.search(str(cause))
         number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
-        if number in FULL or any(os.strerror(full) in str(cause) for full in FULL):
-            return NO_SPACE
+        full = next((full for full in FULL if full == number or os.strerror(full) in str(cause)), None)
+        if full is not None:
+            return QUOTA if full == errno.EDQUOT else NO_SPACE
         if isinstance(cause, OSError):
             return str(cause.strerror or cause)
         if number is not None:
@@ -62,7 +64,7 @@ def disk_message(error: OSError) -> str:
     """Describe what the file system refused, where, and what to do about it."""
     file = error.filename
     if error.errno in FULL:
-        return f"{NO_SPACE}{f' while writing {file}' if file else ''}; free some,"
+        return f"{disk_reason(error)}{f' while writing {file}' if file else ''}; free some,"
     return f"{f'{file}: ' if file else ''}{disk_reason(error)}; mend that"
 
 
@@ -74,9 +76,12 @@ def _walk_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _free_space(path: Path) -> str:
-    """Return ` (N MiB free)`, or an empty string if even that cannot be read."""
+    """Return ` (N MiB free)`, with the files that can still be made where few can; empty if it cannot be read."""
     try:
-        existing = next(folder for folder in (path, *path.parents) if folder.exists())
-        return f" ({shutil.disk_usage(existing).free / 2**20:,.1f} MiB free)"
+        figures = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+        files = (
+            f", room for {figures.f_favail} more files" if figures.f_files and figures.f_favail < 100 else ""
+        )
+        return f" ({figures.f_bavail * figures.f_frsize / 2**20:,.1f} MiB free{files})"
     except (OSError, StopIteration):
         return ""

@@ -139,10 +139,12 @@ def make_directory(path: str | Path) -> None:
 
 
 def flush(path: str | Path) -> None:
-    """fsync a file or a directory."""
+    """fsync a file or a directory. Raises OSError with its path, which that of `os.fsync` lacks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -167,12 +169,18 @@ def flush_tree(directory: Path) -> None:
 
 
 def replace_directory(new: Path, final: Path) -> None:
-    """Rename `new` to `final`. An existing directory is moved aside first and deleted last."""
+    """Rename `new` to `final`. An existing directory is moved aside first, put back if that fails, and deleted last."""
     aside = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
+    replaces = final.exists()
+    if replaces:
+        shutil.rmtree(aside, ignore_errors=True)
         os.rename(final, aside)
-    os.rename(new, final)
+    try:
+        os.rename(new, final)
+    except OSError:
+        if replaces:
+            os.rename(aside, final)
+        raise
     flush(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -188,6 +196,8 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
     place = directory if empty else directory.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
 
     def fill() -> None:
+        if not empty:
+            _remove_killed(directory.parent, name)
         make_directory(place)
         write(place)
         flush_tree(place)
@@ -203,6 +213,14 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
             with suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
+
+
+def _remove_killed(parent: Path, name: str) -> None:
+    """Delete the directories that killed calls of `fill_directory` left for this name."""
+    killed = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if killed.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove(path: Path) -> None:

@@ -7,13 +7,14 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.secrets import scrub
 from rlhf_core.errors import RunError, Stopped
+from rlhf_core.runtime.disk_errors import disk_reason
 from rlhf_core.runtime.files import append_line
 
 if TYPE_CHECKING:
@@ -22,16 +23,19 @@ if TYPE_CHECKING:
 FILE = "events.jsonl"
 
 
-def log_event(directory: Path, stage: str, event: str, **about: Any) -> None:
+def log_event(directory: Path, stage: str, event: str, **about: Any) -> str | None:
     """Append one event to DIRECTORY/events.jsonl: `time` (seconds since 1970), `stage`, `event`, and `about`.
 
-    Never raises: a log that cannot be written must not end the run.
+    Returns a warning if it could not be written, and never raises: that must not end the run.
     """
     # Scrub before JSON escapes the text: a secret may contain a quotation mark.
     about = {name: scrub(value) if isinstance(value, str) else value for name, value in about.items()}
     row = {"time": round(time.time(), 3), "stage": stage, "event": event, **about}
-    with suppress(RunError):
+    try:
         append_line(directory / FILE, json.dumps(row, ensure_ascii=False), durable=True)
+    except RunError as error:
+        return f"{directory / FILE} could not be written: {disk_reason(error)}; it lacks events of this run"
+    return None
 
 
 @contextmanager
@@ -43,25 +47,32 @@ def log_stage(
     shown: warnings of the stage's forecast, without its name; where the stage raises them again, they are only logged.
     Events: "begun" or "continued" (with `machine`), "warning", "done", "stopped", "failed" (with `message`).
     """
-    log_event(directory, stage, "continued" if continues else "begun", machine=machine(mesh))
     show, known = warnings.showwarning, {*shown, *(f"stage '{stage}'.{line}" for line in shown)}
+    incomplete: list[str] = []
+
+    def log(event: str, **about: Any) -> None:
+        problem = log_event(directory, stage, event, **about)
+        if problem is not None and not incomplete:
+            incomplete.append(problem)
+            show(UserWarning(problem), UserWarning, __file__, 0)
 
     def show_and_log(message: Warning | str, *rest: Any, **named: Any) -> None:
-        log_event(directory, stage, "warning", message=str(message))
+        log("warning", message=str(message))
         if str(message) not in known:
             show(message, *rest, **named)
 
+    log("continued" if continues else "begun", machine=machine(mesh))
     warnings.showwarning = show_and_log
     try:
         yield
     except (Stopped, KeyboardInterrupt) as error:
-        log_event(directory, stage, "stopped", message=str(error) or "interrupted")
+        log("stopped", message=str(error) or "interrupted")
         raise
     except BaseException as error:
-        log_event(directory, stage, "failed", message=str(error) or type(error).__name__)
+        log("failed", message=str(error) or type(error).__name__)
         raise
     else:
-        log_event(directory, stage, "done")
+        log("done")
     finally:
         if warnings.showwarning is show_and_log:
             warnings.showwarning = show

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,10 +204,11 @@ def run_recorded(
             )
     except (InputError, RunError, Stopped) as error:
         if stage.is_main and record.state != "done":
-            if not record.has_checkpoints and not record.has_artifacts:
-                record.put_back({})
-            elif isinstance(error, InputError):
-                record.put_back(before)
+            with suppress(OSError, RunError):  # a disk that refuses this, too, must not hide the error
+                if not record.has_checkpoints and not record.has_artifacts:
+                    record.put_back({})
+                elif isinstance(error, InputError):
+                    record.put_back(before)
         raise
     if forecast is not None:
         stage.say(f"memory: {peak_line()}; the forecast was at most {format_bytes(forecast)}")

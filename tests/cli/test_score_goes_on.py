@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
 from rlhf_core import scoring
 from rlhf_core.cli import commands
 from rlhf_core.data import whole_sequences
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.scoring import Scorer
 
 
@@ -93,3 +95,21 @@ def test_all_rows_are_checked_before_the_first_is_scored(model, rows, calls, tin
     with pytest.raises(InputError, match="row 11: 'chosen' is a number"):
         commands.score(str(model), rows, tmp_path / "out.jsonl")
     assert calls == []
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace", "mkdir"])
+def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypatch, failing):
+    output = tmp_path / "new" / "out.jsonl"
+
+    def fails(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(os, failing, fails)
+        with pytest.raises(
+            RunError, match=rf"out.jsonl\S* could not be written to {output.parent}\S+: Input"
+        ):
+            commands.score(str(model), rows, output)
+    commands.score(str(model), rows, output)
+    assert len(output.read_text().splitlines()) == 11
+    assert os.listdir(output.parent) == ["out.jsonl"]

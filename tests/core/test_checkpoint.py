@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import functools
@@ -10,6 +11,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -307,6 +309,7 @@ def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(opened: Check
 def test_leftovers_of_killed_saves_are_ignored_then_removed(opened: Checkpoints) -> None:
     opened.save(1, make_state(1), host={}, block=True)
     shutil.copytree(opened.directory / "1", opened.directory / ".9.tmp")
+    shutil.copytree(opened.directory / "1", opened.directory / ".1.replaced")
     found = opened.restore(abstract(make_state()))
     assert found is not None
     assert found.step == 1
@@ -441,3 +444,17 @@ def test_what_a_checkpoint_relies_on_is_on_the_disk_before_it(
     with pytest.raises(RunError, match="no space left"):
         opened.wait()
     assert opened.steps() == [1]
+
+
+def test_writes_that_end_after_another_failed_are_not_reported_again() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    shown: list[Any] = []
+    hook = checkpoint._without_late_writes(shown.append)
+    for call in (lambda: loop.call_soon_threadsafe(print), lambda: loop.run_until_complete(None)):
+        try:
+            call()
+        except RuntimeError as error:
+            called = error.__traceback__.tb_next.tb_next
+            hook(SimpleNamespace(exc_value=error, exc_traceback=called))
+    assert [type(each.exc_value) for each in shown] == [RuntimeError]

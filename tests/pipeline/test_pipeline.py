@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -154,6 +155,26 @@ def test_a_stage_that_failed_before_it_saved_anything_is_not_begun(pipeline: Pat
         go(pipeline, fake, "rm.fail=error")
     assert not Path("runs/a/rm/stage.json").exists()
     assert not go(pipeline, fake).stages["rm"].skipped
+
+
+def test_a_disk_that_fails_at_the_record_hides_no_error(
+    pipeline: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_back(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(StageRecord, "put_back", put_back)
+    with pytest.raises(RunError, match="told to fail"):
+        go(pipeline, fake, "rm.fail=error")
+
+
+def test_events_that_cannot_be_written_are_one_warning(pipeline: Path, fake: ModuleType) -> None:
+    Path("runs/a/events.jsonl").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="events") as warned:
+        go(pipeline, fake)
+    said = [str(warning.message) for warning in warned if "events.jsonl" in str(warning.message)]
+    assert len(said) == 3  # one per stage
+    assert "events.jsonl could not be written: Is a directory; it lacks events of this run" in said[0]
 
 
 @pytest.mark.parametrize("left", ["an output", "a checkpoint", "a checkpoint that was being replaced"])

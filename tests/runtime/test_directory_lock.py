@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -95,4 +96,15 @@ def test_what_cannot_be_a_directory_is_reported_by_its_field(tmp_path: Path, fie
     other = "--dir" if field == "dir" else field
     told = rf"^{field}: .* is not a directory; give another {other}"
     with pytest.raises(InputError, match=told), lock(tmp_path / "file", field):
+        pass
+
+
+def test_a_disk_that_cannot_hold_the_process_number_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "write", write)
+    with lock(tmp_path), pytest.raises(InputError, match="in use by another run; wait"), lock(tmp_path):
         pass

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,8 +18,10 @@ from rlhf_core.errors import RunError
 from rlhf_core.runtime import files
 from rlhf_core.runtime.files import (
     append_line,
+    fill_directory,
     make_directory,
     remove_leftovers,
+    replace_directory,
     seal,
     unseal,
     write_atomic,
@@ -167,7 +170,7 @@ def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
     ("number", "words"),
     [
         (errno.ENOSPC, r"no space left on the disk \([\d,.]+ MiB free\)"),
-        (errno.EDQUOT, r"no space left on the disk \([\d,.]+ MiB free\)"),
+        (errno.EDQUOT, "disk quota exceeded"),
         (errno.EIO, "Input/output error"),
         (errno.EACCES, "Permission denied"),
         (errno.EROFS, "Read-only file system"),
@@ -262,3 +265,63 @@ def test_a_lone_surrogate_is_written_as_json_writes_it(tmp_path: Path) -> None:
     append_line(tmp_path / "rows.jsonl", json.dumps(row, ensure_ascii=False))
     for path in tmp_path.iterdir():
         assert json.loads(path.read_text(encoding="utf-8")) == row
+
+
+def test_what_a_killed_call_left_of_a_directory_is_removed_by_the_next(tmp_path: Path) -> None:
+    for name in (".model.0123abcd.tmp", ".other.0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("x")
+    fill_directory(
+        tmp_path / "model", lambda place: (place / "file").write_text("whole") and None, "the model"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.0123abcd.tmp", "model"]
+    assert (tmp_path / "model" / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_directory_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    """aside: an earlier replacement was killed between its renames, and the old directory has its other name."""
+    new, final = tmp_path / "new", tmp_path / "final"
+    old = tmp_path / ".final.replaced" if aside else final
+    for path in (new, old):
+        path.mkdir()
+        (path / "name").write_text(path.name)
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if source == new:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        replace_directory(new, final)
+    assert (old / "name").read_text() == old.name
+    monkeypatch.undo()
+    replace_directory(new, final)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (final / "name").read_text() == "new"
+
+
+def test_a_flush_that_fails_names_what_it_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        files.flush(tmp_path)
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = SimpleNamespace(f_files=9, f_favail=0, f_bavail=256, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: figures)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. What"):
+        write_atomic(tmp_path / "file", "x")
