@@ -17,10 +17,33 @@ MARK = "/torture-mark/"
 LONGEST = 1 << 24
 """The most bytes of one write that a trace holds."""
 CALLS = (
-    "open openat creat write pwrite64 writev pwritev pwritev2 lseek ftruncate truncate fallocate copy_file_range "
-    "sendfile splice rename renameat renameat2 unlink unlinkat rmdir mkdir mkdirat link linkat symlink symlinkat "
-    "fsync fdatasync syncfs sync access faccessat faccessat2 chdir fchdir"
-).split()
+    *(
+        "open",
+        "openat",
+        "creat",
+        "write",
+        "pwrite64",
+        "writev",
+        "pwritev",
+        "pwritev2",
+        "sendfile",
+        "copy_file_range",
+    ),
+    *("lseek", "truncate", "ftruncate", "fallocate", "splice", "fsync", "fdatasync", "sync", "syncfs"),
+    *(
+        "rename",
+        "renameat",
+        "renameat2",
+        "link",
+        "linkat",
+        "symlink",
+        "symlinkat",
+        "unlink",
+        "unlinkat",
+        "rmdir",
+    ),
+    *("mkdir", "mkdirat", "access", "faccessat", "faccessat2", "chdir", "fchdir"),
+)
 LINE = re.compile(r"(\d+) +(?:<\.\.\. \w+ resumed>)?(.*)", re.DOTALL)
 CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+)(?:<((?:\\x..)*)>)?(?: E.*)?$", re.DOTALL)
 BRACKET = re.compile(r"([\[{])|([\]}])|, ")

@@ -33,11 +33,11 @@ PIPELINE = (
     runs.GRPO + "save_total_limit = 2\n",
 )
 MODELS = ("killed", "ordered", "strict")
-CHUNK = 16
+CHUNK = 32
 """Calls whose states one case judges."""
-DRAWS = 20
+DRAWS = 60
 """States drawn after a call, for each of the two kinds of power cut."""
-ROUNDS = 4
+ROUNDS = 3
 WHOLE = 200
 APPENDED = ("metrics.jsonl", "events.jsonl")
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
@@ -140,9 +140,10 @@ def contents(run: Path) -> dict[str, Any]:
 
 
 class Judge:
-    """Judge trees by the suite's readers, each stage of each tree once.
+    """Judge trees by the suite's readers.
 
-    Files are written once and linked: readers do not write to them.
+    Stages that differ in their temporary files alone are judged once, with those of the first of them. Files are
+    written once and linked: readers do not write to them.
     """
 
     def __init__(self, directory: Path, expected: Expected, digests: Digests) -> None:
@@ -166,7 +167,7 @@ class Judge:
         run = tree.get("run")
         for name, thing in run.items() if isinstance(run, dict) else ():
             if name in STAGES:
-                key = (name, self.digests.of(thing), promises.version[name])
+                key = (name, self.digests.of(_without_temporary(thing)), promises.version[name])
                 if key not in self._verdicts:
                     self._verdicts[key] = self._judge(name, thing, promises)
                 problems += self._verdicts[key]
@@ -266,6 +267,16 @@ def _at(tree: Tree, path: str) -> Tree | bytes | None:
     for name in PurePosixPath(path).parts:
         thing = thing.get(name) if isinstance(thing, dict) else None
     return thing
+
+
+def _without_temporary(thing: Tree | bytes) -> Tree | bytes:
+    if isinstance(thing, bytes):
+        return thing
+    return {
+        name: _without_temporary(each)
+        for name, each in thing.items()
+        if not (name.startswith(".") and name.endswith(".tmp"))
+    }
 
 
 def _files(tree: Tree, prefix: str = "") -> Iterator[tuple[str, bytes]]:
@@ -438,18 +449,22 @@ def _states(
         promises = Promises(digests)
         judge = Judge(Path(tempfile.mkdtemp(dir=directory)), expected, digests)
         seen: set[bytes] = set()
+        judged: set[bytes] = set()
         shown: set[str] = set()
         for i, operation, disk in recording.disk():
             promises.add(operation, disk)
+            if operation.mark:
+                judged = set()  # what could be lost before must not be lost now
             for model in MODELS if first <= i < first + CHUNK else ():
                 for number, crash in enumerate(
                     crashes(model, disk, trial, recording.name, operation.call, draws)
                 ):
                     tree = crash.image.tree()
                     digest = digests.of(tree)
-                    if digest in seen and i > first and not operation.mark:
-                        continue
                     seen.add(digest)
+                    if digest in judged:
+                        continue
+                    judged.add(digest)
                     for problem in judge.problems(tree, promises):
                         if problem not in shown:
                             shown.add(problem)
