@@ -138,9 +138,9 @@ class Translator:
     def _operations(self, call: FileCall) -> Iterator[Operation]:
         name = call.name
         if "access" in name:
-            path = call.text(0 if name == "access" else 1)
-            if path.startswith(MARK):
-                yield Operation(self._name("mark", path.removeprefix(MARK)), mark=path.removeprefix(MARK))
+            text = call.text(0 if name == "access" else 1)
+            if text.startswith(MARK):
+                yield Operation(self._name("mark", text.removeprefix(MARK)), mark=text.removeprefix(MARK))
         elif name in ("chdir", "fchdir"):
             raise ValueError("the program changes its directory, to which paths are relative")
         elif name == "sync":

@@ -91,17 +91,17 @@ def require() -> None:
         raise Skipped(f"strace cannot watch a process here: {tried.stderr.strip()}")
 
 
-def record(command: Sequence[str], cwd: Path, trace: Path) -> subprocess.Popen[str]:
-    """Start a command whose calls are written to the file `trace`."""
-    return subprocess.Popen(
-        [*_strace(trace), *command],
-        cwd=cwd,
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def record(command: Sequence[str], cwd: Path, trace: Path, output: Path) -> subprocess.Popen[bytes]:
+    """Start a command whose calls are written to the file `trace`, and its output to another one."""
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [*_strace(trace), *command],
+            cwd=cwd,
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _strace(trace: Path) -> list[str]:
