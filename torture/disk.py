@@ -29,12 +29,13 @@ class Operation:
 
     call: its name, "rename 0 run/base/stage.json": the call, how many of them on that path came before, and the path,
     whose random parts are "#". entries: (directory, name, file or None) of the entries that are set or removed at
-    once. file: whose data change, by `data` at `offset` or by a cut to `size`. sync: the file or directory that is
-    durable from here on, −1: all. mark: a text.
+    once. directory: whether what they name is a directory, which is new. file: whose data change, by `data` at `offset`
+    or by a cut to `size`. sync: the file or directory that is durable from here on, −1: all. mark: a text.
     """
 
     call: str
     entries: tuple[tuple[int, str, int | None], ...] = ()
+    directory: bool = False
     file: int | None = None
     offset: int = 0
     data: bytes = b""
@@ -64,6 +65,8 @@ class Image:
                 self.directories.setdefault(directory, {}).pop(name, None)
             else:
                 self.directories.setdefault(directory, {})[name] = file
+                if operation.directory:
+                    self.directories.setdefault(file, {})
         if operation.file is None:
             return
         before = self.contents.get(operation.file, b"")
@@ -151,7 +154,7 @@ class Translator:
             at = name.endswith("at")
             path = self._below(call.text(at), call.descriptor(0)[1] if at else "")
             if path is not None:
-                yield self._entries(call, path, self._new(directory=True) if "mkdir" in name else None)
+                yield self._entries(call, path, self._new() if "mkdir" in name else None)
         elif name.startswith("rename"):
             yield from self._rename(call)
         elif "link" in name or name in ("fallocate", "truncate", "splice"):
@@ -160,15 +163,14 @@ class Translator:
         else:
             yield from self._on_descriptor(call)
 
-    def _new(self, *, directory: bool) -> int:
+    def _new(self) -> int:
         self.next += 1
-        if directory:
-            self.live.directories[self.next] = {}
         return self.next
 
     def _entries(self, call: FileCall, path: str, file: int | None) -> Operation:
         operation = "mkdir" if "mkdir" in call.name else "create" if file is not None else "unlink"
-        return Operation(self._name(operation, path), entries=((*self._entry(path), file),))
+        entry = (*self._entry(path), file)
+        return Operation(self._name(operation, path), (entry,), directory=operation == "mkdir")
 
     def _open(self, call: FileCall) -> Iterator[Operation]:
         flags = call.arguments[1 if call.name == "open" else 2] if call.name != "creat" else f"O_CREAT|{CUT}"
@@ -179,7 +181,7 @@ class Translator:
             raise ValueError("a file without a name is not simulated")
         file = self.live.find(path)
         if file is None and "O_CREAT" in flags:
-            file = self._new(directory=False)
+            file = self._new()
             self.live.contents[file] = b""
             yield self._entries(call, path, file)
         elif file is not None and CUT in flags and self.live.contents.get(file):
