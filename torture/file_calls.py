@@ -101,6 +101,7 @@ def record(command: Sequence[str], cwd: Path, trace: Path, output: Path) -> subp
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 

@@ -217,16 +217,15 @@ class Judge:
             if newest is not None:
                 checkpoints = tree["checkpoints"]
                 assert isinstance(checkpoints, dict)
-                found = checkpoints.get(str(newest)) or checkpoints[f".{newest}.replaced"]
-                if self.digests.of(found) not in self.expected.saved.get((stage, newest), ()):
+                content = checkpoints.get(str(newest)) or checkpoints[f".{newest}.replaced"]
+                if self.digests.of(content) not in self.expected.saved.get((stage, newest), ()):
                     problems.append(
                         f"stage '{stage}': the checkpoint at update {newest} is not what was saved"
                     )
-                host = json.loads((directory / "checkpoints" / str(newest) / "host.json").read_bytes())[
-                    "host"
-                ]
+                saved = directory / "checkpoints" / str(newest)
+                host = json.loads((saved / "host.json").read_bytes())["host"]
                 best = host["best"]["step"]
-                if best is not None and checkpoint._problem(directory / "checkpoints" / str(best)):
+                if best is not None and checkpoint._problem(saved.with_name(str(best))):
                     problems.append(f"stage '{stage}' has lost its best checkpoint, that at update {best}")
                 step = newest if host["reported"] else newest - 1
             if record.state == "done":
@@ -240,9 +239,11 @@ class Judge:
             else:
                 step_files.cut(directory, step)
                 wanted = self.expected.until(stage, step)
-        except (InputError, RunError) as error:
-            return [*problems, f"stage '{stage}' cannot go on: {error}"]
-        found = contents(directory.parent)
+            found = contents(directory.parent)
+        except Exception as error:
+            kind = "" if isinstance(error, InputError | RunError) else f"{type(error).__name__}: "
+            text = str(error).replace(f"{directory.parent}/", "")
+            return [*problems, f"stage '{stage}' cannot go on: {kind}{text}"]
         problems += [
             f"{name} is {'not what it was' if name in found else 'gone'}, with the checkpoint at update {step}"
             for name, content in wanted.items()

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torture import children, file_calls, runs
 from torture.disk import Crash, Digests, Disk, Image, Operation, Translator, Tree
-from torture.experiment import CORES, Case, Failed, Trial
+from torture.experiment import CORES, Case, Failed, Failure, Trial
 from torture.promises import Expected, Judge, Promises, contents
 
 SHARE = 2.0
@@ -38,7 +39,7 @@ CHUNK = 32
 """Calls whose states one case judges."""
 DRAWS = 60
 """States drawn after a call, for each of the two kinds of power cut."""
-ROUNDS = 3
+ROUNDS = 2
 WHOLE = 200
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
@@ -92,10 +93,13 @@ def finish(
     crash: Image | None = None,
 ) -> Recording:
     """Wait for a pipeline; before, crash: the operations that led to what was there, and a power cut after them."""
-    if process.wait(600):
-        raise Failed(
-            f"the recorded run ended with {process.returncode}:\n{place.with_suffix('.log').read_text()}"
-        )
+    try:
+        process.wait(600)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.wait():
+        output = place.with_suffix(".log").read_text(errors="replace")[-4000:]
+        raise Failed(f"the recorded run ended with {process.returncode}:\n{output}")
     disk = Disk()
     for operation in before:
         disk.apply(operation)
@@ -183,117 +187,124 @@ def run(trial: Trial) -> None:
     directory = Path(tempfile.mkdtemp(prefix="torture-", dir=MEMORY))
     try:
         recordings, expected = prepare(trial, directory)
-        seen = directory / "seen"
-        seen.mkdir()
-        judges: dict[str, Callable[[Case], None]] = {}
-        for recording in recordings:
-            for first in range(recording.begins, len(recording.operations), CHUNK):
-                for draws in range(ROUNDS):
-                    name = f"states {recording.name} {draws} {recording.operations[first].call}"
-                    judges[name] = _states(trial, recording, first, draws, expected, directory)
-        names = list(judges)
-        trial.random("order").shuffle(names)
-        names.sort(key=lambda name: int(name.split()[2]))
-        wholes = _wholes(trial, recordings, directory)
-        judges |= wholes
-        every = max(1, len(names) // len(wholes))
-        for i, name in enumerate(wholes):
-            names.insert((i + 1) * (every + 1) - 1, name)
-        trial.each(names, lambda case: judges[case.name](case), seconds=300.0)
-        hashes = b"".join(path.read_bytes() for path in seen.iterdir())
+        (directory / "seen").mkdir()
+        by_name = {recording.name: recording for recording in recordings}
+
+        def judge(case: Case) -> None:
+            kind, name, how, call = case.name.split(" ", 3)
+            at = next((i for i, op in enumerate(by_name[name].operations) if op.call == call), None)
+            if at is None:
+                case.fail("the run that was recorded now made no such call")
+            elif kind == "states":
+                _judge_states(case, trial, by_name[name], at, how, expected, directory)
+            else:
+                _continue(case, trial, by_name[name], at, how, directory)
+
+        trial.each(_cases(trial, recordings), judge, seconds=300.0)
+        hashes = b"".join(path.read_bytes() for path in (directory / "seen").iterdir())
         trial.counts["distinct states"] = len({hashes[i : i + 16] for i in range(0, len(hashes), 16)})
+    except Failed as failed:
+        trial.cases += 1
+        trial.failures.append(Failure("recording", str(failed)))
     finally:
         shutil.rmtree(directory)
 
 
-def _states(
-    trial: Trial, recording: Recording, first: int, draws: int, expected: Expected, directory: Path
-) -> Callable[[Case], None]:
-    """Judge the states after each of `CHUNK` calls."""
-
-    def judge(case: Case) -> None:
-        import jax
-
-        # The readers ask for these, for which jax would start its backend.
-        jax.process_count = lambda backend=None: 1
-        jax.process_index = lambda backend=None: 0
-        warnings.simplefilter("ignore")  # of damaged checkpoints that are not needed
-        digests = Digests()
-        promises = Promises(digests)
-        judge = Judge(Path(tempfile.mkdtemp(dir=directory)), expected, digests)
-        seen: set[bytes] = set()
-        judged: set[bytes] = set()
-        shown: set[str] = set()
-        for i, operation, disk in recording.disk():
-            promises.add(operation, disk)
-            if operation.mark:
-                judged = set()  # what could be lost before must not be lost now
-            for model in MODELS if first <= i < first + CHUNK else ():
-                for number, crash in enumerate(
-                    crashes(model, disk, trial, recording.name, operation.call, draws)
-                ):
-                    tree = crash.image.tree()
-                    digest = digests.of(tree)
-                    seen.add(digest)
-                    if digest in judged:
-                        continue
-                    judged.add(digest)
-                    for problem in judge.problems(tree, promises):
-                        if problem not in shown:
-                            shown.add(problem)
-                            case.fail(_describe(problem, model, operation.call, number, crash))
-            if i == first + CHUNK:
-                break
-        case.count("states judged", len(seen))
-        for blob in judge.changed_blobs():
-            case.fail(f"a reader wrote to {blob}")
-        (directory / "seen" / f"{os.getpid()}").write_bytes(b"".join(seen))
-        shutil.rmtree(judge.directory)
-
-    return judge
-
-
-def _describe(problem: str, model: str, call: str, number: int, crash: Crash) -> str:
-    more = f", and {len(crash.lost) - 8} more" if len(crash.lost) > 8 else ""
-    lost = f"; lost: {'; '.join(crash.lost[:8])}{more}" if crash.lost else ""
-    return f"{problem}\n({model}, draw {number}, after {call}{lost})"
-
-
-def _wholes(
-    trial: Trial, recordings: Sequence[Recording], directory: Path
-) -> dict[str, Callable[[Case], None]]:
-    """Name the states from which a run goes on to its end."""
-    stream = trial.random("whole")
+def _cases(trial: Trial, recordings: Sequence[Recording]) -> list[str]:
+    """Name the cases by calls, as these have other numbers when a run is recorded again."""
+    if trial.only is not None:
+        return [trial.only]
+    stream = trial.random("order")
+    names: list[str] = []
+    for draws in range(ROUNDS):
+        chunks = [
+            f"states {recording.name} {draws} {recording.operations[first].call}"
+            for recording in recordings
+            for first in range(recording.begins, len(recording.operations), CHUNK)
+        ]
+        names += stream.sample(chunks, len(chunks))
     places = [
-        (recording, i) for recording in recordings for i in range(recording.begins, len(recording.operations))
+        (recording, operation)
+        for recording in recordings
+        for operation in recording.operations[recording.begins :]
     ]
-    judges: dict[str, Callable[[Case], None]] = {}
-    while len(judges) < WHOLE:
-        recording, at = stream.choice(places)
-        model = stream.choice(MODELS)
-        name = f"whole {recording.name} {model} {recording.operations[at].call}"
-        judges[name] = _whole(trial, recording, at, model, directory)
-    return judges
+    chosen: dict[str, None] = {}
+    while len(chosen) < WHOLE:
+        recording, operation = stream.choice(places)
+        chosen[f"whole {recording.name} {stream.choice(MODELS)} {operation.call}"] = None
+    every = max(1, len(names) // WHOLE)
+    for i, name in enumerate(chosen):
+        names.insert((i + 1) * (every + 1) - 1, name)
+    return names
 
 
-def _whole(
-    trial: Trial, recording: Recording, at: int, model: str, directory: Path
-) -> Callable[[Case], None]:
+def _judge_states(
+    case: Case,
+    trial: Trial,
+    recording: Recording,
+    first: int,
+    draws: str,
+    expected: Expected,
+    directory: Path,
+) -> None:
+    """Judge the states after each of `CHUNK` calls."""
+    import jax
+
+    # The readers ask for these, for which jax would start its backend.
+    jax.process_count = lambda backend=None: 1
+    jax.process_index = lambda backend=None: 0
+    warnings.simplefilter("ignore")  # of damaged checkpoints that are not needed
+    digests = Digests()
+    promises = Promises(digests)
+    judge = Judge(Path(tempfile.mkdtemp(dir=directory)), expected, digests)
+    seen: set[bytes] = set()
+    judged: set[bytes] = set()
+    shown: set[str] = set()
+    for i, operation, disk in recording.disk():
+        promises.add(operation, disk)
+        if operation.mark:
+            judged = set()  # what could be lost before must not be lost now
+        for model in MODELS if first <= i < first + CHUNK else ():
+            about = (recording.name, operation.call, draws)
+            for number, crash in enumerate(crashes(model, disk, trial, *about)):
+                tree = crash.image.tree()
+                digest = digests.of(tree)
+                seen.add(digest)
+                if digest in judged:
+                    continue
+                judged.add(digest)
+                problems = judge.problems(tree, promises)
+                if problems and problems[0] not in shown:
+                    shown.add(problems[0])
+                    case.fail(_describe(problems, model, operation.call, number, crash))
+        if i == first + CHUNK:
+            break
+    case.count("states judged", len(seen))
+    for blob in judge.changed_blobs():
+        case.fail(f"a reader wrote to {blob}")
+    (directory / "seen" / f"{os.getpid()}").write_bytes(b"".join(seen))
+    shutil.rmtree(judge.directory)
+
+
+def _describe(problems: Sequence[str], model: str, call: str, number: int, crash: Crash) -> str:
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}\n({model}, draw {number}, after {call}{_lost(crash)})"
+
+
+def _lost(crash: Crash) -> str:
+    more = f"; and {len(crash.lost) - 8} more" if len(crash.lost) > 8 else ""
+    return f"; lost: {'; '.join(crash.lost[:8])}{more}" if crash.lost else ""
+
+
+def _continue(case: Case, trial: Trial, recording: Recording, at: int, model: str, directory: Path) -> None:
     """Go on from a state to the end, which must be that of the undisturbed run."""
-
-    def judge(case: Case) -> None:
-        disk = next(disk for i, _, disk in recording.disk() if i == at)
-        crash = case.random.choice(list(crashes(model, disk, trial, "whole", case.name)))
-        undisturbed = directory / UNDISTURBED
-        place = case.directory
-        write_pipeline(place, directory)
-        copy(crash.image.tree(), place)
-        ended = children.rlhf("run", "p.toml", cwd=place).wait(200)
-        case.count("states continued from")
-        lost = f"lost: {'; '.join(crash.lost[:8])}"
-        case.require(ended.code == 0 and not ended.traceback, f"the run that goes on {ended}\n{lost}")
-        for line in runs.differences(undisturbed / "run", place / "run"):
-            if not line.startswith("events.jsonl"):
-                case.fail(f"{line}\n{lost}")
-
-    return judge
+    disk = next(disk for i, _, disk in recording.disk() if i == at)
+    crash = case.random.choice(list(crashes(model, disk, trial, case.name)))
+    write_pipeline(case.directory, directory)
+    copy(crash.image.tree(), case.directory)
+    ended = children.rlhf("run", "p.toml", cwd=case.directory).wait(200)
+    case.count("states continued from")
+    case.require(ended.code == 0 and not ended.traceback, f"the run that goes on {ended}{_lost(crash)}")
+    for line in runs.differences(directory / UNDISTURBED / "run", case.directory / "run"):
+        if not line.startswith("events.jsonl"):
+            case.fail(f"{line}{_lost(crash)}")
