@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torture import children, file_calls, runs
-from torture.disk import Crash, Digests, Disk, Image, Operation, Translator, Tree
+from torture.disk import Crash, Digests, Disk, Image, Operation, Tree
 from torture.experiment import CORES, Case, Failed, Failure, Trial
 from torture.promises import Expected, Judge, Promises, contents
+from torture.translator import Translator
 
 SHARE = 2.0
 PIPELINE = (
