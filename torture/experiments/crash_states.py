@@ -298,7 +298,9 @@ def _lost(crash: Crash) -> str:
 
 
 def _continue(case: Case, trial: Trial, recording: Recording, at: int, model: str, directory: Path) -> None:
-    """Go on from a state to the end, which must be that of the undisturbed run."""
+    """Go on from a state to the end, which must be that of the undisturbed run, and readable for a report."""
+    from rlhf_core.report.run_reader import read_run
+
     disk = next(disk for i, _, disk in recording.disk() if i == at)
     crash = case.random.choice(list(crashes(model, disk, trial, case.name)))
     write_pipeline(case.directory, directory)
@@ -309,3 +311,4 @@ def _continue(case: Case, trial: Trial, recording: Recording, at: int, model: st
     for line in runs.differences(directory / UNDISTURBED / "run", case.directory / "run"):
         if not line.startswith("events.jsonl"):
             case.fail(f"{line}{_lost(crash)}")
+    read_run(case.directory / "run")
