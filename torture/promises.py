@@ -50,7 +50,7 @@ class Promises:
     """What a run has promised so far, and what may be found in its place.
 
     files: {path: hashes of its contents since the last promise}, of which the newest may be lost. whole: hashes of all
-    contents that were renamed into place. lines: {path: content that must be the file's beginning}.
+    contents that were renamed into place. lines: {path: content that must be the beginning of a file that grows}.
     checkpoints: {stage: the newest step saved}. version: how often something of a stage has changed.
     """
 
@@ -65,16 +65,17 @@ class Promises:
     def add(self, operation: Operation, disk: Disk) -> None:
         if operation.call.startswith("rename"):
             file = operation.entries[1][2]
-            if file in disk.live.contents:
-                self.whole.add(self.digests.of(disk.live.contents[file]))
+            if file is not None and file not in disk.live.directories:
+                self.whole.add(self.digests.of(disk.live.contents.get(file, b"")))
+            self.lines.pop(operation.call.split(" ", 2)[2], None)  # replaced by fewer lines
         for path, values in self.files.items() if operation.entries else ():
             if (value := self._value(path, disk.live)) != values[-1]:
                 values.append(value)
         kind, _, path = operation.mark.partition(" ")
-        if kind == "file" and not any(part.startswith(".") for part in PurePosixPath(path).parts):
+        if kind in ("file", "lines") and PurePosixPath(path).name in APPENDED:
+            self.lines[path] = disk.live.contents.get(disk.live.find(path) or ROOT, b"")
+        elif kind == "file" and not any(part.startswith(".") for part in PurePosixPath(path).parts):
             self.files[path] = [self._value(path, disk.live)]
-        elif kind == "lines":
-            self.lines[path] = disk.live.contents[disk.live.find(path) or ROOT]
         elif kind == "checkpoint":
             directory = PurePosixPath(path)
             self.checkpoints[directory.parts[1]] = int(directory.name)
@@ -82,7 +83,7 @@ class Promises:
 
     def _value(self, path: str, image: Image) -> bytes | None:
         file = image.find(path)
-        return None if file is None else self.digests.of(image.contents[file])
+        return None if file is None else self.digests.of(image.contents.get(file, b""))
 
 
 @dataclass
