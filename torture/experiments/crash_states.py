@@ -193,13 +193,14 @@ def run(trial: Trial) -> None:
 
         def judge(case: Case) -> None:
             kind, name, how, call = case.name.split(" ", 3)
-            at = next((i for i, op in enumerate(by_name[name].operations) if op.call == call), None)
-            if at is None:
-                case.fail("the run that was recorded now made no such call")
-            elif kind == "states":
-                _judge_states(case, trial, by_name[name], at, how, expected, directory)
+            recording = by_name[name]
+            calls = [operation.call for operation in recording.operations[recording.begins :]]
+            case.require(call in calls, "the run that was recorded now made no such call")
+            at = recording.begins + calls.index(call)
+            if kind == "states":
+                _judge_states(case, trial, recording, at, how, expected, directory)
             else:
-                _continue(case, trial, by_name[name], at, how, directory)
+                _continue(case, trial, recording, at, how, directory)
 
         trial.each(_cases(trial, recordings), judge, seconds=300.0)
         hashes = b"".join(path.read_bytes() for path in (directory / "seen").iterdir())
