@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.files import make_directory
+from rlhf_core.runtime.files import flush_names, make_directory
 
 FILE = ".lock"
 _held: set[int] = set()
@@ -37,6 +37,7 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
     path, other = directory / FILE, "--dir" if field == "dir" else field
     try:
         make_directory(directory)
+        flush_names(directory)
         # Closed on exec, so that no program started here inherits it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except (FileExistsError, NotADirectoryError):

@@ -138,6 +138,15 @@ def make_directory(path: str | Path) -> None:
         flush(directory.parent)
 
 
+def flush_names(directory: Path) -> None:
+    """Flush the names of a directory and of its parents, which a process killed just after making them did not."""
+    for parent in directory.absolute().parents:
+        with suppress(
+            OSError
+        ):  # most were there long before, perhaps where this user, or a file system, cannot flush
+            flush(parent)
+
+
 def flush(path: str | Path) -> None:
     """fsync a file or a directory. Raises OSError with its path, which that of `os.fsync` lacks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

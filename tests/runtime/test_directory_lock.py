@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import InputError
+from rlhf_core.runtime import files
 from rlhf_core.runtime.directory_lock import lock
 
 HOLDER = """
@@ -88,6 +89,16 @@ def test_a_lock_that_another_process_inherited_all_the_same_is_reported(tmp_path
         told = rf"process {ended.pid} has ended, but .* still holds .*fuser"
         with pytest.raises(InputError, match=told), lock(tmp_path):
             pass
+
+
+def test_directories_that_a_killed_process_made_are_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append(Path(path)))
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with lock(tmp_path / "runs" / "first"):
+        assert flushed[:2] == [tmp_path / "runs", tmp_path]
 
 
 @pytest.mark.parametrize("field", ["dir", "save_directory"])
