@@ -161,8 +161,6 @@ def write_run(directory: Path) -> None:
 
 def write_models(directory: Path) -> None:
     """Write a model, a model in two files, an adapter and tokenizers beside the data of `write_run`."""
-    from safetensors.numpy import load_file, save_file
-
     from rlhf_core.models import fresh_model, load_model
     from rlhf_core.tokenizer import load_tokenizer
 
@@ -170,18 +168,23 @@ def write_models(directory: Path) -> None:
     fresh_model(SIZES, tokenizer=load_tokenizer(directory / "data" / "tokenizer")).save(model)
     (model / "generation_config.json").write_text('{"eos_token_id": [2], "bos_token_id": 1}')
     load_model(model).with_lora(rank=2, targets="q_proj").save(directory / "adapter")
-    sharded = directory / "sharded"
-    sharded.mkdir()
-    shutil.copy(model / "config.json", sharded)
-    tensors = load_file(model / "model.safetensors")
-    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
-    for file in set(places.values()):
-        save_file({name: tensors[name] for name in tensors if places[name] == file}, sharded / file)
-    index = {"metadata": {"total_size": 1}, "weight_map": places}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_sharded(model, directory / "sharded")
     shutil.copytree(directory / "data" / "tokenizer", directory / "tokenizer")
     row = {"prompt": "say kite one :", "completion": " kite", "answer": "kite", "word": "kite", "count": 1}
     (directory / "d.jsonl").write_text((json.dumps(row) + "\n") * 8)
+
+
+def write_sharded(model: Path, directory: Path) -> None:
+    """Write a model with its weights in two files."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(model / "model.safetensors")
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in sorted(set(places.values())):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, directory / file)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def kinds(prepared: Path) -> dict[str, Kind]:
@@ -193,9 +196,9 @@ def kinds(prepared: Path) -> dict[str, Kind]:
     def json_files(*files: str) -> dict[str, Form]:
         return {file: _form(documents.write_json, content(file)) for file in files}
 
-    def sealed_files(*files: str) -> dict[str, Form]:
-        trees = ((file, {k: v for k, v in content(file).items() if k != "checksum"}) for file in files)
-        return {file: _form(documents.write_sealed, tree) for file, tree in trees}
+    def sealed_files(file: str, depth: int = 99) -> dict[str, Form]:
+        tree = {key: value for key, value in content(file).items() if key != "checksum"}
+        return {file: Form([table(tree)], documents.write_sealed, depth=depth)}
 
     def lines_of(*files: str) -> dict[str, Form]:
         texts = ((file, (prepared / file).read_text().splitlines()) for file in files)
@@ -223,7 +226,8 @@ def kinds(prepared: Path) -> dict[str, Kind]:
             readers.model_configs,
         ),
         "stage": Kind(
-            sealed_files("run/base/stage.json", "run/base/artifacts/model/rlhf_artifact.json")
+            sealed_files("run/base/stage.json", depth=1)  # what is deeper is as the format says
+            | sealed_files("run/base/artifacts/model/rlhf_artifact.json")
             | json_files("run/base/plan.json")
             | lines_of("run/base/metrics.jsonl", "run/events.jsonl"),
             readers.run_records,
