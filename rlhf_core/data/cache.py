@@ -24,6 +24,7 @@ from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
 from rlhf_core.data.source import Source, digest
 from rlhf_core.data.token_ids import unknown_id
+from rlhf_core.errors import UNREADABLE
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
 from rlhf_core.tokenizer.encoding import Encoder
@@ -135,7 +136,7 @@ def _load(directory: Path) -> Arrays | None:
         loaded = {
             name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in manifest["files"]
         }
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
+    except UNREADABLE:  # missing or damaged
         return None
     # Slicing np.memmap costs several times as much as slicing np.ndarray.
     return {name.removesuffix(".npy"): array.view(np.ndarray) for name, array in loaded.items()}
