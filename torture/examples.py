@@ -148,10 +148,16 @@ PARQUET = [
 
 @dataclass(frozen=True)
 class Kind:
-    """files: {name below the directory: its form}, of which a document replaces one; read: reads the directory."""
+    """files: {name below the directory: its form}, of which a document replaces one; read: reads the directory.
+
+    documents: how many there are. at_once: of a case. seconds: the longest that one may take.
+    """
 
     files: Mapping[str, Form]
     read: Callable[[Path], object]
+    documents: int = 10_000
+    at_once: int = 100
+    seconds: float = 10.0
 
 
 def write_run(directory: Path) -> None:
@@ -216,6 +222,9 @@ def kinds(prepared: Path) -> dict[str, Kind]:
     settings = content("tokenizer/tokenizer_config.json")
     return {
         "toml": Kind({"q.toml": _form(documents.write_toml, *PIPELINES)}, readers.pipeline),
+        "forecast": Kind(
+            {"q.toml": _form(documents.write_toml, *PIPELINES)}, readers.forecast, 1000, 10, 60.0
+        ),
         "rows": data("jsonl", documents.write_json_lines, ROWS),
         "csv": data("csv", documents.write_csv, CSV),
         "parquet": data("parquet", documents.write_parquet, PARQUET),

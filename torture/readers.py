@@ -28,7 +28,6 @@ def pipeline(directory: Path) -> None:
     """Plan a pipeline, write it as the run directory's resolved file, and read that again."""
     from rlhf_core.config.secrets import public_table
     from rlhf_core.pipeline import plan, read, stage_requests
-    from rlhf_core.pipeline.forecast import stage_forecasts
     from rlhf_core.pipeline.toml import to_toml
 
     planned = plan(read(directory / "q.toml"), _host())
@@ -36,7 +35,15 @@ def pipeline(directory: Path) -> None:
     resolved = {"dir": str(planned.dir), "seed": planned.seed, "mesh": dict(planned.mesh), "stage": stages}
     _equal("the resolved pipeline", tomllib.loads(to_toml(resolved)), _without_none(resolved))
     json.dumps([dict(request.now) for request in stage_requests(planned, _host())], allow_nan=False)
-    stage_forecasts(planned, _host())
+
+
+def forecast(directory: Path) -> None:
+    """Compute what `rlhf check` prints of a pipeline, which takes seconds."""
+    from rlhf_core.pipeline import plan, read
+    from rlhf_core.pipeline.forecast import stage_forecasts
+
+    for each in stage_forecasts(plan(read(directory / "q.toml"), _host()), _host()).values():
+        each.printed()
 
 
 def _without_none(value: Any) -> Any:

@@ -22,10 +22,6 @@ from torture.examples import Kind
 from torture.experiment import Case, Trial
 
 SHARE = 1.0
-DOCUMENTS = 10_000
-"""Of each kind."""
-AT_ONCE = 100
-SECONDS = 10.0
 MEMORY = 1 << 30
 """Bytes that reading a document may take, beside what the process has when it begins."""
 MESSAGE = 20_000
@@ -43,14 +39,23 @@ def run(trial: Trial) -> None:
             if ended.code:
                 raise RuntimeError(f"the examples could not be made: {ended}")
         kinds = examples.kinds(prepared)
-        spans = [f"{first}-{first + AT_ONCE - 1}" for first in range(0, DOCUMENTS, AT_ONCE)]
-        trial.random().shuffle(spans)
-        names = [f"{kind} {span}" for span in spans for kind in kinds]  # a short budget tries every kind
+        names = [f"{name} {span}" for name, span in _spans(kinds, trial)]
         if trial.only is not None and trial.only not in names:
             names = [trial.only]  # any range of numbers
-        trial.each(names, partial(_judge, kinds, prepared, trial.seed), seconds=600)
+        trial.each(names, partial(_judge, kinds, prepared, trial.seed), seconds=1800)
     finally:
         shutil.rmtree(prepared)
+
+
+def _spans(kinds: Mapping[str, Kind], trial: Trial) -> Iterator[tuple[str, str]]:
+    """Yield (kind, "FIRST-LAST"), each kind in turn, so that a short budget tries all of them."""
+    spans = {}
+    for name, kind in kinds.items():
+        starts = [*range(0, kind.documents, kind.at_once)]
+        trial.random(name).shuffle(starts)
+        spans[name] = [f"{first}-{first + kind.at_once - 1}" for first in starts]
+    for turn in range(max(map(len, spans.values()))):
+        yield from ((name, own[turn]) for name, own in spans.items() if turn < len(own))
 
 
 def _judge(kinds: Mapping[str, Kind], prepared: Path, seed: int, case: Case) -> None:
@@ -113,10 +118,10 @@ def _outcomes(
     answers, at, content = iter(numbers), 0, b""
     try:
         waiting: int | None = next(answers)
-        limit = 6 * SECONDS  # the first time the process prepares itself
+        limit = 60 + kind.seconds  # the first time the process prepares itself
         while waiting is not None:
             if not select.select([ours], [], [], limit)[0]:
-                yield waiting, f"not done after {SECONDS:.0f} s"
+                yield waiting, f"not done after {kind.seconds:.0f} s"
                 return
             chunk = os.read(ours, 1 << 16)
             if not chunk:
@@ -128,7 +133,7 @@ def _outcomes(
                 if answer != "ready":
                     yield waiting, answer
                     waiting = next(answers, None)
-                limit = SECONDS
+                limit = kind.seconds
     finally:
         os.close(ours)
         child.signal(signal.SIGKILL, group=True)
