@@ -33,7 +33,7 @@ Arrays: TypeAlias = dict[str, NDArray[Any]]
 SMALL = 1000
 """Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 ENDS, ROWS = "_ends", "_rows"
 """Suffixes of arrays with sequence ends and with row numbers; `renumber` makes both continue from part to part."""
 
@@ -131,7 +131,9 @@ def load_or_build(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
 def _load(directory: Path) -> Arrays | None:
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT or artifacts.find_damage(directory, manifest["files"]):
+        if manifest["format"] != FORMAT or manifest["key"] != directory.name:
+            return None
+        if artifacts.find_damage(directory, manifest["files"]):
             return None
         loaded = {
             name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in manifest["files"]
@@ -158,7 +160,7 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
                 files[name].add(array)
         for file in files.values():
             file.close()
-        manifest = {"format": FORMAT, "files": artifacts.describe_files(temporary)}
+        manifest = {"format": FORMAT, "key": directory.name, "files": artifacts.describe_files(temporary)}
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         if directory.exists() and _load(directory) is None:
             with suppress(OSError):  # another process may have moved it
