@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,9 +57,10 @@ def identify(path: Path) -> str:
 
 
 def _visible_files(directory: Path) -> Iterator[Path]:
-    for file in directory.rglob("*"):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(directory).parts):
-            yield file
+    for folder, folders, files in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        visible = (Path(folder, name) for name in files if not name.startswith("."))
+        yield from (file for file in visible if file.is_file())
 
 
 class _Hashes:
