@@ -272,6 +272,16 @@ def test_an_adapter_without_a_scale_is_refused(adapter: Path, tmp_path: Path, va
         load_model(tmp_path)
 
 
+def test_dora_without_its_magnitudes_is_refused(adapter: Path, tmp_path: Path) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    (tmp_path / "adapter_model.safetensors").symlink_to(adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        InputError, match=r"has no lora_magnitude_vector for .*q_proj, and .* use_dora is true"
+    ):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     [
