@@ -61,7 +61,7 @@ def run(trial: Trial) -> None:
     shim.require()
     prepared = Path(tempfile.mkdtemp(prefix="torture-damage-"))
     try:
-        scenes = _scenes(prepared)
+        scenes = _scenes(prepared, None if trial.only is None else trial.only.split()[0])
         names = _in_turns({scene: list(_cases(scenes[scene])) for scene in scenes}, trial)
         trial.each(names, partial(_judge, scenes, prepared / "expected"), seconds=4 * SECONDS)
     finally:
@@ -81,17 +81,31 @@ def _in_turns(cases: Mapping[str, list[str]], trial: Trial) -> list[str]:
     return [name for _, _, name in sorted(names)]
 
 
-def _scenes(prepared: Path) -> dict[str, Scene]:
-    """Make runs and models, and below `prepared / "expected"` what commands make of them undamaged."""
-    running, finished, cached, expected = (
-        prepared / name for name in ("running", "finished", "cached", "expected")
-    )
+def _scenes(prepared: Path, only: str | None) -> dict[str, Scene]:
+    """Make runs and models, and below `prepared / "expected"` what commands make of them undamaged.
+
+    only: the scene that is wanted; None: all of them.
+    """
+    scenes: dict[str, Scene] = {}
+    if only in (None, "cache"):
+        cached = prepared / "cached"
+        cached.mkdir()
+        runs.write(cached, *(stage.replace("= 4\nsave", "= 2\nsave") for stage in (runs.SFT, runs.REWARD)))
+        runs.write_data(cached / "data", rows=ROWS)
+        data = {"RLHF_CACHE": "{directory}/cache"}
+        scenes["cache"] = Scene(cached, "cache", ("run", "p.toml"), "run", data)
+        warming = scenes["cache"].start(cached)  # beside the runs
+    if only != "cache":
+        scenes |= _scenes_of_runs(prepared / "running", prepared / "finished", prepared / "expected")
+    if "cache" in scenes:
+        _require(warming)
+        shutil.copytree(cached, prepared / "expected" / "cache")
+        shutil.rmtree(cached / "run")
+    return scenes
+
+
+def _scenes_of_runs(running: Path, finished: Path, expected: Path) -> dict[str, Scene]:
     running.mkdir()
-    cached.mkdir()
-    runs.write(cached, *(stage.replace("= 4\nsave", "= 2\nsave") for stage in (runs.SFT, runs.REWARD)))
-    runs.write_data(cached / "data", rows=ROWS)
-    cache = Scene(cached, "cache", ("run", "p.toml"), "run", {"RLHF_CACHE": "{directory}/cache"})
-    warming = cache.start(cached)
     runs.write(running, runs.SFT, runs.REWARD, runs.GRPO + "lora = { rank = 2 }\n")
     at = shim.Call("rename", 0, "run/policy/checkpoints/6")
     killed = shim.environment(running, at=at, action="killed")
@@ -99,16 +113,17 @@ def _scenes(prepared: Path) -> dict[str, Scene]:
     shutil.copytree(running, finished)
     _require(rlhf("run", "p.toml", cwd=finished))
     base, reward, policy = (f"run/{stage}/artifacts/model" for stage in ("base", "rm", "policy"))
-    exports = [rlhf("export", base, "plain", cwd=finished), rlhf("export", policy, "adapter", cwd=finished)]
-    for child in (*exports, warming):
+    for child in (
+        rlhf("export", base, "plain", cwd=finished),
+        rlhf("export", policy, "adapter", cwd=finished),
+    ):
         _require(child)
-    Child(examples.write_sharded, finished / "plain", finished / "sharded").wait()
+    _require(Child(examples.write_sharded, finished / "plain", finished / "sharded"))
     rows, out = "data/prompts.heldout.jsonl", ("-o", "out.jsonl")
     short = ("--max_completion_length", "4")
     scenes = {
         "running": Scene(running, "run", ("run", "p.toml"), "run"),
         "finished": Scene(finished, "run", ("run", "p.toml"), "run"),
-        "cache": cache,
         "check": Scene(running, "run", ("check", "p.toml")),
         "report": Scene(finished, "run", ("report", "run")),
         "score": Scene(finished, reward, ("score", reward, "data/pairs.heldout.jsonl", *out), out[1]),
@@ -118,9 +133,8 @@ def _scenes(prepared: Path) -> dict[str, Scene]:
         "sharded": Scene(finished, "sharded", ("generate", "sharded", rows, *out, *short)),
         "adapter": Scene(finished, "adapter", ("generate", "adapter", rows, *out, *short)),
     }
-    for name, source in (("running", finished), ("finished", finished), ("cache", cached)):
-        shutil.copytree(source, expected / name)
-    shutil.rmtree(cached / "run")
+    for name in ("running", "finished"):
+        shutil.copytree(finished, expected / name)
     for name in ("score", "generate", "export"):
         shutil.copytree(finished, expected / name)
         _require(scenes[name].start(expected / name))
@@ -227,9 +241,10 @@ def _is_log(path: Path) -> bool:
 
 
 def _is_named(path: Path, message: str) -> bool:
-    """Return whether a message names a file, or one of the directories around it that are no bigger than a model."""
-    around = [path, *path.parents][:-2] if len(path.parts) > 2 else [path, path.parent]
-    return any(str(each) in message or (each == path and each.name in message) for each in around)
+    """Return whether a message names a path, a directory around it below the run, or the output that it belongs to."""
+    around = [str(path), *map(str, list(path.parents)[:-2] or [path.parent])]
+    output = [f"{path.parts[1]}.model"] if "artifacts" in path.parts else []
+    return any(each in message for each in (*around, *output))
 
 
 def _bytes(path: Path) -> dict[str, bytes] | bytes | None:
