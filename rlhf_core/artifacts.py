@@ -101,6 +101,10 @@ def open_artifact(path: str | Path, *, verify: bool = True, together: bool = Fal
         problems = [f"{error.filename} cannot be read: {disk_reason(error)}"]
         if not together:
             raise InputError(*problems) from error
+    except (LookupError, TypeError) as error:
+        problems = [
+            f"{artifact.path / MANIFEST} does not describe its files ({type(error).__name__}: {error})"
+        ]
     if together:
         problems = [line for text in gather_texts("\n".join(problems)) for line in text.splitlines()]
     if problems:
@@ -208,7 +212,14 @@ def _open(path: Path) -> Artifact:
         metadata = unseal(manifest.read_bytes())
         if metadata["format"] == FORMAT:
             return Artifact(
-                metadata["name"], metadata["kind"], path, {**metadata, "files": {**metadata["files"]}}
+                metadata["name"],
+                metadata["kind"],
+                path,
+                {
+                    **metadata,
+                    "files": {**metadata["files"]},
+                    "contract": {**(metadata.get("contract") or {})},
+                },
             )
     except OSError as error:
         raise InputError(f"{manifest} cannot be read: {disk_reason(error)}") from error

@@ -339,6 +339,11 @@ def _problem(directory: Path) -> str | None:
         if content["format"] != FORMAT:
             return f"{manifest} has format {content['format']}, this version reads {FORMAT}"
         problems = find_damage(directory, content["files"])
+        if not problems:
+            step = json.loads((directory / "host.json").read_bytes())["step"]
+            problems = (
+                [] if str(step) == directory.name else [f"{directory} holds the checkpoint of step {step}"]
+            )
     except PermissionError:
         raise
     except OSError as error:

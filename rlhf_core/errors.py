@@ -17,6 +17,9 @@ from typing import Any
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
 """Libraries that call components, whose frames are therefore not a component's own."""
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a damaged JSON file raises where its fields are used unchecked: for files that can be done without."""
+
 
 class InputError(Exception):
     """Bad input or configuration (exit code 2). The message stands alone: what, where, what to type next.
@@ -110,7 +113,7 @@ def reading(file: str | Path, fix: str = "") -> Iterator[None]:
         if not is_library_error(error):
             raise
         raise InputError(
-            f"{file}: cannot be read: {_library_words(error)}{f'; {fix}' if fix else ''}"
+            f"{file}: cannot be read: {library_words(error)}{f'; {fix}' if fix else ''}"
         ) from error
 
 
@@ -128,7 +131,7 @@ def read_json_object(file: str | Path, fix: str = "") -> dict[str, Any]:
     return content
 
 
-def _library_words(error: BaseException) -> str:
+def library_words(error: BaseException) -> str:
     """Return the first line of a library's error, reworded where the library gives no readable text."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"

@@ -76,6 +76,7 @@ def prepare() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "programs"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path[:0] = [path for path in map(str, paths) if path not in sys.path]
 
 

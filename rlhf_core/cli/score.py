@@ -13,6 +13,7 @@ import numpy as np
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.cli.row_output import number, row_text, write_text
+from rlhf_core.errors import UNREADABLE
 from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import flush, make_directory, require_writable
 from rlhf_core.runtime.terminal import echo
@@ -98,7 +99,7 @@ class Unfinished:
     def open(self) -> int:
         """Return the number of parts already written; start over unless they have the same identity."""
         size = 0
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(*UNREADABLE):
             state = json.loads(self.state.read_bytes())
             if state["identity"] == self.identity and self.rows.stat().st_size >= state["bytes"]:
                 self.scorer.restore(state["layout"])

@@ -24,6 +24,7 @@ from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
 from rlhf_core.data.source import Source, digest
 from rlhf_core.data.token_ids import unknown_id
+from rlhf_core.errors import UNREADABLE
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
 from rlhf_core.tokenizer.encoding import Encoder
@@ -32,7 +33,7 @@ Arrays: TypeAlias = dict[str, NDArray[Any]]
 SMALL = 1000
 """Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 ENDS, ROWS = "_ends", "_rows"
 """Suffixes of arrays with sequence ends and with row numbers; `renumber` makes both continue from part to part."""
 
@@ -130,12 +131,14 @@ def load_or_build(key: str, build: Callable[[], Iterable[Arrays]]) -> Arrays:
 def _load(directory: Path) -> Arrays | None:
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT or artifacts.find_damage(directory, manifest["files"]):
+        if manifest["format"] != FORMAT or manifest["key"] != directory.name:
+            return None
+        if artifacts.find_damage(directory, manifest["files"]):
             return None
         loaded = {
             name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in manifest["files"]
         }
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
+    except UNREADABLE:  # missing or damaged
         return None
     # Slicing np.memmap costs several times as much as slicing np.ndarray.
     return {name.removesuffix(".npy"): array.view(np.ndarray) for name, array in loaded.items()}
@@ -157,7 +160,7 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
                 files[name].add(array)
         for file in files.values():
             file.close()
-        manifest = {"format": FORMAT, "files": artifacts.describe_files(temporary)}
+        manifest = {"format": FORMAT, "key": directory.name, "files": artifacts.describe_files(temporary)}
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         if directory.exists() and _load(directory) is None:
             with suppress(OSError):  # another process may have moved it

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from rlhf_core.errors import Stopped
+from rlhf_core.errors import UNREADABLE, Stopped
 from rlhf_core.loggers.jsonl import strict
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.terminal import SafeConsole, escape_control
@@ -53,7 +54,8 @@ class Pace:
     def mark(self, step: int) -> None:
         """Record that `step` updates are done."""
         if self.total is None and self._plan.exists():
-            self.total = int(json.loads(self._plan.read_text())["updates"])
+            with suppress(*UNREADABLE):
+                self.total = int(json.loads(self._plan.read_text())["updates"])
         self.step = step
         self._marks.append((step, time.monotonic()))
         (first, then), (last, now) = self._marks[0], self._marks[-1]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core.errors import UNREADABLE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.files import append_line, write_atomic
 
@@ -68,5 +69,5 @@ def _row(line: bytes) -> int | None:
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
         return int(row["step"]) if row is not None else None
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return None

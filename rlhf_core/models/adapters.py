@@ -53,6 +53,13 @@ class Adapter:
                     raise InputError(
                         f"{file}: layer {layer} has no {' and no '.join(sorted(lost))} for {module}"
                     )
+                dora = bool(self.config.get("use_dora"))
+                if ("lora_magnitude_vector" in names) != dora:
+                    has = "has no" if dora else "has a"
+                    raise InputError(
+                        f"{file}: layer {layer} {has} lora_magnitude_vector for {module}, and in {peft.CONFIG} "
+                        f"use_dora is {str(dora).lower()}: fetch both again"
+                    )
 
     def on(self, model: Model, base: Base) -> Model:
         """Put this adapter on a model. An adapter of DoRA is merged into the weights, with a warning.

@@ -194,9 +194,9 @@ def _define(
     directory: Path, head: Head, registry: Registry | None, dtype: str | None
 ) -> tuple[Definition, dict[str, Any]]:
     """Read the definition that a directory's config.json describes, and that config.json."""
-    hf_config = _read_config(directory)
-    family = find_family(hf_config.get("model_type"), registry)
-    return describe(family, hf_config, head, str(directory / "config.json"), dtype=dtype), hf_config
+    hf_config, file = _read_config(directory), str(directory / "config.json")
+    family = find_family(hf_config.get("model_type"), registry, where=file)
+    return describe(family, hf_config, head, file, dtype=dtype), hf_config
 
 
 def describe(
@@ -232,7 +232,7 @@ def fresh_model(
     head_dim. A seed gives the same weights on every mesh. Raises InputError with every unknown or impossible field.
     """
     hf_config = complete_table(table, tokenizer, registry)
-    family = find_family(hf_config.get("model_type"), registry)
+    family = find_family(hf_config.get("model_type"), registry, where="model")
     require_architectures(hf_config, "model")
     hf_config = config_for(hf_config, head, tokenizer) if head == "score" else hf_config
     definition = describe(family, hf_config, head, "model")
@@ -269,7 +269,7 @@ def complete_table(
 ) -> dict[str, Any]:
     """Complete a table of sizes to a config.json, as `fresh_model` describes."""
     sizes = {name: value for name, value in table.items() if name != "tokenizer"}
-    family = find_family(sizes.get("model_type"), registry)
+    family = find_family(sizes.get("model_type"), registry, where="model")
     hf_config = _with_defaults(sizes) if family is DECODER else dict(sizes)
     if tokenizer is not None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -280,10 +280,12 @@ def complete_table(
     return hf_config
 
 
-def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamily:
+def find_family(
+    model_type: Any, registry: Registry | None = None, *, where: str = "config.json"
+) -> ModelFamily:
     """Find the family that reads `model_type`. Raises InputError where none or several do.
 
-    registry: holds the families; default: those of all installed plugins.
+    registry: holds the families; default: those of all installed plugins. where: the file or field that names it.
     """
     registry = installed_registry() if registry is None else registry
     families = {name: registry.get(MODEL, name) for name in registry.names(MODEL)}
@@ -292,11 +294,11 @@ def find_family(model_type: Any, registry: Registry | None = None) -> ModelFamil
         return families[readers[0]]
     if readers:
         raise InputError(
-            f"model_type {model_type!r} is read by {' and '.join(readers)}: uninstall or disable one of them"
+            f"{where}: model_type {model_type!r} is read by {' and '.join(readers)}: uninstall or disable one of them"
         )
     known = sorted(name for family in families.values() for name in family.name)
     hint = suggest(str(model_type), known)
-    raise InputError(f"model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
+    raise InputError(f"{where}: model_type {model_type!r} is not supported; known: {', '.join(known)}.{hint}")
 
 
 def _with_defaults(sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ HARMLESS = frozenset(
     ]
 )
 """Fields that are read, or that do not affect what a saved adapter computes."""
+MAY_BE_NULL = ("use_rslora", "use_dora", "modules_to_save", "alpha_pattern")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that rewrite the base model's own weights."""
 
@@ -102,7 +103,7 @@ def _type_problems(config: Mapping[str, Any]) -> list[str]:
 
     rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "r": ("a positive whole number", lambda v: isinstance(v, int) and number(v, 1)),
-        "lora_alpha": ("a number", lambda v: number(v, -LARGEST_NUMBER)),
+        "lora_alpha": ("a number other than 0", lambda v: number(v, -LARGEST_NUMBER) and v != 0),
         "lora_dropout": ("a number from 0 to 1", lambda v: number(v, 0) and v < 1),
         "use_rslora": ("true or false", lambda v: isinstance(v, bool)),
         "use_dora": ("true or false", lambda v: isinstance(v, bool)),
@@ -120,7 +121,7 @@ def _type_problems(config: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} must be {kind}; it is {shown(config[name])}"
         for name, (kind, fits) in rules.items()
-        if config.get(name) is not None and not fits(config[name])
+        if name in config and not fits(config[name]) and not (config[name] is None and name in MAY_BE_NULL)
     ]
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlhf_core.errors import InputError, suggest
+from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder
 from rlhf_core.models.config import DecoderConfig
@@ -44,9 +44,9 @@ def open_weights(directory: Path) -> dict[str, Reader]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         files = {name: directory / Path(file).name for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{index}: damaged ({error!r}): fetch it again") from None
-    absent = sorted({path.name for path in files.values() if not path.is_file()})
+        absent = sorted({path.name for path in files.values() if not path.is_file()})
+    except UNREADABLE as error:
+        raise InputError(f"{index}: damaged ({library_words(error)}): fetch it again") from None
     if absent:
         raise InputError(*(f"{directory}: {name} is missing, though {INDEX} names it" for name in absent))
     readers = {path: Reader(path) for path in sorted(set(files.values()))}

@@ -13,7 +13,7 @@ from rlhf_core.config import Component, build
 from rlhf_core.config.build import components
 from rlhf_core.config.paths import artifact_kinds, is_model_field, noted_kinds
 from rlhf_core.contracts import REWARD, TRAINER, Trainer
-from rlhf_core.errors import InputError, exists, suggest
+from rlhf_core.errors import UNREADABLE, InputError, exists, suggest
 from rlhf_core.pipeline.file import PipelineFile, StageTable
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def _made_by(path: str, known: _Known) -> str | None:
 def _artifact_kind(path: Path) -> str | None:
     try:
         manifest = json.loads((path / "rlhf_artifact.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except UNREADABLE:
         return (
             None  # a plain Hugging Face directory; a damaged manifest is reported when the artifact is read
         )

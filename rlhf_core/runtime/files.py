@@ -257,16 +257,16 @@ def unseal(content: bytes) -> dict[str, Any]:
     """Read the record that `seal` wrote. Raises ValueError, with the reason, for any other content."""
     try:
         record = json.loads(content)
+        if not isinstance(record, dict):
+            raise ValueError("it holds no JSON object")
+        checksum = record.pop(CHECKSUM, None)
+        if checksum is None:
+            raise ValueError("it has no checksum")
+        # Also compared as text: some changes to an escaped character leave its meaning as it was.
+        if checksum != _checksum(record) or _to_json({**record, CHECKSUM: checksum}).encode() != content:
+            raise ValueError("its checksum is of other content")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(record, dict):
-        raise ValueError("it holds no JSON object")
-    checksum = record.pop(CHECKSUM, None)
-    if checksum is None:
-        raise ValueError("it has no checksum")
-    # Also compared as text: some changes to an escaped character leave its meaning as it was.
-    if checksum != _checksum(record) or _to_json({**record, CHECKSUM: checksum}).encode() != content:
-        raise ValueError("its checksum is of other content")
     return record
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +18,9 @@ import numpy as np
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.source import json_text
-from rlhf_core.errors import RunError, exists
+from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
 from rlhf_core.mesh import fetch_array
+from rlhf_core.runtime.disk_errors import disk_reason
 from rlhf_core.runtime.files import seal, unseal, write_atomic
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
@@ -29,6 +32,8 @@ SMALL = 2**20
 SETTLED_SECONDS = 2.0
 """A file written more recently may change again without a new time stamp, so its hash is not cached."""
 MOST_CACHED = 4096
+MOST_FILES = 10_000
+"""Files of a directory that is hashed. Whoever gives a home directory by mistake should not wait for all of it."""
 
 
 def identify(path: Path) -> str:
@@ -40,14 +45,22 @@ def identify(path: Path) -> str:
         return _Hashes.open().of([path])[0]
     if (path / artifacts.MANIFEST).is_file():
         return artifacts.identity(path)
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    files = sorted(itertools.islice(_visible_files(path), MOST_FILES + 1))
+    if len(files) > MOST_FILES:
+        raise InputError(
+            f"{path} is a directory of more than {MOST_FILES:,} files: give a data file, a directory that `datasets` "
+            "saved, or the directory of a model"
+        )
     hashes = _Hashes.open().of(files)
     names = (file.relative_to(path).as_posix() for file in files)
     return digest(*(f"{name}\0{content}" for name, content in zip(names, hashes, strict=True)))
+
+
+def _visible_files(directory: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        visible = (Path(folder, name) for name in files if not name.startswith("."))
+        yield from (file for file in visible if file.is_file())
 
 
 class _Hashes:
@@ -61,14 +74,17 @@ class _Hashes:
         file = runtime.cache_root() / "hashes.json"
         try:
             cached = unseal(file.read_bytes())["files"]
-        except (OSError, ValueError, KeyError):  # missing or damaged: hashes are computed again
+        except UNREADABLE:  # missing or damaged: hashes are computed again
             cached = {}
         return cls(file, cached)
 
     def of(self, paths: Sequence[Path]) -> list[str]:
         """Return the SHA-256 of each file's bytes."""
         with ThreadPoolExecutor(8) as pool:
-            results = list(pool.map(self._hash, paths))
+            try:
+                results = list(pool.map(self._hash, paths))
+            except OSError as error:
+                raise InputError(f"{error.filename} cannot be read: {disk_reason(error)}") from error
         added = {key: entry for _, key, entry in results if entry is not None}
         if added:
             self._save(added)

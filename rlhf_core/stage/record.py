@@ -11,12 +11,23 @@ from typing import Any, Literal
 
 from rlhf_core import artifacts
 from rlhf_core.contracts import Artifact
-from rlhf_core.errors import InputError
+from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.runtime.files import remove, seal, unseal, write_atomic
 from rlhf_core.stage import differences
 
 FILE = "stage.json"
 FORMAT = 2
+FIELDS = {
+    "name": str,
+    "state": str,
+    "started": str,
+    "trainer": str,
+    "seed": int,
+    "config": dict,
+    "inputs": dict,
+    "code": dict,
+    "versions": dict,
+}
 
 State = Literal["new", "running", "done"]
 
@@ -44,7 +55,9 @@ class StageRecord:
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from None
         try:
-            return unseal(content)
+            record = unseal(content)
+            _require_fields(record)
+            return record
         except ValueError as error:
             raise InputError(
                 f"{self.path} is damaged, or was written by another version ({error}). Delete that file: the stage "
@@ -123,7 +136,7 @@ class StageRecord:
         try:
             plan = json.loads((self.dir / "plan.json").read_bytes())
             per_epoch, before = float(plan["updates_per_epoch"]), int(plan["updates"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except UNREADABLE:
             return None if self.state == "running" else "its trainer does not say how it could be extended"
         asked = differences.planned_updates(now["config"], per_epoch)
         if self.state == "done" and asked <= before:
@@ -141,7 +154,7 @@ class StageRecord:
         newest = max(checkpoints, key=lambda path: int(path.name))
         try:
             return bool(json.loads((newest / "host.json").read_bytes())["host"]["rows"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except UNREADABLE:
             return False
 
     def write_running(self, now: differences.Record) -> None:
@@ -186,6 +199,20 @@ class StageRecord:
     def _write(self, record: dict[str, Any]) -> None:
         write(self.dir, record)
         self.then = record
+
+
+def _require_fields(record: Mapping[str, Any]) -> None:
+    """Raise ValueError for a record of another format, or without what is read of it."""
+    if record.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT}")
+    fields = {**FIELDS, "finished": str} if record.get("state") == "done" else FIELDS
+    for name, kind in {**fields, **({"results": dict} if "results" in record else {})}.items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"its {name} is missing, or of another type")
+    try:
+        differences.compare(record, record)
+    except UNREADABLE as error:
+        raise ValueError(f"a field of it is of another type ({type(error).__name__}: {error})") from None
 
 
 def write(directory: Path, record: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core import artifacts
+from rlhf_core.errors import UNREADABLE
 from rlhf_core.models import Model, local_directory, stored_head
 from rlhf_core.tokenizer.text_options import TextOptions
 
@@ -39,9 +40,7 @@ def day_begun(directory: Path) -> str:
     """Return the date on which the run or stage in this directory was started; today where there is none."""
     days = []
     for file in (directory / "stage.json", *sorted(directory.glob("*/stage.json"))):
-        with suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # errors are raised where the record is needed
+        with suppress(*UNREADABLE):  # errors are raised where the record is needed
             days.append(date.fromisoformat(json.loads(file.read_bytes())["started"][:10]).isoformat())
     return min(days, default=date.today().isoformat())
 

@@ -103,6 +103,8 @@ def _try_tokenizer(tokenizer: Any) -> None:
     for name, text in templates_of(tokenizer).items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError(f"its chat template {name!r} is no text")
+    for text in (*special.values(), *templates_of(tokenizer).values()):
+        text.encode()  # half a surrogate pair in JSON is a text that has no UTF-8
     ids = tokenizer(["a b"], add_special_tokens=True, verbose=False)["input_ids"][0]
     tokenizer.decode(ids)
     len(tokenizer)

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from rlhf_core import plugins, runtime
 from rlhf_core.contracts import Program, StagePrograms
-from rlhf_core.errors import InputError
+from rlhf_core.errors import UNREADABLE, InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import stage_programs
@@ -184,7 +184,7 @@ class Cache:
         try:
             facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             return {**facts, "seconds": 0.0}
-        except (OSError, ValueError):
+        except UNREADABLE:
             say(f"compiling {stage}: {program.name}")
         began = time.perf_counter()
         facts = _facts(lowered, topology)

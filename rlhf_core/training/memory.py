@@ -85,7 +85,7 @@ def definition_of(
         hf_config = read_json_object(file)
     else:
         return None
-    family = find_family(hf_config.get("model_type"), registry)
+    family = find_family(hf_config.get("model_type"), registry, where=file)
     # Planned devices have the family's default for their platform.
     if dtype is None and planned() is None and "dtype" in inspect.signature(family.parse).parameters:
         dtype = COMPUTE

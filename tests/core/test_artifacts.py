@@ -92,6 +92,9 @@ def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
     assert len(caught.value.problems) == 2
 
 
+MADE = {"format": 1, "name": "model", "kind": "language_model", "files": {}}
+
+
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [
@@ -100,12 +103,16 @@ def test_every_damaged_file_is_named_at_once(stage: Stage) -> None:
         ("[]", "is damaged"),
         ('{"format": 1}', "is damaged .it has no checksum"),
         (seal({"format": 1}), "is damaged"),
+        (seal({**MADE, "contract": ["template_date"]}), "is damaged"),
+        (seal({**MADE, "files": {"config.json": None}}), "does not describe its files"),
+        (seal({**MADE, "files": {"config.json": {"size": 0}}}), "does not describe its files"),
         (seal({"format": 9, "versions": {"rlhf-core": "9.0"}}), "format 9.*9.0"),
     ],
 )
 def test_manifests_that_cannot_be_used(tmp_path: Path, manifest: str | None, message: str) -> None:
     if manifest is not None:
         (tmp_path / artifacts.MANIFEST).write_text(manifest)
+        (tmp_path / "config.json").touch()
     with pytest.raises(InputError, match=message):
         artifacts.open_artifact(tmp_path)
 

@@ -248,6 +248,19 @@ def test_damage_falls_back_and_says_so(tmp_path: Path, harm: str) -> None:
     assert_same(again.state, make_state(7))
 
 
+def test_a_checkpoint_in_the_place_of_another_step_is_told(tmp_path: Path) -> None:
+    found = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2):
+        found.save(step, make_state(step), host={"n": step}, block=True)
+    shutil.rmtree(tmp_path / "2")
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    with pytest.warns(UserWarning, match=r"/2 holds the checkpoint of step 1; going on from step 1"):
+        restored = found.restore(abstract(make_state()))
+    found.close()
+    assert restored is not None
+    assert (restored.step, restored.host) == (1, {"n": 1})
+
+
 def test_a_damaged_later_step_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
     found = Checkpoints(tmp_path, keep=2)
     for step in (10, 20):

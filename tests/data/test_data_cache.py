@@ -124,6 +124,16 @@ WHOLE = {
 }
 
 
+def test_an_entry_in_the_place_of_another_is_built_anew(directory):
+    load_or_build("other", lambda: [{"ids": np.arange(2), "ids_ends": np.array([2])}])
+    (directory / "other").rename(directory / "asked")
+    for build_it in (build, lambda: pytest.fail("built again")):
+        arrays = load_or_build("asked", build_it)
+        assert {name: plain(array) for name, array in arrays.items()} == {
+            name: plain(array) for name, array in WHOLE.items()
+        }
+
+
 def damage(path, how):
     target = path / ("manifest.json" if how.startswith("manifest") else "ids.npy")
     content = target.read_bytes()

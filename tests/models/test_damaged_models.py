@@ -263,6 +263,42 @@ def test_an_adapters_fields_of_another_kind_are_named(adapter: Path, tmp_path: P
             load_model(directory)
 
 
+@pytest.mark.parametrize("value", [None, 0, -0.0])
+def test_an_adapter_without_a_scale_is_refused(adapter: Path, tmp_path: Path, value: Any) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": value}))
+    (tmp_path / "adapter_model.safetensors").symlink_to(adapter / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=r"adapter_config\.json: lora_alpha must be a number other than 0"):
+        load_model(tmp_path)
+
+
+def test_dora_without_its_magnitudes_is_refused(adapter: Path, tmp_path: Path) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    (tmp_path / "adapter_model.safetensors").symlink_to(adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        InputError, match=r"has no lora_magnitude_vector for .*q_proj, and .* use_dora is true"
+    ):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"weight_map": {"lm_head.weight": "x" * 300}}).encode(),
+        json.dumps({"weight_map": {"a" * 100_000: 1}}).encode() + b"\xff",
+        b'{"weight_map": ' + b"[" * 100_000,
+    ],
+)
+def test_a_damaged_index_is_one_short_message(content: bytes, saved: Path, tmp_path: Path) -> None:
+    directory = with_config(saved, tmp_path, (saved / "config.json").read_text())
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"index\.json: damaged") as caught:
+        load_model(directory)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.lora_A.weight", "score.weight"])
 def test_an_adapters_tensors_of_another_shape_are_named(adapter: Path, tmp_path: Path, name: str) -> None:
     directory = with_config(adapter, tmp_path, "")

@@ -19,7 +19,7 @@ from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.pipeline import Results, read, run
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime.files import unseal
+from rlhf_core.runtime.files import seal, unseal
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.record import write as write_record
 
@@ -241,6 +241,27 @@ def test_a_corrupt_stage_record_is_told(pipeline: Path, fake: ModuleType) -> Non
         go(pipeline, fake)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"format": 3},
+        {"versions": None},
+        {"config": []},
+        {"inputs": {"model": "x"}},
+        {"finished": 3},
+        {"results": "1"},
+    ],
+)
+def test_a_record_that_another_version_wrote_is_told(
+    pipeline: Path, fake: ModuleType, other: dict[str, Any]
+) -> None:
+    go(pipeline, fake)
+    path = Path("runs/a/rm/stage.json")
+    path.write_text(seal(unseal(path.read_bytes()) | other))
+    with pytest.raises(InputError, match=r"rm/stage.json is damaged, or was written by another version"):
+        go(pipeline, fake)
+
+
 def test_every_flipped_bit_of_a_stage_record_is_told(pipeline: Path, fake: ModuleType) -> None:
     go(pipeline, fake)
     path = Path("runs/a/rm/stage.json")
@@ -286,6 +307,9 @@ def test_a_finished_stage_is_extended_unless_later_ones_have_read_it(
     pipeline: Path, fake: ModuleType
 ) -> None:
     go(pipeline, fake, "base.max_training_steps=3")
+    with pytest.raises(InputError, match=r"max_training_steps: then 3, now 5: its trainer does not say how"):
+        go(pipeline, fake, "base.max_training_steps=5")
+    Path("runs/a/base/plan.json").write_text("[" * 5000 + "]" * 5000)
     with pytest.raises(InputError, match=r"max_training_steps: then 3, now 5: its trainer does not say how"):
         go(pipeline, fake, "base.max_training_steps=5")
     Path("runs/a/base/plan.json").write_text('{"updates": 3, "start": 0, "updates_per_epoch": 2.0}')

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import artifacts
+from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
 from rlhf_core.stage import code_identity, identity
 from rlhf_core.stage.identity import SMALL, identify
@@ -45,6 +46,16 @@ def test_every_byte_of_a_directory_counts(tmp_path: Path, at: int) -> None:
     large(tmp_path / "c" / "model.safetensors")
     large(tmp_path / "c" / ".git" / "index")  # files of version control are not part of a model
     assert identify(tmp_path / "a") == identify(tmp_path / "c")
+
+
+def test_a_directory_given_by_mistake_is_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "MOST_FILES", 3)
+    for name in "abc":
+        (tmp_path / name).touch()
+    identify(tmp_path)
+    (tmp_path / "d").touch()
+    with pytest.raises(InputError, match=r"is a directory of more than 3 files: give a data file"):
+        identify(tmp_path)
 
 
 def test_a_large_file_is_hashed_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

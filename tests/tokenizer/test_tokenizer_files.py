@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, str]] = {
     "tokenizer.json, nested": ("tokenizer.json", "[" * 100_000),
     "tokenizer_config.json, nested": ("tokenizer_config.json", '{"a":' * 100_000),
     "tokenizer_config.json, a list": ("tokenizer_config.json", "[]"),
+    "tokenizer_config.json, half a surrogate pair": ("tokenizer_config.json", '{"chat_template": "\\ud800"}'),
     "tokenizer_config.json, a number as template": ("tokenizer_config.json", '{"chat_template": 5}'),
     "not UTF-8": ("chat_template.jinja", "\udcff"),
 }
