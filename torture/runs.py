@@ -118,7 +118,12 @@ def contents(run: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for path in sorted(run.rglob("*")):
         name = path.relative_to(run).as_posix()
-        if not path.is_file() or "/checkpoints/" in name or path.name.startswith(".") or name == "events.jsonl":
+        if (
+            not path.is_file()
+            or "/checkpoints/" in name
+            or path.name.startswith(".")
+            or name == "events.jsonl"
+        ):
             continue
         if path.suffix == ".safetensors":
             result[name] = path.read_bytes()

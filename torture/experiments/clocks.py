@@ -37,12 +37,15 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %} : {{ m.content }} <eos>{% else %} {{ m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %} :{% endif %}"
 )
+GRPO = runs.GRPO.replace("max_training_steps = 8", "max_training_steps = 4")
 STAGES = (
     runs.SFT
     + runs.SFT.replace('"base"', '"other"').replace("learning_rate = 1e-2", "learning_rate = 2e-2")
-    + runs.GRPO
-    + runs.GRPO.replace('"policy"', '"talk"')
-    .replace('rewards = ["data/rewards.py:right"]', 'environment = { name = "data/talk.py:Talk", max_turns = 2 }')
+    + GRPO
+    + GRPO.replace('"policy"', '"talk"')
+    .replace(
+        'rewards = ["data/rewards.py:right"]', 'environment = { name = "data/talk.py:Talk", max_turns = 2 }'
+    )
     .replace("max_prompt_length = 16", "max_prompt_length = 16\nmax_sequence_length = 64")
 ).replace("[[stage]]\n", '[[stage]]\nchat_template = "data/dated.jinja"\n')
 TALK = """
@@ -58,7 +61,15 @@ class Talk:
         reward = len(completion["content"].split()) / 4
         return Turn([{"role": "user", "content": "say kite"}], reward, done=self.turns == 2)
 """
-MOMENTS = ("load base", "update base 3", "load other", "update other 1", "rollout", "update policy 3", "update talk 2")
+MOMENTS = (
+    "load base",
+    "update base 3",
+    "load other",
+    "update other 1",
+    "rollout",
+    "update policy 3",
+    "update talk 2",
+)
 AGED = {"future": 400 * DAY, "past": -30 * 366 * DAY}
 
 
@@ -129,7 +140,9 @@ def _clock(shift: str) -> str:
 
 def _judge(case: Case, scene: Path) -> None:
     """Judge one case in a copy of the scene."""
-    shutil.copytree(scene, case.directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("expected", "mark*"))
+    shutil.copytree(
+        scene, case.directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("expected", "mark*")
+    )
     kind, _, rest = case.name.partition(": ")
     if kind == "files":
         if rest.startswith("another content"):
@@ -175,7 +188,7 @@ def _compare(case: Case, scene: Path) -> None:
 
 def _judge_aged(case: Case, which: str, age: str) -> None:
     """Kill a run, change the times of its files, and let it go on."""
-    ended = _start(case.directory, "no change", "update policy 5: kill").wait()
+    ended = _start(case.directory, "no change", "update policy 3: kill").wait()
     case.require(ended.code == -signal.SIGKILL, f"should have been killed: {ended}")
     roots = [case.directory / name for name in ("data", "run") if which in (name, "both")]
     for path in (path for root in roots for path in (root, *root.rglob("*"))):
