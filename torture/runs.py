@@ -112,8 +112,8 @@ def _without_clocks(value: Any) -> Any:
 def contents(run: Path) -> dict[str, Any]:
     """Read what a finished run leaves: models, rows of metrics, samples, evaluations and the best checkpoint's record.
 
-    Clocks are left out, and the log of what happened. Checkpoints are not compared file by file: which of them are retained depends on where a run
-    was stopped, and orbax stores times in them.
+    Clocks are left out, and the log of what happened. Checkpoints are not compared file by file: which of them are
+    retained depends on where a run was stopped, and orbax stores times in them.
     """
     result: dict[str, Any] = {}
     for path in sorted(run.rglob("*")):
