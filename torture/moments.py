@@ -15,7 +15,7 @@ from torture.children import Child
 VARIABLE, MARK = "TORTURE_AT", "TORTURE_MARK"
 PLUGIN, REWARDS = "moments.py", "data/rewards.py"
 
-_REACH = f'''
+REACH = f'''
 import os, signal, time
 
 def reach(moment):
@@ -80,8 +80,8 @@ def _grade(text, word, count):
 
 def write(directory: Path) -> None:
     """Write the plugin `moments.py` and, over that of the data, the reward file."""
-    (directory / PLUGIN).write_text(_REACH + _HOOKS)
-    (directory / REWARDS).write_text(_REACH + _REWARD)
+    (directory / PLUGIN).write_text(REACH + _HOOKS)
+    (directory / REWARDS).write_text(REACH + _REWARD)
 
 
 def environment(mark: Path, *lines: str) -> dict[str, str | None]:

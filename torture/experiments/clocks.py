@@ -37,18 +37,20 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %} : {{ m.content }} <eos>{% else %} {{ m.content }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %} :{% endif %}"
 )
-GRPO = runs.GRPO.replace("max_training_steps = 8", "max_training_steps = 4")
-STAGES = (
-    runs.SFT
-    + runs.SFT.replace('"base"', '"other"').replace("learning_rate = 1e-2", "learning_rate = 2e-2")
-    + GRPO
-    + GRPO.replace('"policy"', '"talk"')
+TALKS = (
+    runs.GRPO.replace("max_training_steps = 8", "max_training_steps = 4")
+    .replace('"policy"', '"talk"')
     .replace(
         'rewards = ["data/rewards.py:right"]', 'environment = { name = "data/talk.py:Talk", max_turns = 2 }'
     )
-    .replace("max_prompt_length = 16", "max_prompt_length = 16\nmax_sequence_length = 64")
+)
+STAGES = (
+    runs.SFT
+    + runs.SFT.replace('"base"', '"other"').replace("learning_rate = 1e-2", "learning_rate = 2e-2")
+    + TALKS
 ).replace("[[stage]]\n", '[[stage]]\nchat_template = "data/dated.jinja"\n')
-TALK = """
+TALK = f"""
+{moments.REACH}
 from rlhf_core import Turn
 
 class Talk:
@@ -57,17 +59,18 @@ class Talk:
         return row["prompt"]
 
     def step(self, completion):
+        reach("rollout")
         self.turns += 1
         reward = len(completion["content"].split()) / 4
-        return Turn([{"role": "user", "content": "say kite"}], reward, done=self.turns == 2)
+        return Turn([{{"role": "user", "content": "say kite"}}], reward, done=self.turns == 2)
 """
 MOMENTS = (
     "load base",
     "update base 3",
     "load other",
     "update other 1",
+    "load talk",
     "rollout",
-    "update policy 3",
     "update talk 2",
 )
 AGED = {"future": 400 * DAY, "past": -30 * 366 * DAY}
@@ -93,10 +96,9 @@ def _names() -> list[str]:
     names += [
         f"both: {first}, {how}; {then}, {later}"
         for i, first in enumerate(MOMENTS)
-        for how in shifts
-        for then in MOMENTS[i + 1 :]
-        for later in SHIFTS
-        if later != how
+        for j, then in enumerate(MOMENTS[i + 1 :])
+        for k, how in enumerate(shifts)
+        for later in [list(SHIFTS)[(i + j + k) % len(SHIFTS)]]
     ]
     names += [f"files: {which} from the {age}" for which in ("data", "run", "both") for age in AGED]
     return [*names, "files: another content, size and time as before", "files: stages in another order"]
@@ -188,7 +190,7 @@ def _compare(case: Case, scene: Path) -> None:
 
 def _judge_aged(case: Case, which: str, age: str) -> None:
     """Kill a run, change the times of its files, and let it go on."""
-    ended = _start(case.directory, "no change", "update policy 3: kill").wait()
+    ended = _start(case.directory, "no change", "update talk 3: kill").wait()
     case.require(ended.code == -signal.SIGKILL, f"should have been killed: {ended}")
     roots = [case.directory / name for name in ("data", "run") if which in (name, "both")]
     for path in (path for root in roots for path in (root, *root.rglob("*"))):
@@ -225,11 +227,11 @@ def _judge_order(case: Case, scene: Path) -> None:
     """Report a run whose stages have times in another order."""
     run = case.directory / "run"
     shutil.copytree(scene / "expected", run)
-    for number, name in enumerate(("talk", "policy", "other", "base")):
+    for number, name in enumerate(("talk", "other", "base")):
         os.utime(run / name, (BEGIN + number,) * 2)
     ended = rlhf("report", "run", cwd=case.directory).wait()
     case.require(ended.code == 0, f"report {ended}")
     page = (run / "report.html").read_text()
-    places = [page.find(f">{name}<") for name in ("base", "other", "policy", "talk")]
+    places = [page.find(f">{name}<") for name in ("base", "other", "talk")]
     if min(places) < 0 or places != sorted(places):
         case.fail(f"the report has the stages at {places}, not in the order of the pipeline")

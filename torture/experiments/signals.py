@@ -86,7 +86,7 @@ def run(trial: Trial) -> None:
 
 def _prepare(scene: Path) -> None:
     """Write the pipelines, and run each once without a signal."""
-    for name, stages in (("p", STAGES), ("workers", IN_WORKERS)):
+    for name, stages in (("workers", IN_WORKERS), ("p", STAGES)):
         path = runs.write(scene, stages)
         path.rename(scene / f"{name}.toml")
     moments.write(scene)
