@@ -98,7 +98,7 @@ def reached(mark: Path, line: str) -> bool:
     return Path(f"{mark} {line}").exists()
 
 
-def wait_until_reached(mark: Path, line: str, child: Child, seconds: float = 90.0) -> bool:
+def wait_until_reached(mark: Path, line: str, child: Child, seconds: float = 150.0) -> bool:
     """Wait until a run has come to this line; return False if it has ended before, or not come in time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -62,6 +62,21 @@ CALLS = {
     "any file": r"\trun/",
 }
 """Phases that begin with a call on a file, one of all that match."""
+LATER = {
+    "load a later stage",
+    "reward",
+    "reward in a worker",
+    "evaluation",
+    "update of a policy",
+    "last artifact",
+    "last record",
+    "compile a later stage",
+    "rollout",
+    "save of a policy",
+    "write of the last model",
+    "write of the last record",
+}
+"""Phases of the second stage, before which the first one is done."""
 ALWAYS_75 = {*PAUSES, *LINES} - {"last artifact", "last record"}
 
 
@@ -123,6 +138,8 @@ def _judge(case: Case, scene: Path) -> None:
         signal.SIGINT, signal.default_int_handler
     )  # a shell ignores it for what runs in the background
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup ignores this one
+    if phase in LATER:
+        shutil.copytree(scene / f"expected-{pipeline}" / "base", case.directory / "run" / "base")
     child, began = _disturb(case, scene, phase, pipeline)
     number, group = NUMBERS[name], target == "group"
     child.signal(number, group=group)

@@ -160,7 +160,7 @@ def _judge(case: Case, scene: Path, stopped_seconds: float) -> None:
     )
     name = case.name
     if match := re.fullmatch(r"(.*) to (\d) in (.*)", name):
-        _judge_event(case, match[1], int(match[2]), MOMENTS[match[3]], stopped_seconds)
+        _judge_event(case, scene, match[1], int(match[2]), MOMENTS[match[3]], stopped_seconds)
     elif match := re.fullmatch(r"full disk on (\d) at (.*) (\d)", name):
         if not _judge_disk(case, scene, int(match[1]), DISKS[match[2]]):
             return
@@ -178,9 +178,13 @@ def _judge(case: Case, scene: Path, stopped_seconds: float) -> None:
         case.fail(line)
 
 
-def _judge_event(case: Case, event: str, process: int, moment: str, stopped_seconds: float) -> None:
+def _judge_event(
+    case: Case, scene: Path, event: str, process: int, moment: str, stopped_seconds: float
+) -> None:
     """Let something happen to one process at a moment that one of them has come to."""
     at = process if moment not in ("rollout", "evaluation") else 0
+    if not moment.endswith(("base", "base 1", "base 2", "base 3")):
+        shutil.copytree(scene / "expected" / "base", case.directory / "run" / "base")
     action = "raise" if event == EVENTS[3] else "wait 1"
     line, mark = f"{moment}: {action}", case.directory / "mark"
     env: list[Mapping[str, str | None]] = [{}, {}]
