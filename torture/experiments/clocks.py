@@ -84,7 +84,7 @@ def run(trial: Trial) -> None:
         _prepare(scene)
         names = _names()
         trial.random("order").shuffle(names)
-        trial.each(names, lambda case: _judge(case, scene), seconds=240)
+        trial.each(names, lambda case: _judge(case, scene), seconds=600)
     finally:
         shutil.rmtree(scene)
 
@@ -114,7 +114,7 @@ def _prepare(scene: Path) -> None:
     for path in data.glob("*.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(_as_messages(row)) + "\n" for row in rows))
-    ended = _start(scene, "no change").wait()
+    ended = _start(scene, "no change").wait(250)
     if ended.code:
         raise RuntimeError(f"the undisturbed run {ended}")
     (scene / "run").rename(scene / "expected")
@@ -164,7 +164,7 @@ def _judge(case: Case, scene: Path) -> None:
     elif kind == "both":
         then, after = second.split(", ")
         lines.append(f"{then}: kill")
-    ended = _start(case.directory, "no change", *lines).wait()
+    ended = _start(case.directory, "no change", *lines).wait(250)
     for line in lines:
         case.require(moments.reached(case.directory / "mark", line), f"{line} was never reached: {ended}")
     case.count("shifts", len(lines))
@@ -172,7 +172,7 @@ def _judge(case: Case, scene: Path) -> None:
         _require_done(case, ended)
     else:
         case.require(ended.code == -signal.SIGKILL, f"should have been killed: {ended}")
-        _require_done(case, _start(case.directory, after).wait())
+        _require_done(case, _start(case.directory, after).wait(250))
     _compare(case, scene)
 
 
@@ -190,13 +190,13 @@ def _compare(case: Case, scene: Path) -> None:
 
 def _judge_aged(case: Case, which: str, age: str) -> None:
     """Kill a run, change the times of its files, and let it go on."""
-    ended = _start(case.directory, "no change", "update talk 3: kill").wait()
+    ended = _start(case.directory, "no change", "update talk 3: kill").wait(250)
     case.require(ended.code == -signal.SIGKILL, f"should have been killed: {ended}")
     roots = [case.directory / name for name in ("data", "run") if which in (name, "both")]
     for path in (path for root in roots for path in (root, *root.rglob("*"))):
         os.utime(path, (BEGIN + AGED[age],) * 2)
         case.count("files given another time")
-    _require_done(case, _start(case.directory, "no change").wait())
+    _require_done(case, _start(case.directory, "no change").wait(250))
 
 
 def _judge_hash(case: Case) -> None:
@@ -209,7 +209,7 @@ def _judge_hash(case: Case) -> None:
         os.utime(path, (BEGIN, BEGIN))
         for _ in range(2):
             clock = {"RLHF_CACHE": str(case.directory / "cache"), "TORTURE_CLOCK": str(DAY)}
-            ended = Child(_print_hash, path, cwd=case.directory, env=clock).wait()
+            ended = Child(_print_hash, path, cwd=case.directory, env=clock).wait(250)
             case.require(ended.code == 0, f"hashing {ended}")
             hashes.append(ended.out)
     case.require(hashes[0] == hashes[1] and hashes[2] == hashes[3], "the hash of one content changed")
@@ -229,7 +229,7 @@ def _judge_order(case: Case, scene: Path) -> None:
     shutil.copytree(scene / "expected", run)
     for number, name in enumerate(("talk", "other", "base")):
         os.utime(run / name, (BEGIN + number,) * 2)
-    ended = rlhf("report", "run", cwd=case.directory).wait()
+    ended = rlhf("report", "run", cwd=case.directory).wait(250)
     case.require(ended.code == 0, f"report {ended}")
     page = (run / "report.html").read_text()
     places = [page.find(f">{name}<") for name in ("base", "other", "talk")]

@@ -94,7 +94,7 @@ def run(trial: Trial) -> None:
             for times in ("once", "twice", "as an echo")
         ]
         trial.random("order").shuffle(names)
-        trial.each(names, lambda case: _judge(case, scene), seconds=240)
+        trial.each(names, lambda case: _judge(case, scene), seconds=600)
     finally:
         shutil.rmtree(scene)
 
@@ -146,13 +146,13 @@ def _judge(case: Case, scene: Path) -> None:
     if times != "once":
         time.sleep(SECOND_PRESS if times == "twice" else SAME_PRESS)
         child.signal(number, group=group)
-    ended = child.wait(90)
+    ended = child.wait(150)
     case.count("signals", 1 if times == "once" else 2)
     if phase == "command check":
         _judge_check(case, ended, number)
     else:
         _judge_end(case, ended, phase, number, times, began)
-    again = _start(case.directory, pipeline).wait(150)
+    again = _start(case.directory, pipeline).wait(300)
     case.require(again.code == 0, f"the same command {again}")
     for line in runs.differences(scene / f"expected-{pipeline}", case.directory / "run"):
         case.fail(line)
