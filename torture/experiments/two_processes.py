@@ -54,7 +54,7 @@ OTHERS = (
     "another version",
     "another seed",
 )
-STARTS = ("late", "absent", "absent and 0 is stopped", "port taken")
+STARTS = ("late", "absent", "absent, and the other is stopped", "port taken")
 
 
 def run(trial: Trial) -> None:
