@@ -99,6 +99,8 @@ FORMAT = 1
 _CONTEXT = v1.Context()
 # If making a directory failed in the background, threads would wait forever and the process would never exit.
 _CONTEXT.asynchronous.create_directories_asynchronously = False
+# It is measured by the clock of the day: a save during which the clock is set ahead would fail.
+_CONTEXT.asynchronous.timeout_secs = 10**9
 # Replicas share the work of saving large arrays. For each shape that takes a program per replica to cut the array up.
 _CONTEXT.array.saving.min_slice_bytes_for_replica_parallel = 2**20
 

@@ -112,13 +112,18 @@ def _without_clocks(value: Any) -> Any:
 def contents(run: Path) -> dict[str, Any]:
     """Read what a finished run leaves: models, rows of metrics, samples, evaluations and the best checkpoint's record.
 
-    Clocks are left out. Checkpoints are not compared file by file: which of them are retained depends on where a run
-    was stopped, and orbax stores times in them.
+    Clocks are left out, and the log of what happened. Checkpoints are not compared file by file: which of them are
+    retained depends on where a run was stopped, and orbax stores times in them.
     """
     result: dict[str, Any] = {}
     for path in sorted(run.rglob("*")):
         name = path.relative_to(run).as_posix()
-        if not path.is_file() or "/checkpoints/" in name or path.name.startswith("."):
+        if (
+            not path.is_file()
+            or "/checkpoints/" in name
+            or path.name.startswith(".")
+            or name == "events.jsonl"
+        ):
             continue
         if path.suffix == ".safetensors":
             result[name] = path.read_bytes()

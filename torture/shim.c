@@ -8,26 +8,34 @@
  * came before it, so that threads in another order do not change its name. Random parts of a path (eight hexadecimal
  * digits or more) are written as "#". Actions: "kill" ends the process before the call, "killed" after it, "error" fails
  * it, "errors" fails it and each later call that can fail so, "short" writes half of what was asked.
+ *
+ * TORTURE_CLOCK  seconds by which the clock of the day is off, or a file that holds them and may change: see the end
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
+#include <sys/time.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #define KINDS 4096
 #define NAME (PATH_MAX + 64)
+#define CLOCK_BYTES 24
 
 enum { PASS, FAIL, SHORT, DIE_AFTER };
 
@@ -38,6 +46,8 @@ static long plan_ordinal = -1;
 static struct { char *name; long count; } counted[KINDS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
+static void read_clock(void);
+
 static void *real(const char *name) {
     void *function = dlsym(RTLD_NEXT, name);
     if (!function) abort();
@@ -47,6 +57,7 @@ static void *real(const char *name) {
 /* Read the variables again; a forked process calls this after it has set its own. */
 void torture_read_environment(void) {
     const char *value = getenv("TORTURE_ROOT"), *plan = getenv("TORTURE_PLAN"), *log = getenv("TORTURE_LOG");
+    read_clock();
     root_length = 0, plan_ordinal = -1, failing = 0;
     for (int i = 0; i < KINDS && counted[i].name; i++) free(counted[i].name), counted[i].name = NULL;
     if (log_descriptor >= 0) syscall(SYS_close, log_descriptor), log_descriptor = -1;
@@ -254,3 +265,119 @@ ON_PATH(rmdir, "unlink", (const char *path), AT_FDCWD, path, path)
 ON_PATH(mkdir, "mkdir", (const char *path, mode_t mode), AT_FDCWD, path, path, mode)
 ON_PATH(mkdirat, "mkdir", (int directory, const char *path, mode_t mode), directory, path, directory, path, mode)
 ON_PATH(truncate, "truncate", (const char *path, off_t size), AT_FDCWD, path, path, size)
+
+/* The clock of the day, which TORTURE_CLOCK shifts; monotonic clocks and the times of files stay as they are. A wait
+ * until a time of day ends when the shifted clock shows it, as it does when somebody sets the clock. */
+
+static const volatile char *clock_file;
+static long clock_seconds;
+
+static void read_clock(void) {
+    const char *value = getenv("TORTURE_CLOCK");
+    if (clock_file) munmap((void *)clock_file, CLOCK_BYTES), clock_file = NULL;
+    clock_seconds = 0;
+    if (!value) return;
+    if (*value != '/') {
+        clock_seconds = strtol(value, NULL, 10);
+        return;
+    }
+    int opened = syscall(SYS_openat, AT_FDCWD, value, O_RDONLY | O_CLOEXEC);
+    void *mapped = mmap(NULL, CLOCK_BYTES, PROT_READ, MAP_SHARED, opened, 0);
+    if (opened >= 0) syscall(SYS_close, opened);
+    if (mapped != MAP_FAILED) clock_file = mapped;
+}
+
+static long shift(void) {
+    char text[CLOCK_BYTES + 1] = "";
+    if (!clock_file) return clock_seconds;
+    for (int i = 0; i < CLOCK_BYTES; i++) text[i] = clock_file[i];
+    return strtol(text, NULL, 10);
+}
+
+static int is_of_day(clockid_t clock) {
+    return clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE || clock == CLOCK_TAI;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*next)(clockid_t, struct timespec *);
+    if (!next) next = real("clock_gettime");
+    int result = next(clock, now);
+    if (!result && is_of_day(clock)) now->tv_sec += shift();
+    return result;
+}
+
+int timespec_get(struct timespec *now, int base) {
+    return base == TIME_UTC && !clock_gettime(CLOCK_REALTIME, now) ? base : 0;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec, now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *out) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (out) *out = now.tv_sec;
+    return now.tv_sec;
+}
+
+/* The kernel waits by its own clock. */
+static struct timespec by_kernel(const struct timespec *until) {
+    struct timespec result = *until;
+    result.tv_sec -= shift();
+    if (result.tv_sec < 0) result.tv_sec = 0;
+    return result;
+}
+
+#define WAIT(name, type)                                                                                              \
+    int name(type *on, const struct timespec *restrict until) {                                                       \
+        static int (*next)(type *, const struct timespec *);                                                          \
+        if (!next) next = real(#name);                                                                                \
+        struct timespec shifted = by_kernel(until);                                                                   \
+        return next(on, &shifted);                                                                                    \
+    }
+WAIT(sem_timedwait, sem_t)
+WAIT(pthread_mutex_timedlock, pthread_mutex_t)
+
+int pthread_cond_clockwait(pthread_cond_t *condition, pthread_mutex_t *mutex, clockid_t clock,
+                           const struct timespec *until) {
+    static int (*next)(pthread_cond_t *, pthread_mutex_t *, clockid_t, const struct timespec *);
+    if (!next) next = real("pthread_cond_clockwait");
+    struct timespec shifted = by_kernel(until);
+    return next(condition, mutex, clock, is_of_day(clock) ? &shifted : until);
+}
+
+/* Programs that wait without the C library call the kernel by `syscall`. */
+long syscall(long number, ...) {
+    static long (*next)(long, ...);
+    if (!next) next = real("syscall");
+    va_list arguments;
+    long a[6];
+    va_start(arguments, number);
+    for (int i = 0; i < 6; i++) a[i] = va_arg(arguments, long);
+    va_end(arguments);
+    struct timespec shifted;
+    int until_day = FUTEX_WAIT_BITSET | FUTEX_CLOCK_REALTIME;
+    if (number == SYS_futex && (a[1] & ~FUTEX_PRIVATE_FLAG) == until_day && a[3]) {
+        shifted = by_kernel((const struct timespec *)a[3]);
+        a[3] = (long)&shifted;
+    }
+    return next(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+}
+
+/* A condition may have been given the monotonic clock, which only it knows: what is far from the clock of the day is
+ * not of it. */
+int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *restrict mutex,
+                           const struct timespec *restrict until) {
+    static int (*next)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+    if (!next) next = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+    if (!next) next = real("pthread_cond_timedwait");
+    struct timespec shifted = by_kernel(until), monotonic;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &monotonic);
+    int of_day = labs(until->tv_sec - monotonic.tv_sec) > (1L << 26) || !shift();
+    return next(condition, mutex, of_day ? &shifted : until);
+}

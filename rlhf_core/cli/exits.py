@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_core.errors import InputError, RunError, Stopped
-from rlhf_core.runtime import peers
+from rlhf_core.runtime import peers, signals
 from rlhf_core.runtime.disk_errors import DISK, disk_message
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
@@ -22,6 +22,7 @@ def run(command: Callable[[], Any]) -> None:
     warned: list[str] = []
     warnings.showwarning = functools.partial(_show_warning, warned)
     code, message = _attempt(command, warned)
+    signals.ignore_until_exit()
     if code:
         message = _for_reader(message)
         peers.end(code, message)

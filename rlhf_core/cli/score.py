@@ -162,7 +162,7 @@ def _lines(records: Records, start: int, part: ScoredPart) -> list[str]:
 
 
 def _identity(scorer: Scorer, records: Records, settings: Sequence[Any]) -> str:
-    """Hash everything that decides the scores; the model's files count by name, size and time."""
+    """Hash everything that decides the scores; the model's files count by name, size and times."""
     import jax
 
     from rlhf_core import artifacts
@@ -172,7 +172,7 @@ def _identity(scorer: Scorer, records: Records, settings: Sequence[Any]) -> str:
     files: list[Any] = []
     if source is not None and Path(source).is_dir():
         stats = [(path.name, path.stat()) for path in sorted(Path(source).iterdir()) if path.is_file()]
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
     devices = [device.device_kind for device in jax.devices()]
     facts = [files, settings, scorer.contract.to_dict(), devices, artifacts.versions()]
     return digest(records.fingerprint, json.dumps(facts, default=str, sort_keys=True))

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_core.errors import Stopped
 
+_NUMBERS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_PRESS_SECONDS = 0.3
 """`timeout`, `srun` and others pass on a Ctrl-C that the terminal has already sent to the whole process group."""
 
@@ -21,6 +22,7 @@ class _Request:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.number: int | None = None
+        self.over = False
         self._interrupted_at: float | None = None
 
     def handle(self, number: int, _: Any) -> None:
@@ -55,19 +57,26 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
     before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            for number in numbers:
+            for number in _NUMBERS:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 before[number] = signal.signal(number, request.handle)
         yield request.event
     finally:
         _current = None
-        for number, handler in before.items():
+        for number, handler in before.items() if not request.over else ():
             # None: a handler that was not set from Python, and that Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if redeliver and request.number is not None:
         signal.raise_signal(request.number)
+
+
+def ignore_until_exit() -> None:
+    """Ignore signals for the rest of a command, whose exit code is decided: cleaning up must not replace it."""
+    if _current is not None and threading.current_thread() is threading.main_thread():
+        _current.over = True
+        for number in _NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def request_stop() -> None:

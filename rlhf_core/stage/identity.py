@@ -64,7 +64,10 @@ def _visible_files(directory: Path) -> Iterator[Path]:
 
 
 class _Hashes:
-    """Cache hashes of large files on disk, by size, modification time and inode."""
+    """Cache hashes of large files on disk, by size, inode, and the times of modification and of change.
+
+    A program may set the first of these times, as `rsync --times` does; the second is the kernel's.
+    """
 
     def __init__(self, file: Path, cached: dict[str, list[Any]]) -> None:
         self.file, self.cached = file, cached
@@ -93,12 +96,12 @@ class _Hashes:
     def _hash(self, path: Path) -> tuple[str, str, list[Any] | None]:
         """Return (hash, key, new cache entry or None)."""
         key, stat = str(path.resolve()), path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         entry = self.cached.get(key)
-        if isinstance(entry, list) and entry[:3] == stamp:
-            return str(entry[3]), key, None
+        if isinstance(entry, list) and entry[:-1] == stamp:
+            return str(entry[-1]), key, None
         content = artifacts.hash_file(path)
-        settled = time.time() - stat.st_mtime > SETTLED_SECONDS
+        settled = time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED_SECONDS
         cacheable = stat.st_size >= SMALL and settled
         return content, key, [*stamp, content] if cacheable else None
 

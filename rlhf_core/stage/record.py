@@ -157,10 +157,15 @@ class StageRecord:
         except UNREADABLE:
             return False
 
-    def write_running(self, now: differences.Record) -> None:
-        """Record that the stage runs, before its trainer starts, when all inputs exist and can be hashed."""
-        started = self.then.get("started", _now())
-        self._write({"format": FORMAT, "name": self.name, "state": "running", **now, "started": started})
+    def write_running(self, now: differences.Record, day: str | None = None) -> None:
+        """Record that the stage runs, before its trainer starts, when all inputs exist and can be hashed.
+
+        day: the day on which the run began. It is kept beside `started`, which another clock or a moment before
+        midnight may put on another day.
+        """
+        started, day = self.then.get("started", _now()), self.then.get("day", day)
+        record = {"format": FORMAT, "name": self.name, "state": "running", **now, "started": started}
+        self._write(record if day is None else {**record, "day": day})
 
     def write_done(self, metrics: Mapping[str, float], outputs: Mapping[str, Artifact]) -> None:
         """Record that the stage is done, with its last metrics and the identities of its artifacts."""

@@ -191,7 +191,7 @@ def run_recorded(
     if stage.is_main:
         continues = state == "running" or record.has_checkpoints
         event_log = events.log_stage(notes, stage.name, stage.devices(), continues=continues, shown=shown)
-        record.write_running(now)
+        record.write_running(now, stage.template_date)
     forget_peak()
     try:
         with event_log, hook_errors_named(host.pm):

@@ -41,7 +41,8 @@ def day_begun(directory: Path) -> str:
     days = []
     for file in (directory / "stage.json", *sorted(directory.glob("*/stage.json"))):
         with suppress(*UNREADABLE):  # errors are raised where the record is needed
-            days.append(date.fromisoformat(json.loads(file.read_bytes())["started"][:10]).isoformat())
+            record = json.loads(file.read_bytes())
+            days.append(date.fromisoformat(record.get("day", record["started"][:10])).isoformat())
     return min(days, default=date.today().isoformat())
 
 

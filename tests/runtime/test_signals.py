@@ -126,3 +126,23 @@ def test_loading_a_model_or_data_stops(tiny: ModuleType, tmp_path: Path) -> None
         with pytest.raises(Stopped), reading("file"):
             signals.stop_if_asked("while a file was read")
     assert load_model(str(tmp_path / "model"), "lm").params
+
+
+def test_cleaning_up_keeps_the_exit_code() -> None:
+    program = """
+import atexit, os, signal
+from rlhf_core import cli
+from rlhf_core.cli import exits
+from rlhf_core.errors import Stopped
+from rlhf_core.runtime.signals import stop_signals
+
+def command():
+    raise Stopped("stopped")
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    atexit.register(os.kill, os.getpid(), number)
+with stop_signals():
+    exits.run(command)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (75, "stopped\n")

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -68,6 +69,7 @@ def rlhf(arguments: Iterable[str]) -> Ended:
     from rlhf_core import cli
 
     before, shower = sys.argv, warnings.showwarning
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     sys.argv = ["rlhf", *arguments]
     out, code = io.StringIO(), 0
     try:
@@ -77,6 +79,8 @@ def rlhf(arguments: Iterable[str]) -> Ended:
         code = int(stop.code or 0)
     finally:
         sys.argv, warnings.showwarning = before, shower
+        for number, handler in handlers.items():  # a command that is over ignores signals
+            signal.signal(number, handler)
     return Ended(code, out.getvalue())
 
 

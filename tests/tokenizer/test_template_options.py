@@ -161,6 +161,11 @@ def test_a_run_keeps_the_day_on_which_it_was_begun(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "stage.json").write_text(json.dumps({"started": f"{day}T23:59:00+0000"}))
     assert text_settings.day_begun(tmp_path) == "2026-01-30"
+    # The clock was set back before this stage began, which wrote the day of the run beside its own.
+    (tmp_path / "rm" / "stage.json").write_text(
+        json.dumps({"started": "2026-01-01T12:00:00+0000", "day": "2026-01-30"})
+    )
+    assert text_settings.day_begun(tmp_path) == "2026-01-30"
     stage.template_date = "2026-01-30"
     assert text_settings.text_options(config, stage).template_date == "2026-01-30"  # type: ignore[arg-type]
     artifact = tmp_path / "base" / "artifacts" / "model"
