@@ -39,13 +39,15 @@ _current: _Request | None = None
 
 
 @contextmanager
-def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
-    """Handle SIGTERM, SIGINT and SIGHUP: the first sets the event, and a later SIGINT raises KeyboardInterrupt.
+def stop_signals(*, redeliver: bool = False, exits: bool = False) -> Iterator[threading.Event]:
+    """Handle SIGTERM, SIGINT, SIGHUP and SIGUSR1: the first sets the event, a later SIGINT raises KeyboardInterrupt.
 
     There is one event per process: inside another `stop_signals`, this one returns the outer event and changes
     nothing. The previous handlers are restored at the end. redeliver: send the signal again then, so that a run
-    which ended normally does not swallow it. SIGHUP stays ignored under `nohup`. In a thread other than the main one no
-    handler can be set, and only other processes of the job set the event.
+    which ended normally does not swallow it. exits: the process ends next; once asked to stop, it ignores further
+    signals, which would replace its exit code. SIGHUP stays ignored under `nohup`, and SIGUSR1, the only one that Open
+    MPI passes on, keeps a handler that it has. In a thread other than the main one no handler can be set, and only
+    other processes of the job set the event.
     """
     global _current
     if _current is not None:
@@ -55,9 +57,12 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
     before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
             for number in numbers:
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                present = signal.getsignal(number)
+                if number == signal.SIGHUP and present == signal.SIG_IGN:
+                    continue
+                if number == signal.SIGUSR1 and present != signal.SIG_DFL:
                     continue
                 before[number] = signal.signal(number, request.handle)
         yield request.event
@@ -65,7 +70,8 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
         _current = None
         for number, handler in before.items():
             # None: a handler that was not set from Python, and that Python cannot restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            restored = signal.SIG_DFL if handler is None else handler
+            signal.signal(number, signal.SIG_IGN if exits and request.event.is_set() else restored)
     if redeliver and request.number is not None:
         signal.raise_signal(request.number)
 
