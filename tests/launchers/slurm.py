@@ -55,7 +55,8 @@ def find(name: str) -> str | None:
 @contextlib.contextmanager
 def cluster(directory: Path) -> Iterator[Mapping[str, str]]:
     """Run a cluster with its files in a directory; yield the variable by which its commands find it."""
-    directory.chmod(0o755)  # else munged refuses to put its socket there
+    for each in (directory, directory.parent):
+        each.chmod(0o755)  # else munged refuses to put its socket there
     host, configuration = socket.gethostname(), directory / "slurm.conf"
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]

@@ -343,6 +343,16 @@ def test_ray_itself_ends(place: Place, ray: tuple[subprocess.Popen[bytes], str])
     job.wait()
 
 
+@pytest.mark.parametrize("version", ["1.29", "1.31", "1.33", "1.35", "1.37"])
+def test_kubernetes_accepts_the_manifest(version: str) -> None:
+    program = str(ENVIRONMENT / "kubernetes-validate")
+    need(program, hint="make test-launchers installs it")
+    command = [program, "--strict", "-k", version, str(LAUNCH / "job.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("passed for resource") == 2
+
+
 @pytest.fixture(scope="module")
 def cluster(place: Place) -> Iterator[Mapping[str, str]]:
     if missing := slurm.missing():
