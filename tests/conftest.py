@@ -178,6 +178,9 @@ def place(places: ModuleType, good: dict[str, bytes], tmp_path: Path, monkeypatc
     return made
 
 
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
 class Ended(NamedTuple):
     code: int
     message: str
@@ -193,8 +196,11 @@ def rlhf(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     def call(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
         capfd.readouterr()
+        handlers = {number: signal.getsignal(number) for number in STOPPING}
         with pytest.raises(SystemExit) as stop:
             cli.main()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # a process that was stopped ignores them until it has ended
         out, err = capfd.readouterr()
         assert "Traceback" not in out + err, err
         lines = [line for line in err.splitlines() if not line.startswith("[")]

@@ -199,6 +199,12 @@ class _Watch:
         """Exit without the cleanup of Python and jax, which would wait for processes that are gone."""
         _print(message)
         self.send_end(code)
+        if (
+            code == 75 and self.process != 0
+        ):  # a launcher may kill the first one, still writing, as soon as one ends
+            until = time.monotonic() + STOPPING_SECONDS + LEAVE_SECONDS
+            while time.monotonic() < until and 0 in self.links and 0 not in self.left:
+                time.sleep(0.05)
         if self.process == 0:  # the others lose jax's service with it
             until = time.monotonic() + LEAVE_SECONDS
             while time.monotonic() < until and any(not is_gone(link) for link in self.links.values()):

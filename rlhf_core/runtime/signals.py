@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.errors import Stopped
 
-_NUMBERS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_NUMBERS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_PRESS_SECONDS = 0.3
 """`timeout`, `srun` and others pass on a Ctrl-C that the terminal has already sent to the whole process group."""
 
@@ -22,6 +22,7 @@ class _Request:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.number: int | None = None
+        self.handled: list[int] = []
         self.over = False
         self._interrupted_at: float | None = None
 
@@ -42,12 +43,13 @@ _current: _Request | None = None
 
 @contextmanager
 def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
-    """Handle SIGTERM, SIGINT and SIGHUP: the first sets the event, and a later SIGINT raises KeyboardInterrupt.
+    """Handle SIGTERM, SIGINT, SIGHUP and SIGUSR1: the first sets the event, a later SIGINT raises KeyboardInterrupt.
 
     There is one event per process: inside another `stop_signals`, this one returns the outer event and changes
     nothing. The previous handlers are restored at the end. redeliver: send the signal again then, so that a run
-    which ended normally does not swallow it. SIGHUP stays ignored under `nohup`. In a thread other than the main one no
-    handler can be set, and only other processes of the job set the event.
+    which ended normally does not swallow it. SIGHUP stays ignored under `nohup`, and SIGUSR1, the only one that Open
+    MPI passes on, keeps a handler that it has. In a thread other than the main one no handler can be set, and only
+    other processes of the job set the event.
     """
     global _current
     if _current is not None:
@@ -58,9 +60,13 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
     try:
         if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                present = signal.getsignal(number)
+                if number == signal.SIGHUP and present == signal.SIG_IGN:
+                    continue
+                if number == signal.SIGUSR1 and present != signal.SIG_DFL:
                     continue
                 before[number] = signal.signal(number, request.handle)
+                request.handled.append(number)
         yield request.event
     finally:
         _current = None
@@ -75,7 +81,7 @@ def ignore_until_exit() -> None:
     """Ignore signals for the rest of a command, whose exit code is decided: cleaning up must not replace it."""
     if _current is not None and threading.current_thread() is threading.main_thread():
         _current.over = True
-        for number in _NUMBERS:
+        for number in _current.handled:
             signal.signal(number, signal.SIG_IGN)
 
 

@@ -1,8 +1,12 @@
-"""docs/how-to/many_devices.md: its meshes train, and each of its recipes starts processes that find each other."""
+"""docs/how-to/many_devices.md: its meshes train, and each of its recipes starts processes that find each other.
+
+tests/launchers runs the recipes with the real launchers.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -19,7 +23,9 @@ from rlhf_core.sampling import SamplingOptions
 
 documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"
-FILES = {name: text for _, text in documents.blocks(PAGE) if (name := documents.named(text))}
+SHOWN = {name: text for _, text in documents.blocks(PAGE) if (name := documents.named(text))}
+LAUNCH = documents.REPOSITORY / "examples/launch"
+FILES = {path.name: path.read_text(encoding="utf-8") for path in LAUNCH.iterdir() if path.is_file()}
 
 JOIN = """#!{python}
 import os, sys
@@ -94,6 +100,22 @@ def found_each_other(*jobs: subprocess.Popen[str]) -> None:
         assert f"process {i} of 2: run pipeline.toml" in said, said
 
 
+def test_the_page_shows_the_files() -> None:
+    assert {name: text for name, text in SHOWN.items() if name != "pipeline.toml"} == {
+        name: FILES[name] for name in SHOWN if name != "pipeline.toml"
+    }
+    linked = {Path(target).name for target in documents.links(PAGE) if "examples/launch/" in target}
+    assert linked == set(FILES)
+
+
+@pytest.mark.parametrize("file", sorted(name for name in FILES if name.endswith((".sh", ".sbatch", ".py"))))
+def test_files_parse(file: str) -> None:
+    if file.endswith(".py"):
+        compile(FILES[file], file, "exec")
+    else:
+        subprocess.run(["bash", "-n", LAUNCH / file], check=True)
+
+
 @pytest.mark.slow
 def test_slurm(place: Path) -> None:
     job = str(free_port(SLURM_PORTS) - SLURM_PORTS.start)
@@ -129,6 +151,42 @@ def test_scripts_end_with_the_most_telling_code(
     assert job.returncode == told, said
 
 
+@pytest.mark.parametrize("file", ["hosts.sh", "tpu.sh"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_scripts_stop_the_processes_and_wait_for_them(file: str, number: int, place: Path) -> None:
+    command = place / "bin" / "rlhf"
+    command.write_text(
+        "#!/bin/bash\n"
+        "trap 'sleep 0.5; echo saved; exit 75' TERM\n"
+        "echo started\n"
+        "for i in {1..600}; do sleep 0.1; done\n"
+    )
+    (place / file).write_text(FILES[file].replace("/path/to/venv/bin/", f"{place}/bin/"))
+    job = start(["bash", file], place)
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    job.send_signal(number)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, said
+    assert said.count("saved") == 2
+
+
+def test_kubernetes_starts_a_stopped_job_again_and_not_one_of_bad_input() -> None:
+    _, job = yaml.safe_load_all(FILES["job.yaml"])
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # else the API refuses the policy
+    assert pod["terminationGracePeriodSeconds"] > 30
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    (name,) = (container["name"] for container in pod["containers"])
+    actions = {
+        code: rule["action"]
+        for rule in rules
+        if (exits := rule.get("onExitCodes")) and (exits["operator"], exits["containerName"]) == ("In", name)
+        for code in exits["values"]
+    }
+    assert actions == {2: "FailJob", 75: "Ignore"}
+
+
 @pytest.mark.slow
 def test_kubernetes(place: Path) -> None:
     service, job = yaml.safe_load_all(FILES["job.yaml"])
@@ -161,9 +219,9 @@ def test_the_meshes_train(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.
     other, sampled = documents.stage_tables(PAGE)
     assert SamplingOptions(**sampled["sampling"]).mesh.tensor == 4
     default = "{ data = -1, fsdp = 1, tensor = 1 }"
-    changed = FILES["pipeline.toml"].replace(default, "{ data = 1, fsdp = 4, tensor = 2 }")
+    changed = SHOWN["pipeline.toml"].replace(default, "{ data = 1, fsdp = 4, tensor = 2 }")
     assert tomllib.loads(changed)["mesh"] == other["mesh"]
-    Path("pipeline.toml").write_text(FILES["pipeline.toml"])
+    Path("pipeline.toml").write_text(SHOWN["pipeline.toml"])
     Path("other.toml").write_text(changed)
     said = "\n".join(text for language, text in documents.blocks(PAGE) if language == "console")
     checked = "rlhf check "  # test_docs_check_on.py

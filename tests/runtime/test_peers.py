@@ -127,6 +127,20 @@ def test_one_fails(job: Job, failing: int, error: str, code: int) -> None:
         assert (("Traceback" in said) == ("OSError" in error)) if process == failing else (said == told)
 
 
+def test_a_stopped_process_ends_after_the_first_has_written(job: Job) -> None:
+    """A launcher that kills the others when one of them ends would leave the newest checkpoint without its manifest."""
+    writes = (
+        "with peers.hold_end():\n    time.sleep(3); print('written', flush=True)\nraise Stopped('no time')"
+    )
+    job.start(writes, "raise Stopped('no time')", "raise Stopped('no time')")
+    job.until("joined")
+    first = job.processes[0]
+    assert first.stdout is not None
+    assert first.stdout.readline() == "written\n"
+    assert [each.poll() for each in job.processes] == [None] * 3
+    assert [code for code, _ in job.ended()] == [75] * 3
+
+
 def test_what_all_raise_is_printed_once(job: Job) -> None:
     job.start(*["time.sleep(0.2); raise InputError('dir: in use')"] * 3)
     ended = job.ended()

@@ -19,7 +19,7 @@ from rlhf_core.models import load_model
 from rlhf_core.runtime import signals
 from rlhf_core.runtime.signals import stop_signals
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,15 @@ def test_nohup_stays() -> None:
     with stop_signals() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.is_set()
+
+
+def test_a_handler_of_sigusr1_stays() -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    with stop_signals() as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not stop.is_set()
+    assert came == [signal.SIGUSR1]
 
 
 def test_a_signal_that_nothing_acted_on_is_sent_again() -> None:
