@@ -407,8 +407,11 @@ def test_slurm(stop: str, place: Place, expected: Path, cluster: Mapping[str, st
         until(lambda: slurm_field(cluster, job, "Restarts") != "0", "the job is in the queue again", project)
         assert rows(project) < UPDATES
         (project / "pause").unlink()
+    if limit:  # else a busy machine might need a third time
+        command = ["scontrol", "update", f"jobid={job}", "TimeLimit=20"]
+        subprocess.run(command, env={**os.environ, **cluster}, check=True)
     assert ends(cluster, job, project) == "COMPLETED"
     assert slurm_field(cluster, job, "ExitCode") == "0:0"
     assert_same(expected, project)
     log = (project / f"slurm-{job}.out").read_text()
-    assert ("stopped after update" in log) == bool(stop), log
+    assert ("stopped" in log) == bool(stop), log
