@@ -83,6 +83,17 @@ def remember(secret: str) -> str:
     return secret
 
 
+def remember_all(value: Any) -> None:
+    """Remember every text in the value of a secret option, whether or not it fits the option."""
+    if isinstance(value, str):
+        remember(value)
+    elif isinstance(value, Mapping) and _variable(value) is None:
+        remember_all(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            remember_all(item)
+
+
 def scrub(text: str) -> str:
     """Hide secrets in a message, such as one that quotes a request: remembered ones, and those of the environment."""
     variables = {value for name, value in os.environ.items() if SECRET_VARIABLE.fullmatch(name)}

@@ -141,3 +141,13 @@ def test_messages_hide_secrets_of_the_environment_however_they_quote_them(
         assert scrub(message) != message
         assert "b" not in scrub(message).replace(HIDDEN, "")
     assert scrub("falsefalse short") == "falsefalse short"
+
+
+def test_a_secret_that_does_not_fit_its_option_is_not_quoted() -> None:
+    registry = Registry()
+    registry.add(REWARD, "judge", Judge)
+    for option, value in (("pin", [CANARY]), ("api_key", {"value": CANARY})):
+        with pytest.raises(InputError, match=f"{option}: expected text") as raised:
+            registry.get(REWARD, "judge", **{option: value})
+        assert CANARY not in str(raised.value)
+    assert scrub(f"refused {CANARY}") == f"refused {HIDDEN}"
