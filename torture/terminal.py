@@ -42,7 +42,7 @@ FORBIDDEN = re.compile(
 
 
 def on_terminal(
-    *arguments: str, cwd: Path, env: Mapping[str, str | None] | None = None, seconds: float = 120.0
+    *arguments: str, cwd: Path, env: Mapping[str, str | None] | None = None, seconds: float = 240.0
 ) -> tuple[int, bytes]:
     """Run the command with a terminal for input, output and errors; return its exit code and what it sent."""
     master, slave = pty.openpty()

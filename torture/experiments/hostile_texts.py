@@ -45,7 +45,7 @@ def run(trial: Trial) -> None:
             _require_detection(directory)
         except Skipped as skipped:
             print(f"    {skipped}: no page is opened, but each is read", flush=True)
-        trial.each(names, lambda case: _judge(case, prepared), seconds=300)
+        trial.each(names, lambda case: _judge(case, prepared), seconds=900)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -79,6 +79,7 @@ def _judge_terminal(case: Case, work: Path, name: str) -> None:
     for arguments in DOORS[name](work, EVERYTHING, environment):
         code, sent = on_terminal(*arguments, cwd=work, env=environment)
         case.count("outputs")
+        case.count(f"exits with {code}")
         shown = ascii(" ".join(arguments)[:80])
         for what in smuggled(sent)[:3]:
             case.fail(f"{shown}: {what}")
@@ -352,7 +353,7 @@ PLUGIN = """
 from dataclasses import dataclass
 from rlhf_core import LOGGER, POLICY_LOSS, REWARD, LossOutput, TRAINER, Trainer, TrainerConfig, hookimpl
 import logging, warnings
-TEXT = {text!r}
+TEXT = {text!r}.replace(":", ";")
 
 @dataclass(frozen=True)
 class Loss:
@@ -420,7 +421,7 @@ def _plugins(work: Path, text: str, env: Environment) -> Commands:
         ("plugins", "--plugin", "broken.py"),
         ("check", "p.toml", "--plugin", "broken.py"),
         ("check", "p.toml", "--plugin", "warns.py"),
-        ("train", text, "--help", "--plugin", "plugin.py"),
+        ("train", text.replace(":", ";"), "--help", "--plugin", "plugin.py"),
         ("train", "reward\x1b[2J", "--help", "--plugin", "plugin.py"),
         ("new", "reward", text),
     ]
