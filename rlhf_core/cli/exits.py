@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
+import logging
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from rlhf_core.errors import InputError, RunError, Stopped
+import typer
+from typer.core import TyperGroup
+
+from rlhf_core.errors import InputError, RunError, Stopped, is_library_error
 from rlhf_core.runtime import peers, signals
 from rlhf_core.runtime.disk_errors import DISK, disk_message
 
@@ -21,6 +26,7 @@ def run(command: Callable[[], Any]) -> None:
     """Run a command and exit: 0 done, 1 failed, 2 bad input or configuration, 75 stopped with its state saved."""
     warned: list[str] = []
     warnings.showwarning = functools.partial(_show_warning, warned)
+    logging.setLogRecordFactory(_Record)
     code, message = _attempt(command, warned)
     signals.ignore_until_exit()
     if code:
@@ -32,7 +38,7 @@ def run(command: Callable[[], Any]) -> None:
 
 
 def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, str]:
-    """Run a command; return its exit code and message. In a single process, unexpected errors are raised."""
+    """Run a command; return its exit code and message: of an unexpected error, the traceback."""
     try:
         command()
     except SystemExit as ended:  # typer raises it after success, too
@@ -43,13 +49,40 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
         return STOPPED, str(stopped)
     except RunError as error:
         return FAILED, str(error)
-    except Exception as error:
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
         if isinstance(error, OSError) and error.errno in DISK:
             return FAILED, f"{disk_message(error)} and give the same command again"
-        if not peers.is_watching():
-            raise
         return FAILED, traceback.format_exc()
     return DONE, ""
+
+
+class Commands(TyperGroup):
+    """Commands whose usage errors are shown like every other message."""
+
+    def main(self, *arguments: Any, **settings: Any) -> NoReturn:
+        """Parse arguments, run a command and exit."""
+        try:
+            code = super().main(*arguments, **{**settings, "standalone_mode": False})
+        except typer.Abort:
+            code = FAILED
+        except Exception as error:
+            show_usage = getattr(error, "show", None)  # typer does not export the class
+            if show_usage is None:
+                raise
+            text = io.StringIO()
+            show_usage(file=text)
+            print(_for_reader(text.getvalue().rstrip("\n")), file=sys.stderr, flush=True)
+            code = getattr(error, "exit_code", BAD_INPUT)
+        sys.exit(code if isinstance(code, int) else DONE)
+
+
+class _Record(logging.LogRecord):
+    """What a library logs, which may quote a file name, a header or an address."""
+
+    def getMessage(self) -> str:  # noqa: N802  # the library's name
+        return _for_reader(super().getMessage())
 
 
 def _for_reader(message: str) -> str:

@@ -121,6 +121,7 @@ TrainerName = Annotated[
 
 app = typer.Typer(
     name="rlhf",
+    cls=exits.Commands,
     help="Train a better policy from preference data: SFT, reward models and RL as stages of one pipeline.",
     no_args_is_help=True,
     add_completion=False,

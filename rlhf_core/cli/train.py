@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
 
 from rlhf_core import plugins
@@ -18,7 +17,7 @@ from rlhf_core.pipeline import run, start
 from rlhf_core.pipeline.file import PipelineFile, assemble
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.pipeline.toml import to_value
-from rlhf_core.runtime.terminal import show
+from rlhf_core.runtime.terminal import echo, show
 
 FLAG = "true or false"
 _NUMBER = re.compile(r"-\.?\d")
@@ -126,7 +125,7 @@ def _print_fields(trainer: str, config: type[TrainerConfig]) -> None:
         default = "" if field.default is None else f"; {to_value(field.default)}"
         about = f"\n{field.description}" if field.description else ""
         table.add_row(f"--{field.name}", f"{field.type}{field.bounds}{default}{about}")
-    typer.echo(f"rlhf train {trainer} --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN\n")
+    echo(f"rlhf train {trainer} --model DIR --train_data FILE [--FIELD VALUE]... --dir RUN\n")
     show(table)
 
 

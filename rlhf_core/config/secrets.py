@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, quote_plus
 
 from rlhf_core.config.build import components
 from rlhf_core.errors import InputError
@@ -22,6 +24,10 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 """Names of options whose text counts as a secret, whatever their type."""
+SECRET_VARIABLE = re.compile(
+    r"(.*_)?(TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|API_?KEY|(SECRET|PRIVATE|ACCESS)_KEY)", re.IGNORECASE
+)
+"""Names of environment variables whose text is hidden in messages, such as HF_TOKEN."""
 MIN_SCRUBBED = 6
 """Minimum length of a secret to hide in messages; hiding shorter ones would hide ordinary words."""
 _known: set[str] = set()
@@ -77,11 +83,36 @@ def remember(secret: str) -> str:
     return secret
 
 
+def remember_all(value: Any) -> None:
+    """Remember every text in the value of a secret option, whether or not it fits the option."""
+    if isinstance(value, str):
+        remember(value)
+    elif isinstance(value, Mapping) and _variable(value) is None:
+        remember_all(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            remember_all(item)
+
+
 def scrub(text: str) -> str:
-    """Hide every remembered secret in a message, such as one that quotes a request."""
-    for secret in sorted(_known, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
+    """Hide secrets in a message, such as one that quotes a request: remembered ones, and those of the environment."""
+    variables = {value for name, value in os.environ.items() if SECRET_VARIABLE.fullmatch(name)}
+    secrets = _known | {value for value in variables if len(value) >= MIN_SCRUBBED}
+    for form in sorted({form for secret in secrets for form in _forms(secret)}, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
     return text
+
+
+def _forms(secret: str) -> set[str]:
+    """Return a secret as it is, and as messages quote it: as Python, as JSON and in addresses."""
+    quoted = quote(secret, safe="", errors="replace")
+    return {
+        secret,
+        repr(secret)[1:-1],
+        json.dumps(secret)[1:-1],
+        quoted,
+        quote_plus(secret, errors="replace"),
+    }
 
 
 def public_table(config: Options, registry: Secrets) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
+from rlhf_core.config.secrets import scrub
 from rlhf_core.errors import InputError, error_line, suggest
 from rlhf_core.plugins import hooks
 from rlhf_core.plugins.component import HERE, load_file
@@ -128,7 +129,7 @@ def _load_point(host: Host, point: EntryPoint, points: Sequence[EntryPoint]) -> 
             f"plugin '{point.name}' (from {_owner(point)}) failed to load: {'; '.join(problems).rstrip('.')}. "
             f"Uninstall it or set {DISABLE}={point.name}."
         )
-        info = _info(point, "failed", error=message)
+        info = _info(point, "failed", error=scrub(message))
         host.registry.failures.append(info)
         return info
     return _info(point, "loaded", components=host.registry.components_of(_owner(point)))

@@ -22,7 +22,14 @@ from pydantic import PydanticUserError, SecretStr, ValidationError, create_model
 from rlhf_core.config import Options, TrainerConfig
 from rlhf_core.config.options import explain
 from rlhf_core.config.problems import Problem, problem_lines, unknown_name
-from rlhf_core.config.secrets import from_environment, is_hidden, reads_environment, remember
+from rlhf_core.config.secrets import (
+    SECRET_NAME,
+    from_environment,
+    is_hidden,
+    reads_environment,
+    remember,
+    remember_all,
+)
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
 from rlhf_core.workers.pickling import file_module_name
@@ -145,6 +152,7 @@ class Entry:
         self, options: Mapping[str, Any], also: Sequence[str] = ()
     ) -> tuple[dict[str, Any], list[Problem]]:
         models = self.options or {}
+        secret_names = self.secrets
         values, problems = {}, []
         for name, value in options.items():
             if name not in models:
@@ -155,11 +163,17 @@ class Entry:
                     )
                 )
                 continue
+            secret = name in secret_names or SECRET_NAME.fullmatch(name) is not None
+            if secret:
+                remember_all(value)
             try:
                 values[name] = _hashable(_read_value(models[name], value))
             except InputError as error:
                 problems += [Problem(name, message) for message in error.problems]
             except ValidationError as error:
+                if secret:
+                    problems.append(Problem(name, "expected text; what it is was hidden, as a secret"))
+                    continue
                 option_problems = explain(models[name], error, {"value": value})
                 problems += [
                     Problem(name + path.removeprefix("value"), text) for path, text, _ in option_problems

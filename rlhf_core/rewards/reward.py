@@ -17,7 +17,7 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, suggest
-from rlhf_core.rewards.worker_call import WorkerCall
+from rlhf_core.rewards.worker_call import NotNumeric, WorkerCall, plain_values
 from rlhf_core.workers import Pool, UnsendableError
 
 if TYPE_CHECKING:
@@ -182,15 +182,12 @@ class Reward:
 
         Raises RunError for anything but a list of `expected` finite numbers and Nones.
         """
-        try:
-            if isinstance(values, Mapping):
-                raise TypeError
-            returned = list(values)
-        except TypeError:
+        returned = plain_values(values)
+        if isinstance(returned, NotNumeric):
             raise RunError(
-                f"reward '{self.label}' returned {type(values).__name__}; it must return a list of {expected} numbers, "
+                f"reward '{self.label}' returned {returned.type_name}; it must return a list of {expected} numbers, "
                 "one per completion"
-            ) from None
+            )
         if len(returned) != expected:
             raise RunError(
                 f"reward '{self.label}' returned {len(returned)} values for {expected} completions; it must return one "
@@ -198,14 +195,11 @@ class Reward:
             )
         out = np.empty(expected, np.float64)
         for i, value in enumerate(returned):
-            try:
-                if isinstance(value, str):
-                    raise TypeError
-                out[i] = np.nan if value is None else float(value)
-            except (TypeError, ValueError):
+            if isinstance(value, NotNumeric):
                 raise RunError(
-                    f"reward '{self.label}' returned {value!r} for completion {i}; a number or None is expected"
-                ) from None
+                    f"reward '{self.label}' returned {value.text} for completion {i}; a number or None is expected"
+                )
+            out[i] = np.nan if value is None else value
         if np.isinf(out).any():
             raise RunError(
                 f"reward '{self.label}' returned {out[np.isinf(out)][0]} for completion {int(np.isinf(out).argmax())}; "

@@ -1,4 +1,4 @@
-"""Call a reward function in a worker process."""
+"""Call a reward function in a worker process, and make plain numbers of what it returns."""
 
 from __future__ import annotations
 
@@ -8,22 +8,58 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+SHOWN = 200
+"""Characters of a wrong value to show."""
+
+
+@dataclass(frozen=True)
+class NotNumeric:
+    """A value that is no number, or that is no list of them, as messages name it."""
+
+    type_name: str
+    text: str = ""
+
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """Call a function and return its values as plain numbers, which unpickle without any library."""
+    """Call a function and return its values as plain numbers.
+
+    The values' own code, which converting and unpickling them would run, stays within the time limit of the call.
+    """
 
     function: Any
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, **arguments: Any) -> list[float | NotNumeric | None] | NotNumeric:
         values = self.function(**arguments)
         if inspect.isawaitable(values):
             values = asyncio.run(_awaited(values))
-        if hasattr(values, "tolist"):
-            return values.tolist()
-        if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-            return values
-        return [value.item() if hasattr(value, "item") else value for value in values]
+        return plain_values(values)
+
+
+def plain_values(values: Any) -> list[float | NotNumeric | None] | NotNumeric:
+    """Convert what a function returned to numbers, None where it does not apply; never raises for a wrong type."""
+    if isinstance(values, NotNumeric):
+        return values
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str | bytes | bytearray | Mapping) or not isinstance(values, Iterable):
+        return NotNumeric(type(values).__name__)
+    return [_plain_value(value) for value in values]
+
+
+def _plain_value(value: Any) -> float | NotNumeric | None:
+    if value is None or isinstance(value, NotNumeric):
+        return value
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        text = repr(value)
+        return NotNumeric(
+            type(value).__name__,
+            text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)",
+        )
 
 
 async def _awaited(values: Any) -> Any:

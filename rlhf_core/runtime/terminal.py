@@ -17,7 +17,9 @@ from rich.text import Text
 WIDTH = 120
 """Columns, if the output is not a terminal and COLUMNS is not set."""
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 """Control characters except tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
 
 

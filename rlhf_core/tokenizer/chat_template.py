@@ -215,7 +215,7 @@ class ChatTemplate:
             raise InputError(
                 'the tokenizer has no chat template: set chat_template = "plain", or give a template file'
             )
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         variables = {**self._kwargs, **(kwargs or {})}
@@ -236,7 +236,7 @@ class ChatTemplate:
                 )
         except TemplateSyntaxError as error:
             raise InputError(self.problem() or str(error)) from error
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except Exception as error:  # a filter may raise anything
             remedy = (
                 'Change its messages, or give a template that takes them: chat_template = "plain" or a file'
             )
@@ -244,7 +244,8 @@ class ChatTemplate:
                 remedy = (
                     f"Name the tokenizer's {missing[1]} in tokenizer_config.json, or give another template"
                 )
-            raise InputError(f"the chat template fails on this conversation: {error}. {remedy}") from error
+            what = str(error) or type(error).__name__
+            raise InputError(f"the chat template fails on this conversation: {what}. {remedy}") from error
         if problem := text_problem(texts[0]):
             raise InputError(f"what the chat template writes of this conversation {problem}")
         return texts[0], spans[0] if marks else []

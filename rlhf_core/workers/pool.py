@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.errors import RunError
 from rlhf_core.workers import stage_end
+from rlhf_core.workers.child import LARGEST_REPLY
 from rlhf_core.workers.pickling import dumps
 
 CHILD = str(Path(__file__).with_name("child.py"))
@@ -28,6 +30,10 @@ LOAD_SECONDS = 600.0
 """How long a worker may take to import what it calls."""
 SLICE = 0.25
 """Seconds between checks that a process is alive, in case a child of it holds the pipe open."""
+MARK = "RLHF_WORKER"
+"""The environment variable by which processes that a function left behind are found."""
+ROUNDS = 20
+"""How often to look for such processes, which may start others while they are being killed."""
 
 
 class TooSlowError(Exception):
@@ -56,7 +62,8 @@ class Pool:
 
     Signals sent to this process's group, such as Ctrl-C, do not reach the workers, and they end with this process,
     however it ends. They start when first needed, in a fresh interpreter that inherits no threads, locks or files, and
-    run until `close`, which the end of a stage calls. What a function prints goes to stderr.
+    run until `close`, which the end of a stage calls. What a function prints goes to stderr. Processes that it left
+    behind are killed with its worker: those of the worker's group and, on Linux, those in groups of their own.
 
     function: imported again in the worker by its module or file and its name, as are the classes of objects.
     memory: bytes of data a worker may have, beyond which the function gets a MemoryError. None: no limit.
@@ -206,7 +213,7 @@ def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None
 
 def _start_worker(shared: _Shared) -> _Worker:
     try:
-        worker = _Worker(shared.memory)
+        worker = _Worker()
     except OSError as error:
         raise RunError(f"a worker process could not be started: {error}") from error
     with shared.lock:
@@ -238,23 +245,30 @@ class _Ended(Exception):
 class _Worker:
     """One worker process. unready: its reply if it could not load the function."""
 
-    def __init__(self, memory: int | None) -> None:
+    def __init__(self) -> None:
         self.unready: tuple[Any, ...] | None = None
+        self._mark = secrets.token_hex(16)
         self.process = subprocess.Popen(
             [sys.executable, "-P", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators belong to the parent
+            # The accelerators belong to the parent.
+            env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self._mark},
         )
+        assert self.process.stdin is not None
+        os.set_blocking(
+            self.process.stdin.fileno(), False
+        )  # a worker that reads nothing must not block `_send`
 
     def load(self, function: bytes, memory: int | None) -> None:
         """Have the process import the function."""
         start = {"parent": os.getpid(), "path": sys.path, "memory": memory, "function": function}
+        deadline = time.monotonic() + LOAD_SECONDS
         try:
-            self._send(pickle.dumps(start))
-            reply = self._receive(LOAD_SECONDS)
+            self._send(pickle.dumps(start), deadline)
+            reply = self._receive(deadline)
         except _TimeIsUp:
             raise _Ended(f"it took longer than {LOAD_SECONDS:g} s to import", worker=self) from None
         except _Ended as ended:
@@ -268,9 +282,10 @@ class _Worker:
         wall = task.seconds
         if wall is None and task.cpu_seconds is not None:
             wall = max(60.0, 30 * task.cpu_seconds)  # the function may sleep
+        deadline = None if wall is None else time.monotonic() + wall
         try:
-            self._send(task.message)
-            return self._receive(wall)
+            self._send(task.message, deadline)
+            return self._receive(deadline)
         except _TimeIsUp:
             if task.seconds is not None:
                 raise _Ended(f"took longer than {task.seconds:g} s", slow=True) from None
@@ -291,45 +306,58 @@ class _Worker:
                 pass
 
     def dispose(self) -> None:
-        """Wait for the process to end and close its pipes."""
+        """Wait for the process to end, kill the processes that it left behind, and close its pipes."""
         self.process.wait()
+        for _ in range(ROUNDS):
+            if not _kill_marked(self._mark):
+                break
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, deadline: float | None) -> None:
         assert self.process.stdin is not None
+        pipe = self.process.stdin.fileno()
         left = memoryview(len(message).to_bytes(8, "big") + message)
-        try:
-            while left:
-                left = left[self.process.stdin.write(left) :]
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._explain_end() from None
+        while left:
+            self._wait(pipe, select.POLLOUT, deadline)
+            try:
+                left = left[os.write(pipe, left) :]
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._explain_end() from None
 
-    def _receive(self, seconds: float | None) -> tuple[Any, ...]:
-        deadline = None if seconds is None else time.monotonic() + seconds
+    def _receive(self, deadline: float | None) -> tuple[Any, ...]:
         size = int.from_bytes(self._read(8, deadline), "big")
+        if size > LARGEST_REPLY:
+            raise _Ended("something else than an answer was written to its pipe")
         reply: tuple[Any, ...] = pickle.loads(self._read(size, deadline))
         return reply
 
     def _read(self, count: int, deadline: float | None) -> bytes:
         assert self.process.stdout is not None
         pipe, parts = self.process.stdout.fileno(), bytearray()
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
         while len(parts) < count:
+            self._wait(pipe, select.POLLIN, deadline)
+            part = os.read(pipe, min(count - len(parts), 1 << 20))
+            if not part:
+                raise self._explain_end()
+            parts += part
+        return bytes(parts)
+
+    def _wait(self, pipe: int, event: int, deadline: float | None) -> None:
+        """Wait until a pipe is ready. Raises _Ended if the process has ended, _TimeIsUp at the deadline."""
+        poll = select.poll()
+        poll.register(pipe, event)
+        while True:
             left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
             if left <= 0:
                 raise _TimeIsUp
-            ready = poll.poll(left * 1000)
-            if ready:
-                part = os.read(pipe, min(count - len(parts), 1 << 20))
-                if not part:
-                    raise self._explain_end()
-                parts += part
-            elif self.process.poll() is not None and not poll.poll(0):
+            if poll.poll(left * 1000):
+                return
+            if self.process.poll() is not None and not poll.poll(0):
                 raise self._explain_end()
-        return bytes(parts)
 
     def _explain_end(self) -> _Ended:
         """Describe how the process ended."""
@@ -349,3 +377,16 @@ class _Worker:
 
 class _TimeIsUp(Exception):
     pass
+
+
+def _kill_marked(mark: str) -> int:
+    """Kill the processes whose environment, when they began, had this mark; return how many live. Linux only."""
+    variable, living = f"{MARK}={mark}".encode(), 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+                living += 1
+        except OSError:  # it has ended, or belongs to someone else
+            continue
+    return living

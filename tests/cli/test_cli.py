@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -169,6 +170,49 @@ def test_markup_in_messages_is_left_alone(
         cli.main()
     assert stop.value.code == 2
     assert capsys.readouterr().err == "stage 'a'.rewards[0].model: [bold]odd[/bold]\n"
+
+
+def test_a_traceback_drives_no_terminal_and_holds_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        try:
+            raise ConnectionError("\x1b[2J refused canary-key")
+        except ConnectionError as error:
+            raise KeyError("\x9b") from error
+
+    monkeypatch.setenv("JUDGE_API_KEY", "canary-key")
+    monkeypatch.setattr(program, "app", fail)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback (most recent call last)")
+    assert r"\x1b[2J refused **********" in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("arguments", [["\x1b[2J"], ["run", "--\x9b2J"], ["check", "a", "\x1b]0;x\x07"]])
+def test_usage_errors_are_shown_like_other_messages(rlhf: Callable[..., Any], arguments: list[str]) -> None:
+    ended = rlhf(*arguments)
+    assert ended.code == 2
+    assert ended.message.startswith("Usage: ")
+    assert r"\x" in ended.message
+    assert not set(ended.message) & set("\x1b\x9b\x07")
+
+
+def test_what_libraries_log_is_shown_like_other_messages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "canary-token")
+    monkeypatch.setattr(program, "app", lambda: logging.getLogger("a").warning("%s\x1b[2J", "canary-token"))
+    before = logging.getLogRecordFactory()
+    try:
+        with pytest.raises(SystemExit):
+            cli.main()
+    finally:
+        logging.setLogRecordFactory(before)
+    assert caplog.messages == [r"**********\x1b[2J"]
 
 
 @pytest.mark.usefixtures("fake")

@@ -7,6 +7,7 @@ import json
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import pytest
 from pydantic import SecretStr
@@ -120,3 +121,33 @@ def test_what_was_hidden_is_not_taken_for_the_secret(registry: Registry) -> None
         table = {"rewards": [{"name": "judge", **options}]}
         with pytest.raises(InputError, match=r"policy\.rewards\[0\]\.\w+: was hidden when this was written"):
             build(Config, table, where="policy", registry=registry)
+
+
+def test_messages_hide_secrets_of_the_environment_however_they_quote_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret = 'a"b\\c/d é'
+    monkeypatch.setenv("JUDGE_API_KEY", secret)
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsefalse")
+    monkeypatch.setenv("A_TOKEN", "short")
+    for message in (
+        f"refused {secret}",
+        f"{KeyError(secret)}",
+        json.dumps({"key": secret}),
+        f"?key={quote(secret, safe='')}",
+        "hf_canary",
+    ):
+        assert scrub(message) != message
+        assert "b" not in scrub(message).replace(HIDDEN, "")
+    assert scrub("falsefalse short") == "falsefalse short"
+
+
+def test_a_secret_that_does_not_fit_its_option_is_not_quoted() -> None:
+    registry = Registry()
+    registry.add(REWARD, "judge", Judge)
+    for option, value in (("pin", [CANARY]), ("api_key", {"value": CANARY})):
+        with pytest.raises(InputError, match=f"{option}: expected text") as raised:
+            registry.get(REWARD, "judge", **{option: value})
+        assert CANARY not in str(raised.value)
+    assert scrub(f"refused {CANARY}") == f"refused {HIDDEN}"

@@ -320,6 +320,56 @@ def test_where_every_call_fails_the_run_ends_and_says_which():
         score(rewards, INPUTS)
 
 
+MISLEADING = """
+import os, time
+
+class Kills:
+    def __reduce__(self):
+        return os._exit, (7,)
+
+class Waits:
+    def __float__(self):
+        time.sleep(1000)
+
+class Talks:
+    def __repr__(self):
+        return "x" * 10_000
+
+def kills(completions):
+    return [Kills()] * len(completions)
+
+def waits(completions):
+    return [Waits()] * len(completions)
+
+def talks(completions):
+    return [Talks()] * len(completions)
+
+def huge(completions):
+    return [10**400] * len(completions)
+
+def text(completions):
+    return "1" * len(completions)
+"""
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_values_that_misbehave_stay_in_the_call_that_made_them(tmp_path, timeout):
+    (tmp_path / "misleading.py").write_text(MISLEADING)
+    functions = load_file(tmp_path / "misleading.py")
+    for name, said in {
+        "kills": r"returned <.*Kills object .*> for completion 0; a number or None is expected",
+        "talks": r"returned x{200}… \(10,000 characters\) for completion 0",
+        "huge": r"returned 10{199}… \(401 characters\) for completion 0",
+        "text": "returned str; it must return a list of 3 numbers",
+    }.items():
+        with pytest.raises(RunError, match=said) as raised:
+            score([Reward("r", 1.0, getattr(functions, name), timeout=timeout)], INPUTS)
+        assert len(str(raised.value)) < 400
+    if timeout is not None:
+        with pytest.raises(RunError, match="longer than its timeout"):
+            score([Reward("r", 1.0, functions.waits, timeout=SOON)], INPUTS)
+
+
 @pytest.mark.parametrize("returned", [[1.0], 1.0, [1, 2, "x"], [0, 0, float("inf")]])
 def test_values_that_are_no_rewards_are_never_skipped(returned):
     wrong = Reward("r", 1.0, lambda completions: returned, on_error="skip")

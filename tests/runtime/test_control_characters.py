@@ -16,8 +16,8 @@ from rich.table import Table
 from rlhf_core.loggers.console import Pace, PlainView, TqdmView
 from rlhf_core.runtime.terminal import SafeConsole, escape_control, indented_list
 
-HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
-SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g"
+HOSTILE = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g\u061c"
+SAFE = r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff\ud800g\u061c"
 
 
 def test_control_characters_are_shown_and_text_is_kept() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import pre_tokenizers
 from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.tokenizer.chat_template import PLAIN
+from rlhf_core.tokenizer.chat_template import PLAIN, ChatTemplate
 from rlhf_core.tokenizer.encoding import Encoder
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
@@ -254,3 +255,19 @@ def test_what_is_wrong_is_told_once_with_its_row(name, row, message):
         pair = dict.fromkeys(("chosen", "rejected"), row["chosen"])
         with pytest.raises(InputError, match=message):
             data.encode_pairs(data.load([pair]), CASES[name].tokenizer, max_length=None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages|dictsort }}",
+        "{{ 'x'|truncate(-1) }}",
+        "{{ 'x' * 10**15 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% include '/etc/hostname' %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_whatever_a_template_raises_is_one_message(template: str, tiny: ModuleType) -> None:
+    with pytest.raises(InputError, match=r"^the chat template fails on this conversation: \S"):
+        ChatTemplate(tiny.make_tokenizer(), template).write([{"role": "user", "content": "x"}])
