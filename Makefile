@@ -31,7 +31,7 @@ help:
 	@echo "make reproduce [RECIPE=dapo] [SEED=0]   small runs whose metrics must end in known intervals, some minutes"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
-	@echo "make torture                            what tries very many cases of one property, longer than make test"
+	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
@@ -80,12 +80,13 @@ test-launchers: env $(LAUNCHERS)/bin/ray
 		{ echo "no $$name; for all of it: apt-get install slurm-wlm munge openmpi-bin openssh-server"; break; }; done
 	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/launchers
 
-# These two install nothing more than `make env`.
+# These three install nothing more than `make env`; torture says which programs of the system its experiments need.
 test-long: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'long and not exhaustive'
 
 torture: env
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive
+	$(BIN)/python -m torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
+	$(if $(EXPERIMENT)$(BUDGET),,$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive)
 
 reproduce: env
 	@$(BIN)/python recipes/reproduce.py $(RECIPE) --seed $(SEED)
