@@ -13,9 +13,10 @@ PROCESSES, GPUS = 2, 8  # one process per machine, with all of its GPUs
 PROJECT = "/path/to/project"  # on a disk that all machines share
 RLHF = "/path/to/venv/bin/rlhf"
 
-# When an actor ends, Ray kills its children, and the kernel then sends SIGTERM to theirs: a run whose driver or Ray is
-# gone saves its state.
-HELD = ["bash", "-c", 'trap : TERM; "$@"; exit $?', "held", "setpriv", "--pdeathsig", "TERM"]
+# When an actor ends, with its driver or with Ray, its child is killed, and the kernel then sends SIGTERM to the child's
+# own: the run, which saves its state.
+HELD = ["setpriv", "--pdeathsig", "KILL", "bash", "-c", 'trap : TERM; "$@"; exit $?', "held"]
+HELD += ["setpriv", "--pdeathsig", "TERM"]
 
 
 @ray.remote(num_gpus=GPUS, max_concurrency=2, scheduling_strategy="SPREAD")
