@@ -42,7 +42,11 @@ def run(trial: Trial) -> None:
             raise RuntimeError(f"the run from which the others are made {ended}")
         try:
             browser.chromium()
-            _require_detection(directory)
+            control = Child(_require_detection, directory).wait(
+                240
+            )  # its threads must not be in the forking process
+            if control.code:
+                raise RuntimeError(f"the page that does what no page may do {control}")
         except Skipped as skipped:
             print(f"    {skipped}: no page is opened, but each is read", flush=True)
         trial.each(names, lambda case: _judge(case, prepared), seconds=900)
