@@ -369,7 +369,8 @@ class ArtifactSaves:
         tokenizer = fixtures.tokenizer()
         model = fresh_model(fixtures.MODEL_TABLE, tokenizer=tokenizer, seed=version)
         record = StageRecord(directory, "base", fix="")
-        record.write_running({"trainer": "sft"})
+        settings: dict[str, dict[str, object]] = {"config": {}, "inputs": {}, "code": {}, "versions": {}}
+        record.write_running({"trainer": "sft", "seed": 0, **settings})
         stage = fixtures.a_stage(directory)
         artifact = save_model(stage, "model", "language_model", model, contract={"version": version})
         record.write_done({"loss": float(version)}, {"model": artifact})
