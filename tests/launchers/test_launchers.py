@@ -338,18 +338,6 @@ def test_ray(stopped_by: str, place: Place, expected: Path, ray: tuple[subproces
     )
 
 
-def test_ray_itself_ends(place: Place, ray: tuple[subprocess.Popen[bytes], str]) -> None:
-    project = place.project(pause=0.5)
-    script = place.script("ray_run.py", ("/path/to/project", str(project)))
-    job = start([str(ENVIRONMENT / "python"), str(script)], project, RAY_ADDRESS=ray[1])
-    until(lambda: rows(project) >= 3, "three updates", project)
-    ray[0].terminate()
-    until(lambda: state_saved(project), "the state is saved", project, seconds=60)
-    assert 3 <= rows(project) < UPDATES
-    job.kill()
-    job.wait()
-
-
 @pytest.mark.parametrize("version", ["1.29", "1.31", "1.33", "1.35", "1.37"])
 def test_kubernetes_accepts_the_manifest(version: str) -> None:
     program = str(ENVIRONMENT / "kubernetes-validate")
