@@ -104,8 +104,10 @@ def _is_clock(name: str) -> bool:
 
 
 def _without_clocks(value: Any) -> Any:
+    """Remove clocks, and the directory of the file that a sample's row is from."""
     if isinstance(value, dict):
-        return {name: _without_clocks(each) for name, each in value.items() if not _is_clock(name)}
+        kept = {name: _without_clocks(each) for name, each in value.items() if not _is_clock(name)}
+        return kept | ({"row": value["row"].rpartition("/")[2]} if isinstance(value.get("row"), str) else {})
     return [_without_clocks(each) for each in value] if isinstance(value, list) else value
 
 

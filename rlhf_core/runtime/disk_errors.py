@@ -40,8 +40,9 @@ def attempt(
         reason = disk_reason(error)
         if reason is None:
             raise
+        elsewhere = _file_elsewhere(error, path, leftover or path)
         raise RunError(
-            f"{what} could not be written to {path}: {reason}{free if reason == NO_SPACE else ''}. {then}"
+            f"{what} could not be written to {path}: {reason}{elsewhere}{free if reason == NO_SPACE else ''}. {then}"
         ) from error
 
 
@@ -73,6 +74,16 @@ def _walk_causes(error: BaseException) -> Iterator[BaseException]:
     while following is not None:
         yield following
         following = following.__cause__
+
+
+def _file_elsewhere(error: BaseException, *places: Path) -> str:
+    """Return ` (FILE)` for the file that failed; empty if it is unknown, or above, at or below one of the places."""
+    for cause in _walk_causes(error):
+        if isinstance(cause, OSError) and isinstance(cause.filename, str | os.PathLike):
+            file = Path(cause.filename)
+            near = any(place in (file, *file.parents) or file in place.parents for place in places)
+            return "" if near else f" ({file})"
+    return ""
 
 
 def _free_space(path: Path) -> str:

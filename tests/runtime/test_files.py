@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from rlhf_core.errors import RunError
 from rlhf_core.runtime import files
+from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import (
     append_line,
     fill_directory,
@@ -325,3 +327,17 @@ def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", fails)
     with pytest.raises(RunError, match=r"on the disk \(1\.0 MiB free, room for 0 more files\)\. What"):
         write_atomic(tmp_path / "file", "x")
+
+
+def test_a_file_that_fails_elsewhere_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+
+    def write() -> None:
+        raise OSError(errno.EIO, "Input/output error", str(log))
+
+    with pytest.raises(
+        RunError, match=rf"^the checkpoint could not .*/4: Input/output error \({re.escape(str(log))}\)\. "
+    ):
+        attempt(write, "the checkpoint", tmp_path / "checkpoints" / "4")
+    with pytest.raises(RunError, match=r"/metrics\.jsonl: Input/output error\. "):
+        attempt(write, "metrics.jsonl", log)

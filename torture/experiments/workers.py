@@ -6,6 +6,8 @@ timeout; one that behaves, in workers of its own; and one in the process itself.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import signal
@@ -151,6 +153,8 @@ def _make_calls(how: list[str], seed: int, report: Path) -> None:
         if took > 3 * TIMEOUT + GRACE:
             failures.append(f"call {place}, {name}, took {took:.1f} s with a timeout of {TIMEOUT} s")
     workers.close()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed and is retained for later is no growth
     after = _status()
     if after["VmRSS"] - before["VmRSS"] > GROWTH:
         failures.append(f"the process grew by {(after['VmRSS'] - before['VmRSS']) >> 20} MiB: {how}")
