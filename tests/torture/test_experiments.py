@@ -1,0 +1,33 @@
+"""Every experiment can be loaded, and every mutant planted."""
+
+from __future__ import annotations
+
+import pytest
+
+from torture.__main__ import EXPERIMENTS, load, names
+from torture.experiments.mutants import planted
+from torture.planted import MUTANTS, Mutant
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_has_a_share_of_a_budget(name: str) -> None:
+    experiment = load(name)
+    assert experiment.SHARE > 0
+    assert callable(experiment.run)
+    assert experiment.__doc__
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_can_be_planted(mutant: Mutant) -> None:
+    compile(planted(mutant), mutant.file, "exec")
+    assert names([mutant.experiment])
+
+
+def test_mutants_have_names_of_their_own() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
+
+
+def test_experiments_go_by_number_and_name() -> None:
+    assert names(["t3", "saves"]) == ["crash_states", "saves"]
+    with pytest.raises(ValueError, match="T1 to T14"):
+        names(["T15"])
