@@ -22,7 +22,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill
 BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo lint test test-long test-accelerators test-launchers torture reproduce bench bench-peers
+.PHONY: help env demo lint test test-long test-accelerators test-launchers torture real reproduce bench bench-peers
 
 help:
 	@echo "make demo [SEED=0] [SHUFFLE_LABELS=1]   train a policy from preferences, a few minutes on a CPU"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
+	@echo "make real                               fetch SmolLM2-135M-Instruct (93 MB), convert it, compare it with a reference"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
@@ -87,6 +88,10 @@ test-long: env
 torture: env
 	$(BIN)/python -m torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
 	$(if $(EXPERIMENT)$(BUDGET),,$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive)
+
+real: env
+	$(BIN)/python examples/smollm2/prepare.py .cache/smollm2
+	$(BIN)/python examples/smollm2/compare.py .cache/smollm2
 
 reproduce: env
 	@$(BIN)/python recipes/reproduce.py $(RECIPE) --seed $(SEED)
