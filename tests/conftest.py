@@ -32,7 +32,9 @@ flags = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join(
     [flags, *(f"--{name}={value}" for name, value in QUICK.items() if name not in flags)]
 ).strip()
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and runs would not stop for it
+# Under nohup, and in the background of a script, these are ignored, and runs would not stop for them.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 CACHE = os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "rlhf-test-compilation-cache")

@@ -23,6 +23,8 @@ def code(repository: Path) -> Iterator[Any]:
     """The recipes' own modules, imported as a script in their directory would."""
     directory = str(repository / "recipes")
     sys.path.insert(0, directory)
+    for name in MODULES:
+        sys.modules.pop(name, None)  # `recipes` may be the folder, which the experiments import from
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
     finally:
