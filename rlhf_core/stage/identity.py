@@ -60,7 +60,7 @@ def _visible_files(directory: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".")]
         visible = (Path(folder, name) for name in files if not name.startswith("."))
-        yield from (file for file in visible if file.is_file())
+        yield from (file for file in visible if os.path.isfile(file))  # False where it may not be looked at
 
 
 class _Hashes:

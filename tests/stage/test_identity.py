@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -128,6 +129,7 @@ def test_a_model_counts_by_its_parameters_and_configuration(tiny: types.ModuleTy
 
 CODE = """
 from dataclasses import dataclass
+import errno
 import functools
 
 LIMIT = {limit}
@@ -202,3 +204,20 @@ def test_a_plugins_code_counts_by_its_package(tmp_path: Path, monkeypatch: pytes
     assert None not in hashes
     assert hashes[0] != hashes[1]
     assert code_identity.of_component(identify) is None  # rlhf-core is identified by its version
+
+
+def test_a_file_that_may_not_be_looked_at_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    alone = identity.identify(tmp_path)
+    (tmp_path / "secret").write_text("")
+    look = os.stat
+
+    def refuse(path: Any, **how: Any) -> os.stat_result:
+        if os.fspath(path).endswith("secret"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert identity.identify(tmp_path) == alone
