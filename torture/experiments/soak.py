@@ -21,7 +21,7 @@ UPDATES = {"sft": 5000, "grpo": 1000}
 LEAST_SECONDS = 600.0
 """With less time than this a run has a tenth of its updates."""
 MEGABYTE = 2**20
-ALLOWED_GROWTH = 8 * MEGABYTE
+ALLOWED_GROWTH = 16 * MEGABYTE
 """Of resident memory between the second quarter of a run and its last, beyond what allocators move."""
 FEW = 2
 """Descriptors and threads that may still be opened after the first quarter of a run; a leak opens one for each save."""
