@@ -204,7 +204,7 @@ MUTANTS = (
         "    while left:\n        left = left[os.write(descriptor, left) :]",
         "    os.write(descriptor, left)",
         "T4",
-        "sft EIO short write 0 run/base/.plan.json.#.tmp",
+        "sft EIO short write 1 run/base/.stage.json.#.tmp",
     ),
     Mutant(
         "record-of-another-version",
