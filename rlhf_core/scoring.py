@@ -167,7 +167,7 @@ class ScoredPart(NamedTuple):
     """Scores of consecutive rows."""
 
     scores: dict[str, np.ndarray]
-    """float32 [rows], as `Scorer.score_rows` returns them."""
+    """As `Scorer.score_rows` returns them."""
     unread: list[str]
     """Rows without a score, such as "answers.jsonl row 17"."""
 
@@ -303,8 +303,10 @@ class Scorer:
     def score_rows(self, records: Records, *, prompt_repeated: bool | None = None) -> dict[str, np.ndarray]:
         """Score rows, float32 [rows]: {"score": …}, or {"chosen_score": …, "rejected_score": …} for preferences.
 
-        Scores are NaN, with a warning, for rows without a completion. prompt_repeated: whether completions begin with
-        their prompt; None: as in the contract. Raises InputError that names malformed rows.
+        Where `chosen` and `rejected` are lists of completions, {"chosen_scores": …, "rejected_scores": …}, object
+        [rows], hold an array float32 [completions] per row. Scores are NaN, and arrays None, with a warning, for rows
+        without a completion. prompt_repeated: whether completions begin with their prompt; None: as in the contract.
+        Raises InputError that names malformed rows.
         """
         parts = list(self.score_parts(records, prompt_repeated=prompt_repeated))
         warn_unread([place for part in parts for place in part.unread])
@@ -326,14 +328,20 @@ class Scorer:
             for _ in whole_parts(records, encoder):
                 pass
         for whole in whole_parts(records, encoder, skip=skip):
-            sides = len(whole.sides)
             # No length limit here: `score_ids` truncates long sequences, which training may have dropped.
-            readable = [i for i, row in enumerate(whole.sequences) if row is not None]
-            sequences = [ids for row in whole.sequences if row is not None for ids in row]
-            scores = np.full((len(whole.sequences), sides), np.nan, np.float32)
-            scores[readable] = self.score_ids(sequences, group=sides).reshape(-1, sides)
-            unread = [whole.places[i] for i in np.flatnonzero(np.isnan(scores).any(1))]
-            yield ScoredPart({name: scores[:, i] for i, name in enumerate(whole.sides)}, unread)
+            scores: list[np.ndarray | None] = [None] * len(whole.sequences)
+            for size in dict.fromkeys(len(row) for row in whole.sequences if row is not None):
+                which = [i for i, row in enumerate(whole.sequences) if row is not None and len(row) == size]
+                sequences = [ids for i in which for ids in whole.sequences[i] or ()]
+                values = self.score_ids(sequences, group=size).reshape(-1, size)
+                for i, row in zip(which, values, strict=True):
+                    scores[i] = row
+            unread = [
+                place
+                for place, row in zip(whole.places, scores, strict=True)
+                if row is None or np.isnan(row).any()
+            ]
+            yield ScoredPart(_by_side(scores, whole.sides, whole.chosen), unread)
 
     def score_completions(
         self,
@@ -441,6 +449,20 @@ def scoring_function(definition: Definition, mesh: Mesh) -> Any:
         return sequence_scores(definition, params, batch)
 
     return jax.jit(scores, out_shardings=replicated_sharding(mesh))
+
+
+def _by_side(
+    rows: Sequence[np.ndarray | None], sides: Sequence[str], chosen: Sequence[int] | None
+) -> dict[str, np.ndarray]:
+    """Split the scores of every row, None for a row without any, into the arrays that `score_rows` returns."""
+    if chosen is None:
+        blank = np.full(len(sides), np.nan, np.float32)
+        return dict(zip(sides, np.stack([blank if row is None else row for row in rows]).T, strict=True))
+    columns = {side: np.full(len(rows), None, object) for side in sides}
+    for i, (row, count) in enumerate(zip(rows, chosen, strict=True)):
+        if row is not None:
+            columns[sides[0]][i], columns[sides[1]][i] = row[:count], row[count:]
+    return columns
 
 
 def base_identity(model: Model) -> str | None:

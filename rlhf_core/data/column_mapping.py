@@ -124,6 +124,30 @@ def normalise_conversations(source: Source) -> Source:
     return replace(source, rows=rows, known_kinds=converted, remarks=(*source.remarks, *remarks))
 
 
+def prompts_as_turns(source: Source) -> Source:
+    """Make a user's turn of every prompt that is a text, so that its completions are replies in a conversation.
+
+    Raises InputError if there are no prompts.
+    """
+    kind = source.kinds.get("prompt")
+    if kind is None:
+        raise InputError(
+            f"{source.name} has no column 'prompt' to make a user's turn of; it has {', '.join(source.columns)}"
+        )
+    return replace(
+        source,
+        rows=MappedRows(source.rows, _prompt_as_turn),
+        fingerprint=digest(source.fingerprint, "prompts as turns"),
+        known_kinds={**source.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)},
+        origin=source.original,
+    )
+
+
+def _prompt_as_turn(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    prompt = row.get("prompt")
+    return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else row
+
+
 def _mixed_message(source: Source, name: str) -> str:
     return (
         f"{_first_place(source, name, lambda text: parse_conversation(text) is not None)}: '{name}' is the JSON of a "

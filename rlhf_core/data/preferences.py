@@ -96,9 +96,9 @@ def parse_pairs(source: Source, problems: Problems, prompt_repeated: bool | None
         return [Preference(*texts, doubled=not prompt_repeated and repeats_prompt(*texts)) for texts in split]
     parsed: list[Preference] = []
     for i, row in zip(index, whole, strict=True):
-        sides = [_split_prompt(row["prompt"], row[name], name) for name in ("chosen", "rejected")]
-        fine = [side for side in sides if not isinstance(side, _Misfit)]
-        if misfits := [side.problem for side in sides if isinstance(side, _Misfit)]:
+        sides = [split_prompt(row["prompt"], row[name], name) for name in ("chosen", "rejected")]
+        fine = [side for side in sides if not isinstance(side, Misfit)]
+        if misfits := [side.problem for side in sides if isinstance(side, Misfit)]:
             problems.add(f"{source.where(i)}: {'; '.join(misfits)}")
         if len(fine) == 2 and fine[0][0] != fine[1][0]:
             problems.add(f"{source.where(i)}: 'chosen' and 'rejected' have different turns before the answer")
@@ -156,11 +156,13 @@ def repeats_prompt(prompt: Turns | None, *completions: Turns) -> bool:
 
 
 @dataclass(frozen=True)
-class _Misfit:
+class Misfit:
+    """What keeps a prompt and a conversation apart."""
+
     problem: str
 
 
-def _split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] | _Misfit:
+def split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] | Misfit:
     """Split a side, a completion or a whole conversation with the prompt, into (prompt, completion)."""
     if isinstance(side, str):
         return prompt, side
@@ -178,8 +180,8 @@ def _split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] 
         ]
         if matches:
             return turns[: matches[-1] + 1], turns[matches[-1] + 1 :]
-        return _Misfit(f"'prompt' is no user turn of '{name}', which is a whole conversation")
-    return _Misfit(f"'prompt' is not the start of '{name}', which is a whole conversation")
+        return Misfit(f"'prompt' is no user turn of '{name}', which is a whole conversation")
+    return Misfit(f"'prompt' is not the start of '{name}', which is a whole conversation")
 
 
 SIDES = ("chosen", "rejected")

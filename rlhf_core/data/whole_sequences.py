@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_core.data import conversations as cells
+from rlhf_core.data.best_of_n import completion_lists, parse_candidates
 from rlhf_core.data.preferences import FAMILIES, parse_pairs, refuse_repeats, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import CHUNK, Records, Source
@@ -23,31 +24,39 @@ Row = tuple[Turns | None, Turns]
 class Whole:
     """The sequences of all rows.
 
-    sides: ("score",), or ("chosen_score", "rejected_score") for preferences. sequences: int32 [n] per row and side;
-    None for rows without a completion. places: name of each row, such as "prefs.jsonl row 17".
+    sides: ("score",), or ("chosen_score", "rejected_score") for preferences, or ("chosen_scores", "rejected_scores")
+    for lists of completions. sequences: int32 [n] per row and side, or per completion of both lists; None for rows
+    without a completion. places: name of each row, such as "prefs.jsonl row 17". chosen: how many of a row's sequences
+    are of its first side; None unless rows have lists.
     """
 
     sides: tuple[str, ...]
     sequences: list[list[Ints] | None]
     places: list[str]
+    chosen: list[int] | None = None
 
 
 def encode_whole(records: Records, encoder: Encoder) -> Whole:
-    """Tokenise texts, conversations or preferences, ending with EOS or as the template does.
+    """Tokenise texts, conversations, preferences or lists of completions, ending with EOS or as the template does.
 
     Includes empty completions, but not missing ones (null, or no assistant turn). Raises InputError naming file and row
     of the first few problems.
     """
     parts = list(whole_parts(records, encoder))
     sequences = [row for part in parts for row in part.sequences]
-    return Whole(parts[0].sides, sequences, [place for part in parts for place in part.places])
+    chosen = None if parts[0].chosen is None else [count for part in parts for count in part.chosen or ()]
+    return Whole(parts[0].sides, sequences, [place for part in parts for place in part.places], chosen)
 
 
 def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterator[Whole]:
     """Yield `encode_whole` of `CHUNK` rows at a time. skip: number of parts to skip without checking them."""
     columns = set(records.columns)
     paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))
-    sides = ("chosen_score", "rejected_score") if paired else ("score",)
+    sides: tuple[str, ...] = ("chosen_score", "rejected_score") if paired else ("score",)
+    encode = _encode_pairs if paired else _encode_texts
+    listed = paired and any(map(completion_lists, records.sources))
+    if listed:
+        sides, encode = ("chosen_scores", "rejected_scores"), _encode_candidates
     number = 0
     for source in records.sources:
         doubled: list[int] = []
@@ -58,9 +67,10 @@ def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterato
                 complete = False
                 continue
             part = source.part(start, start + CHUNK)
-            sequences, repeats = (_encode_pairs if paired else _encode_texts)(part, encoder)
+            sequences, repeats = encode(part, encoder)
             doubled += [start + i for i in repeats]
-            yield Whole(sides, sequences, [part.where(i) for i in range(len(part.rows))])
+            chosen = [len(row["chosen"] or ()) for row in part.rows] if listed else None
+            yield Whole(sides, sequences, [part.where(i) for i in range(len(part.rows))], chosen)
         if complete:
             refuse_repeats(source, doubled, encoder.options.prompt_repeated)
 
@@ -83,6 +93,15 @@ def _encode_pairs(source: Source, encoder: Encoder) -> EncodedRows:
     rows = [[(p.prompt, p.chosen), (p.prompt, p.rejected)] for p in parsed]
     doubled = [i for i, p in zip(used, parsed, strict=True) if p.doubled]
     return _encode_rows(source, used, rows, encoder), doubled
+
+
+def _encode_candidates(source: Source, encoder: Encoder) -> EncodedRows:
+    problems = Problems()
+    candidates = parse_candidates(source, problems, encoder.options.prompt_repeated)
+    problems.raise_if_any()
+    rows = [each.completions for each in candidates]
+    sequences = _encode_rows(source, [each.row for each in candidates], rows, encoder)
+    return sequences, [each.row for each in candidates if each.doubled]
 
 
 def _encode_texts(source: Source, encoder: Encoder) -> EncodedRows:
