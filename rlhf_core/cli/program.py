@@ -87,6 +87,15 @@ TemplateKwargs = Annotated[
     ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")]
+AsChat = Annotated[
+    bool, typer.Option("--chat", help="Text prompts are a user's turn, their completions are replies.")
+]
+SubsetColumn = Annotated[
+    str | None,
+    typer.Option(
+        "--subset", metavar="COLUMN", help="Column that names a row's subset; default: subset, if there."
+    ),
+]
 PromptRepeated = Annotated[
     bool | None,
     typer.Option(
@@ -221,14 +230,23 @@ def score(
     file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
     output: Output = None,
     normalize: Normalize = False,
+    chat: AsChat = False,
+    subset: SubsetColumn = None,
     prompt_repeated: PromptRepeated = None,
     plugin: Plugins = None,
 ) -> None:
-    """Add a reward model's scores to rows. `score` for completions, chosen_score and rejected_score for pairs."""
+    """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
     from rlhf_core.cli import commands
 
     commands.score(
-        model, file, output, normalize=normalize, prompt_repeated=prompt_repeated, plugins=plugin or ()
+        model,
+        file,
+        output,
+        normalize=normalize,
+        prompt_repeated=prompt_repeated,
+        chat=chat,
+        subset=subset,
+        plugins=plugin or (),
     )
 
 

@@ -38,8 +38,8 @@ def for_reader(text: str) -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return a score, or None for NaN, which JSON lacks: a row that could not be scored gets null."""
-    return None if math.isnan(value) else float(value)
+    """Return a score, or None for what JSON lacks, such as NaN: a row that could not be scored gets null."""
+    return float(value) if math.isfinite(value) else None
 
 
 def _jsonable(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_core import plugins as plugin_loading
+from rlhf_core.cli.reward_bench import Summary, check_ties
 from rlhf_core.cli.row_output import number, row_text, write_text
-from rlhf_core.errors import UNREADABLE
+from rlhf_core.data import conversations as cells
+from rlhf_core.data.best_of_n import completion_lists
+from rlhf_core.data.column_mapping import prompts_as_turns
+from rlhf_core.errors import UNREADABLE, InputError, suggest
 from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import flush, make_directory, require_writable
 from rlhf_core.runtime.terminal import echo
@@ -30,59 +35,89 @@ def score(
     *,
     normalize: bool = False,
     prompt_repeated: bool | None = None,
+    chat: bool = False,
+    subset: str | None = None,
     plugins: Sequence[Path] = (),
 ) -> None:
     """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
 
     normalize: whether scores are standard deviations from the mean, both stored in the model's artifact.
-    prompt_repeated: whether completions begin with their prompt; None: as in the model's training data.
+    prompt_repeated: whether completions begin with their prompt; None: as in the model's training data. chat: whether
+    prompts that are texts are a user's turn, and their completions replies. subset: column that names the subset of a
+    row; None: "subset", where there is one.
     """
     from rlhf_core import data, runtime
+    from rlhf_core.data import Records
     from rlhf_core.scoring import Scorer, warn_unread
 
     require_writable(output)
     runtime.prepare()
     registry = plugin_loading.load(files=plugins).registry
     records = data.load(str(file), registry=registry)
+    if subset is not None and subset not in records.columns:
+        raise InputError(
+            f"--subset {subset}: {records.name} has no such column; it has {', '.join(records.columns)}."
+            f"{suggest(subset, records.columns)}"
+        )
+    column = subset or "subset"
+    lists = [completion_lists(source) for source in records.sources]
+    if any(lists) and column in records.columns:
+        check_ties(records, column)
     scorer = Scorer.load(model, registry=registry, normalize=normalize)
-    counts = Counts()
+    read = Records([prompts_as_turns(source) for source in records.sources]) if chat else records
+    _warn_untemplated(read, lists, scorer)
+    counts = Counts(column)
     if output is None:
-        for part in scorer.score_parts(records, prompt_repeated=prompt_repeated):
-            write_text("".join(_lines(records, counts.rows, part)))
-            counts.add(part)
+        for part in scorer.score_parts(read, prompt_repeated=prompt_repeated):
+            rows = counts.next_rows(records, part)
+            write_text("".join(_lines(rows, part)))
+            counts.add(rows, part)
     else:
-        settings = [model, normalize, prompt_repeated]
+        settings = [model, normalize, prompt_repeated, chat, column]
         unfinished = Unfinished(output, _identity(scorer, records, settings), counts, scorer)
         done = unfinished.open()
         if counts.rows:
             echo(f"{output}: resuming after {counts.rows:,} rows that were scored before", err=True)
-        for part in scorer.score_parts(records, prompt_repeated=prompt_repeated, skip=done):
-            unfinished.write(part, _lines(records, counts.rows, part))
+        for part in scorer.score_parts(read, prompt_repeated=prompt_repeated, skip=done):
+            unfinished.write(counts.next_rows(records, part), part)
         unfinished.finish()
     warn_unread(counts.unread)
-    if counts.pairs is not None:
-        right, ties, scored = counts.pairs
-        line = f"{right:,} of {scored:,} pairs scored higher; {ties:,} tied"
-        echo(f"accuracy {right / max(scored, 1):.4f}: {line}", err=output is None)
+    for line in counts.summary.lines():
+        echo(line, err=output is None)
+
+
+def _warn_untemplated(records: Records, lists: Sequence[str | None], scorer: Scorer) -> None:
+    """Warn about plain texts, if the model's tokenizer has a chat template."""
+    for source, listed in zip(records.sources, lists, strict=True):
+        names = [name for name in ("chosen", "rejected", "completion") if name in source.columns]
+        names = [] if listed == "texts" else names
+        if listed != "conversations" and cells.skips_template(source, scorer.encoder, "prompt", *names):
+            warnings.warn(
+                f"{source.name}: plain texts skip the model's chat template, as if it was trained on such texts; for a "
+                "chat model add --chat, which makes a user's turn of the prompt and a reply of each completion",
+                stacklevel=3,
+            )
 
 
 class Counts:
-    """Count rows, correct pairs and unread rows for the summary."""
+    """Count rows, unread rows and what the summary needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, column: str) -> None:
+        """column: as in `Summary`."""
         self.rows = 0
-        self.pairs: tuple[int, int, int] | None = None
-        """Pairs whose chosen completion scored higher, pairs that tied, and pairs scored."""
+        self.summary = Summary(column)
         self.unread: list[str] = []
 
-    def add(self, part: ScoredPart) -> None:
-        if "chosen_score" in part.scores:
-            chosen, rejected = part.scores["chosen_score"], part.scores["rejected_score"]
-            counts = (chosen > rejected).sum(), (chosen == rejected).sum(), np.isfinite(chosen).sum()
-            before = self.pairs or (0, 0, 0)
-            self.pairs = tuple(a + int(b) for a, b in zip(before, counts, strict=True))  # type: ignore[assignment]
+    def next_rows(self, records: Records, part: ScoredPart) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of a part that is not counted yet."""
+        count = len(next(iter(part.scores.values())))
+        rows: Sequence[Mapping[str, Any]] = records[self.rows : self.rows + count]
+        return rows
+
+    def add(self, rows: Sequence[Mapping[str, Any]], part: ScoredPart) -> None:
+        self.summary.add(rows, part)
         self.unread += part.unread
-        self.rows += len(next(iter(part.scores.values())))
+        self.rows += len(rows)
 
 
 class Unfinished:
@@ -104,7 +139,7 @@ class Unfinished:
             if state["identity"] == self.identity and self.rows.stat().st_size >= state["bytes"]:
                 self.scorer.restore(state["layout"])
                 self.counts.rows, self.counts.unread = state["rows"], state["unread"]
-                self.counts.pairs = None if state["pairs"] is None else tuple(state["pairs"])
+                self.counts.summary.restore(state["summary"])
                 self.parts, size = state["parts"], state["bytes"]
         self._attempt(lambda: self._open_rows(size))
         return self.parts
@@ -118,13 +153,13 @@ class Unfinished:
     def _attempt(self, write: Callable[[], None]) -> None:
         attempt(write, self.output.name, self.output)
 
-    def write(self, part: ScoredPart, lines: Sequence[str]) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]], part: ScoredPart) -> None:
         """Add a part; flush its rows to disk before the state that counts them."""
         from rlhf_core.artifacts import write_atomic
 
-        self._attempt(lambda: self._append("".join(lines).encode()))
+        self._attempt(lambda: self._append("".join(_lines(rows, part)).encode()))
         self.parts += 1
-        self.counts.add(part)
+        self.counts.add(rows, part)
         if self.scorer.layout is None:  # no row could be scored so far
             return
         state: Mapping[str, Any] = {
@@ -132,7 +167,7 @@ class Unfinished:
             "parts": self.parts,
             "bytes": self.file.tell(),
             "rows": self.counts.rows,
-            "pairs": self.counts.pairs,
+            "summary": self.counts.summary.to_dict(),
             "unread": self.counts.unread,
             "layout": self.scorer.snapshot(),
         }
@@ -153,12 +188,19 @@ class Unfinished:
         self.state.unlink(missing_ok=True)
 
 
-def _lines(records: Records, start: int, part: ScoredPart) -> list[str]:
-    count = len(next(iter(part.scores.values())))
+def _lines(rows: Sequence[Mapping[str, Any]], part: ScoredPart) -> list[str]:
+    names = part.scores.keys()
     return [
-        row_text({**records[start + i], **{name: number(s[i]) for name, s in part.scores.items()}})
-        for i in range(count)
+        row_text({**row, **dict(zip(names, map(_cell, scores), strict=True))})
+        for row, *scores in zip(rows, *part.scores.values(), strict=True)
     ]
+
+
+def _cell(score: Any) -> Any:
+    """Return a score, or a list of scores, as JSON holds it; None for a row that could not be scored."""
+    if score is None:
+        return None
+    return [number(x) for x in score] if np.ndim(score) else number(score)
 
 
 def _identity(scorer: Scorer, records: Records, settings: Sequence[Any]) -> str:

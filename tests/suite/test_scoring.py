@@ -206,7 +206,10 @@ def test_score_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rows[2]["chosen_score"] == rows[2]["rejected_score"]
     right = sum(row["chosen_score"] > row["rejected_score"] for row in rows)
     said = capsys.readouterr().out
-    assert said == f"accuracy {right / 3:.4f}: {right} of 3 pairs scored higher; 1 tied\n"
+    assert said.startswith(
+        f"accuracy {right / 3:.4f}: {right} of 3 pairs scored higher; 1 tied\n95 % interval 0."
+    )
+    assert said.count("\n") == 2
     # Without -o the rows are standard output, and nothing else is.
     commands.score(str(path), source, None)
     captured = capsys.readouterr()
