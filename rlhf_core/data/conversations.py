@@ -158,7 +158,7 @@ def require_template(source: Source, encoder: Encoder) -> None:
     if encoder.template is None:
         raise InputError(
             f"{source.name} has conversations, and the tokenizer has no chat template: set "
-            'chat_template = "plain", or give a template file'
+            'chat_template = "plain" or a template file, or put chat_template.jinja beside the tokenizer\'s files'
         )
     if problem := encoder.chat.problem():
         raise InputError(problem)

@@ -13,6 +13,8 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data.report import Report
+from rlhf_core.data.whole_sequences import encode_whole
+from rlhf_core.tokenizer.encoding import Encoder
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,15 @@ def test_each_row_is_a_layout(title, encode, limit, page, tiny):
     for row in map(json.loads, block.splitlines()):
         encoded = encode(data.load([row]), tiny.make_tokenizer(), **options)
         assert (len(encoded), encoded.report.doubled) == (1, [])
+
+
+def test_each_row_is_a_list_of_completions(page, tiny):
+    (block,) = blocks(section(page, "Lists of completions"), "json")
+    encoder = Encoder(tiny.make_tokenizer(), "plain")
+    for row in map(json.loads, block.splitlines()):
+        whole = encode_whole(data.load([row]), encoder)
+        assert whole.chosen == [len(row["chosen"])]
+        assert len(whole.sequences[0]) == len(row["chosen"]) + len(row["rejected"])
 
 
 def test_datasets_are_mixed(page, tiny, tmp_path):
