@@ -161,12 +161,17 @@ def ties_score(rows: Sequence[TiesRow]) -> TiesScore:
 
 
 def check_ties(records: Records, column: str) -> None:
-    """Raise InputError for rows of the subset Ties without its ids, or with too few correct completions."""
+    """Raise InputError for rows of the subset Ties without ids of their own, or with too few correct completions."""
     problems = Problems()
+    places: dict[tuple[str, int], str] = {}
     for i, row in enumerate(records):
         if not _is_ties(row, column):
             continue
         match = TIES_ID.fullmatch(str(row.get("id")))
+        if match is not None:
+            first = places.setdefault((match[1], int(match[2])), records.where(i))
+            if first != records.where(i):
+                problems.add(f"{records.where(i)}: {row['id']} is the id of {first}, too")
         if match is None:
             problems.add(
                 f"{records.where(i)}: 'id' is {row.get('id')!r}; in the subset Ties it is ref:N or tied:N, as in "
@@ -284,7 +289,7 @@ class Summary:
             else:
                 rows.append((name, f"{tally.rows:,}", tally.accuracy, f"{tally.tied:,}"))
         present = [estimate for *_, estimate, _ in rows if not math.isnan(estimate.value)]
-        total = f"mean of {len(present)} subsets"
+        total = f"mean of {len(present)} subset{'s' if len(present) > 1 else ''}"
         if self.unit == "prompts" and set(named) <= set(SECOND):
             total = f"RewardBench 2, {len(present)} of {len(SECOND)} subsets"
         if present:

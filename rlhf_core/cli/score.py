@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_core import data
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.cli.reward_bench import Summary, check_ties
 from rlhf_core.cli.row_output import number, row_text, write_text
+from rlhf_core.data import Records
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.best_of_n import completion_lists
 from rlhf_core.data.column_mapping import prompts_as_turns
@@ -24,7 +26,6 @@ from rlhf_core.runtime.files import flush, make_directory, require_writable
 from rlhf_core.runtime.terminal import echo
 
 if TYPE_CHECKING:
-    from rlhf_core.data import Records
     from rlhf_core.scoring import ScoredPart, Scorer
 
 
@@ -46,8 +47,7 @@ def score(
     prompts that are texts are a user's turn, and their completions replies. subset: column that names the subset of a
     row; None: "subset", where there is one.
     """
-    from rlhf_core import data, runtime
-    from rlhf_core.data import Records
+    from rlhf_core import runtime
     from rlhf_core.scoring import Scorer, warn_unread
 
     require_writable(output)

@@ -318,6 +318,10 @@ BAD = {
         listed("a", "b", subset="Ties", id="t-1"),
         r"row 2: 'id' is 't-1'; in the subset Ties it is ref:N",
     ),
+    "same id": (
+        listed("a", "b", subset="Ties", id="ref:7"),
+        r"row 3: ref:7 is the id of \S+rows.jsonl row 2, too",
+    ),
     "one tied": (
         listed("a", "b", subset="ties", id="tied:1"),
         r"row 2: tied:1 has one completion in 'chosen'",
@@ -328,7 +332,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_rows_that_cannot_be_compared_are_named(tiny, model, letters, tmp_path, case):
     bad, message = BAD[case]
-    file = tiny.write_rows(tmp_path / "rows.jsonl", [listed("a", "b"), bad])
+    file = tiny.write_rows(tmp_path / "rows.jsonl", [listed("a", "b"), bad, bad])
     with pytest.raises(InputError, match=message):
         commands.score(model, file, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
