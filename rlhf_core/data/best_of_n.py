@@ -14,9 +14,6 @@ from rlhf_core.data.source import Source
 from rlhf_core.tokenizer.encoding import Turns
 from rlhf_core.tokenizer.text_options import text_problem
 
-COUNTS = {"num_correct": (True, False), "num_incorrect": (False, True), "total_completions": (True, True)}
-"""Columns that count completions, and whether those of `chosen` and of `rejected` are among them."""
-
 
 class Candidates(NamedTuple):
     """The completions of one prompt."""
@@ -59,7 +56,10 @@ def parse_candidates(
         where = source.where(i)
         row_problems = [cells.cell_problem(row, "prompt", chat_prompt)] if prompted else []
         row_problems += [_list_problem(row, name) for name in SIDES]
-        if found := [problem for problem in row_problems if problem] or _list_mismatches(row):
+        found = [problem for problem in row_problems if problem]
+        if mixture := None if found else _mixture(row):
+            found = [mixture]
+        if found:
             problems.add(f"{where}: {'; '.join(found)}")
             continue
         sides = [(name, completion) for name in SIDES for completion in row[name]]
@@ -111,17 +111,8 @@ def _completion_problem(item: Any) -> str | None:
     return cells.message_problem(item) or (None if cells.is_answered(item) else "has no assistant turn")
 
 
-def _list_mismatches(row: Mapping[str, Any]) -> list[str]:
-    """Describe completions that are not all texts or all conversations, and columns that count others."""
+def _mixture(row: Mapping[str, Any]) -> str | None:
     texts = [isinstance(item, str) for name in SIDES for item in row[name]]
     if any(texts) and not all(texts):
-        return ["some completions are texts and some are conversations: make all of them the same"]
-    problems = []
-    for column, counted in COUNTS.items():
-        count = sum(len(row[name]) for name, counts in zip(SIDES, counted, strict=True) if counts)
-        stated = row.get(column)
-        if stated not in (None, "") and str(stated) not in (str(count), f"{count}.0"):
-            names = " and ".join(f"'{name}'" for name, counts in zip(SIDES, counted, strict=True) if counts)
-            held = f"{names} {'hold' if all(counted) else 'holds'} {count}"
-            problems.append(f"'{column}' is {stated}, and {held}")
-    return problems
+        return "some completions are texts and some are conversations: make all of them the same"
+    return None

@@ -202,7 +202,7 @@ SECOND = [
     listed("d", "a d c", subset="Math"),  # two share the best score: one half
     listed("a", "d d d", subset="Math"),
     listed("b", "b b b", subset="Focus"),  # all four do: one quarter
-    listed("c", "a b a", subset="Focus", num_correct=1, num_incorrect=3, total_completions=4),
+    listed("c", "a b a", subset="Focus", num_correct=1, num_incorrect=3, total_completions=40),
     listed("f", "a b c", subset="Ties", id="ref:0"),
     listed("j i h", "a b c e", subset="Ties", id="tied:0"),
     listed("b", "c", subset="Ties", id="ref:1"),
@@ -297,11 +297,6 @@ def test_numbers_in_a_summary_of_scores_that_are_not_finite() -> None:
 
 USER = {"role": "user", "content": "m"}
 BAD = {
-    "num_correct": (listed("a", "b c", num_correct=2), "row 2: 'num_correct' is 2, and 'chosen' holds 1"),
-    "total": (
-        listed("a", "b c", total_completions=4),
-        "row 2: 'total_completions' is 4, and 'chosen' and 'rejected' hold 3",
-    ),
     "one completion": (listed("a", ""), "row 2: 'rejected' is an empty list"),
     "a text": ({**listed("a", "b"), "chosen": "a"}, "row 2: 'chosen' is text, not a list of completions"),
     "null": ({**listed("a", "b"), "rejected": ["b", None]}, "row 2: completion 2 of 'rejected' is null"),
