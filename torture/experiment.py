@@ -96,6 +96,8 @@ class Trial:
     ) -> None:
         """Judge cases in their order, each in a forked process, until the time is used up; begin one in any case.
 
+        Ctrl-C uses the time up.
+
         judge: notes failures with `case.fail`; any exception is a failure, too. seconds: a case that takes longer is
         ended with everything it started, and has failed.
         """
@@ -103,18 +105,24 @@ class Trial:
         running: list[_Running] = []
         begun = 0
         while True:
-            while len(running) < at_once and (begun == 0 or self.seconds_left > 0 or self.only is not None):
-                name = next(waiting, None)
-                if name is None:
+            try:
+                while len(running) < at_once and (
+                    begun == 0 or self.seconds_left > 0 or self.only is not None
+                ):
+                    name = next(waiting, None)
+                    if name is None:
+                        break
+                    running.append(_Running(name, judge, self.random(name), seconds))
+                    begun += 1
+                if not running:
                     break
-                running.append(_Running(name, judge, self.random(name), seconds))
-                begun += 1
-            if not running:
-                break
-            select.select([each.pipe for each in running], [], [], 0.2)
-            for each in [each for each in running if each.poll()]:
-                running.remove(each)
-                self._add(each)
+                select.select([each.pipe for each in running], [], [], 0.2)
+                for each in [each for each in running if each.poll()]:
+                    running.remove(each)
+                    self._add(each)
+            except KeyboardInterrupt:
+                self.until = time.monotonic()
+                print(f"{self.name}: no further cases; waiting for {len(running)}", flush=True)
         self.unfinished += sum(1 for _ in waiting)
 
     def _add(self, ended: _Running) -> None:
