@@ -22,7 +22,7 @@ LEAST_SECONDS = 600.0
 """With less time than this a run has a tenth of its updates."""
 MEGABYTE = 2**20
 ALLOWED_GROWTH = 16 * MEGABYTE
-"""Of resident memory between the second quarter of a run and its last: what allocators move, and what tensorstore keeps.
+"""Of resident memory between the second quarter and the last: what allocators move, and what tensorstore keeps.
 
 tensorstore 0.1.86 never frees the keys of a specification that it turns into JSON, which orbax asks for about twice
 for each array of a checkpoint: 32 kB for each save of this model, 8 MB in half of the longest run.
