@@ -258,18 +258,13 @@ class Rollout:
                 **self._columns(i),
                 "completion": text,
                 **self._scores(i, rewards),
-                **({"advantage": self._mean_advantage(i)} if len(self.advantages) else {}),
+                **({"advantage": mean_advantage(self, i)} if len(self.advantages) else {}),
                 "length": length,
                 "finished": bool(self.samples.finished[i]),
                 **({} if said is None else said.described(i)),
             }
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         write_atomic(path, "".join(lines))
-
-    def _mean_advantage(self, i: int) -> float:
-        """Average completion i's advantage over its tokens that the policy wrote."""
-        advantage = self.advantages[i]
-        return float(advantage[self.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
 
     def _columns(self, i: int) -> dict[str, Any]:
         """Return the columns of completion i's row, for `write`; {} without any."""
@@ -295,6 +290,12 @@ def _joined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [each[name] for each in metrics if name in each]
         out[name] = float(sum(values) if name.endswith("/failed") else np.mean(values))
     return out
+
+
+def mean_advantage(rollout: Rollout, i: int) -> float:
+    """Average completion i's advantage over its tokens that the policy wrote."""
+    advantage = rollout.advantages[i]
+    return float(advantage[rollout.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
 
 
 def _cut(value: Any) -> Any:
