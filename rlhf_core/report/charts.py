@@ -260,6 +260,7 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
     low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
     if low == high and not log:  # Bokeh would centre it in a range of 2
         fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
+    fig.xaxis.ticker.min_interval = 1
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
     summaries = (
@@ -284,6 +285,7 @@ def band(id: str, title: str, spread: Spread) -> Chart:
     for i, values in enumerate(columns):
         source = _source(f"{id}/{i}", x=x, y=values)
         _add(fig, source, glyphs.Line(x="x", y="y", line_width=2 if i == 2 else 0.5), STROKE, 0)
+    fig.xaxis.ticker.min_interval = 1
     _readout(fig, id)
     names = [f"{p} %" if p != 50 else "median" for p in PERCENTILES]
     legend = tuple(Legend(name, 0, number(v[-1])) for name, v in zip(names, columns, strict=True))

@@ -146,6 +146,12 @@ class Completions:
     fixed: bool = False
 
     @property
+    def rewards(self) -> int:
+        """How many numbers a completion has: 0 without rewards, 1 where a single function gives the reward."""
+        texts = [text for side in self.sides for text in (side.before, side.after) if text is not None]
+        return max((len(text.rewards) + (text.reward is not None) for text in texts), default=0)
+
+    @property
     def episodes(self) -> bool:
         """Whether any of them is an episode with an environment."""
         return any(text and text.messages for side in self.sides for text in (side.before, side.after))
@@ -384,7 +390,7 @@ def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
         columns = table(row.get("columns"))
         yield Text(
             _shown(row.get("prompt")),
-            _shown(row["completion"]),
+            _shown(_reply(row["completion"])),
             reward,
             {} if list(rewards.values()) == [reward] else rewards,
             _count(row.get("length")),
@@ -393,6 +399,13 @@ def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
             advantage=number(row.get("advantage")),
             **_episode(row),
         )
+
+
+def _reply(completion: Any) -> Any:
+    """Return the content of a reply that is a single message of the assistant, without its role."""
+    said = [table(message) for message in _listed(completion)]
+    plain = len(said) == 1 and said[0].get("role") == "assistant" and isinstance(said[0].get("content"), str)
+    return said[0]["content"] if plain else completion
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, Any]:

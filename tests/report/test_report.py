@@ -352,3 +352,17 @@ def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
     assert "pairs.jsonl row 7" in page.text
     assert "/far/away" not in page.text
     assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
+
+
+def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        rows[0]["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
+        rows[0]["rewards"] = {"model": rows[0]["reward"]}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    text = page_of(run).text
+    assert "said at 20" in text
+    assert "assistant: said" not in text
+    assert "Bold: the reward." in text
+    assert "model 3" not in text
