@@ -251,7 +251,7 @@ def _message(item: Any, table: type[Options]) -> str:
         name = str(item["loc"][-1])
         ours = table.ELSEWHERE.get(name, "")
         if ours.partition(".")[0] in table.model_fields:
-            return f"unknown field. What TRL calls so is {ours} here"
+            return f"unknown field. That is TRL's name; here it is {ours}"
         ours = OTHER_NAMES.get(name, "")
         if ours.partition(".")[0] in table.model_fields:
             return f"unknown field. Write {ours}"

@@ -42,11 +42,13 @@ class TurnRecord(NamedTuple):
     """A turn of the policy: its tokens are `start` to `end` of the episode's, end excluded.
 
     context: int32 [n], all that it continues, where that is not the episode's prompt and earlier tokens; else None.
+    message: its number among the messages after the prompt, from 0; None after a restore.
     """
 
     start: int
     end: int
     context: Ints | None = None
+    message: int | None = None
 
 
 @dataclass
@@ -189,7 +191,8 @@ class Episodes:
         episode = self.episodes[self.running[conversation]]
         start = len(episode.tokens)
         episode.append(np.asarray(tokens, np.int32), np.asarray(logps, np.float32), written=True)
-        episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context))
+        message = len(episode.messages) - episode.first
+        episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context, message))
         episode.ended_by = int(tokens[-1]) if finished else None
         read = self.parser.message if self.calls.tools else self.parser.text
         episode.messages.append(read(tokens))

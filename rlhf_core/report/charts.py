@@ -32,12 +32,16 @@ EPISODES = "Episodes"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of chart. names: patterns of its metrics, with or without `eval_`. log: use a log axis."""
+    """One kind of chart. names: patterns of its metrics, with or without `eval_`. log: use a log axis.
+
+    unit: what the values are divided by for the unit in the title.
+    """
 
     group: str
     title: str
     names: tuple[str, ...]
     log: bool = False
+    unit: float = 1.0
 
 
 KINDS = (
@@ -86,7 +90,7 @@ KINDS = (
     Kind("Throughput", "Sampled tokens per second", ("rollout/tokens_per_second",)),
     Kind("Throughput", "Share of slots with a token", ("useful_fraction",)),
     Kind("Throughput", "Dynamic sampling", ("dynamic_sampling/*",)),
-    Kind("Throughput", "Memory, bytes", ("memory/*",)),
+    Kind("Throughput", "Memory, GB", ("memory/*",), unit=1e9),
 )
 COUNTERS = ("num_tokens", "epoch")
 """Metrics that grow linearly: shown in the summary, not drawn."""
@@ -151,6 +155,13 @@ def number(value: float | None) -> str:
     if size >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def quantity(value: float | None, name: str) -> str:
+    """Format a metric's value for a table, bytes as GB."""
+    if value is not None and base(name).startswith("memory/"):
+        return f"{value / 1e9:.2f} GB"
+    return number(value)
 
 
 def clock(seconds: float) -> str:
@@ -221,7 +232,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Line:
-    """A metric to draw. dashed: held-out data."""
+    """A metric to draw; several that are equal are one, with both names. dashed: held-out data."""
 
     label: str
     points: Points
@@ -242,15 +253,22 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
         _add(fig, raw, glyphs.Line(x="x", y="y", line_alpha=0.3, line_width=1), STROKE, line.colour)
         _add(fig, mean, glyphs.Line(x="x", y="y", line_width=2, line_dash=dash), STROKE, line.colour)
         if len(thin.line_x) <= FEW:
-            _add(fig, raw, glyphs.Scatter(x="x", y="y", size=4, line_color=None), FILL, line.colour)
+            size = 4 if len(thin.line_x) > 1 else 8
+            _add(fig, raw, glyphs.Scatter(x="x", y="y", size=size, line_color=None), FILL, line.colour)
+    if all(len(line.points.steps) == 1 for line in drawn):  # Bokeh would centre one update in a range of 2
+        fig.x_range = Range1d(0, 2 * max(float(line.points.steps[0]) for line in drawn) or 1.0)
     low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
     if low == high and not log:  # Bokeh would centre it in a range of 2
         fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
+    fig.xaxis.ticker.min_interval = 1
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
     summaries = (
-        f"{line.label}: {number(line.points.values[0])} at update {line.points.steps[0]:.0f}, "
-        f"{number(line.points.values[-1])} at update {line.points.steps[-1]:.0f}"
+        f"{line.label}: "
+        + ", ".join(
+            f"{number(line.points.values[i])} at update {line.points.steps[i]:.0f}"
+            for i in ((0, -1) if len(line.points.steps) > 1 else (0,))
+        )
         for line in drawn
     )
     note = f"{missing} logged value{'s' * (missing > 1)} not finite, not drawn." if missing else ""
@@ -267,6 +285,7 @@ def band(id: str, title: str, spread: Spread) -> Chart:
     for i, values in enumerate(columns):
         source = _source(f"{id}/{i}", x=x, y=values)
         _add(fig, source, glyphs.Line(x="x", y="y", line_width=2 if i == 2 else 0.5), STROKE, 0)
+    fig.xaxis.ticker.min_interval = 1
     _readout(fig, id)
     names = [f"{p} %" if p != 50 else "median" for p in PERCENTILES]
     legend = tuple(Legend(name, 0, number(v[-1])) for name, v in zip(names, columns, strict=True))

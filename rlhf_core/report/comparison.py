@@ -77,12 +77,12 @@ def _compare_stage(
     for kind, together in charts.charts(metrics):
         for metric in together:
             drawn = [
-                Line(label, stage.metrics[metric], colour)
+                Line(label, stage.metrics[metric].scaled(kind.unit), colour)
                 for colour, (label, stage) in enumerate(zip(labels, runs, strict=True))
                 if stage is not None and metric in stage.metrics and len(stage.metrics[metric].steps) >= LEAST
             ]
             if drawn:
-                title = kind.title if together == [metric] else metric
+                title = kind.title if together == [metric] else f"{metric}{', GB' * (kind.unit > 1)}"
                 chart = lines(f"{id}-{count}", title, drawn, cut, log=kind.log)
                 groups.setdefault(kind.group, []).append(made.add(chart))
                 count += 1

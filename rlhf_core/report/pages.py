@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,8 @@ from rlhf_core.report.charts import Chart, Line, band, bars, clock, histogram, l
 from rlhf_core.report.diagram import pictures
 from rlhf_core.report.json_values import table
 from rlhf_core.report.run_reader import Part, Points, Run, StageRun, parts
-from rlhf_core.report.samples import Completions
+from rlhf_core.report.samples import Completions, RolloutGroups
+from rlhf_core.report.summary import summary
 
 HERE = Path(__file__).parent / "page"
 BUDGET = 700_000
@@ -58,7 +59,13 @@ def render(template: str, page: Page, **context: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"number": number, "clock": clock, "breaks": breaks, "toml": toml}
+    environment.filters |= {
+        "number": number,
+        "quantity": charts.quantity,
+        "clock": clock,
+        "breaks": breaks,
+        "toml": toml,
+    }
     data = {
         chart.id: {
             "item": chart.item,
@@ -102,7 +109,9 @@ def slug(text: str, taken: Sequence[str] = ()) -> str:
 
 
 LEAST = 2
-"""Fewest points of a curve."""
+"""Fewest points of a curve; an evaluation is drawn as a dot."""
+LEAST_VALUES = 50
+"""Fewest values of a histogram."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +137,23 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class StageView:
-    """The content of one stage on the page. groups: (title, its charts)."""
+    """The content of one stage on the page.
+
+    summary: a sentence on what the stage changed. groups: (title, its charts). zeros: metrics that were always 0, which
+    have no chart.
+    """
 
     run: StageRun
     id: str
     facts: tuple[str, ...]
+    summary: str
     next_command: str
     key: tuple[KeyRow, ...]
     rows: tuple[Row, ...]
     groups: tuple[tuple[str, tuple[Chart, ...]], ...]
+    zeros: tuple[str, ...]
     completions: Completions | None
+    rollout: RolloutGroups | None
     pairs: tuple[samples.ScoredPair, ...]
     parts: tuple[Part, ...]
 
@@ -145,8 +161,7 @@ class StageView:
 def page(run: Run) -> str:
     """Return the page as HTML."""
     made = Page(problems=list(run.problems))
-    curves = [c for stage in run.stages for _, names in drawn_charts(stage) for c in names]
-    cut = stretches(len(curves))
+    cut = stretches(sum(len(drawn) for stage in run.stages for _, drawn in drawn_charts(stage)[0]))
     views: list[StageView] = []
     for stage in run.stages:
         views.append(_view(stage, run, made, cut, [view.id for view in views]))
@@ -191,43 +206,62 @@ def versions(run: Run) -> str:
     return ""
 
 
-def drawn_charts(stage: StageRun) -> list[tuple[charts.Kind, list[str]]]:
-    """Return the charts of a stage's metrics that have a curve."""
-    drawn = []
+def drawn_charts(stage: StageRun) -> tuple[list[tuple[charts.Kind, list[Line]]], list[str]]:
+    """Return the charts of a stage's metrics with their lines, and the metrics left out because all are always 0."""
+    drawn: list[tuple[charts.Kind, list[Line]]] = []
+    zeros: list[str] = []
     for kind, names in charts.charts(stage.metrics):
-        with_curve = [name for name in names if len(stage.metrics[name].steps) >= LEAST]
-        if with_curve:
-            drawn.append((kind, with_curve))
-    return drawn
+        lines = {
+            name: points
+            for name in names
+            if len((points := stage.metrics[name]).steps) >= LEAST or name.startswith(charts.EVAL)
+        }
+        if any(points.values.any() for points in lines.values()):
+            drawn.append((kind, _lines(lines, kind.unit)))
+        else:
+            zeros += lines
+    return drawn, zeros
+
+
+def _lines(metrics: Mapping[str, Points], unit: float) -> list[Line]:
+    """Make the lines of a chart, one for metrics that are equal."""
+    lines: list[Line] = []
+    for name, points in metrics.items():
+        held_out, scaled = name.startswith(charts.EVAL), points.scaled(unit)
+        twin = next((i for i, e in enumerate(lines) if e.dashed == held_out and e.points.same(scaled)), None)
+        if twin is None:
+            lines.append(Line(name, scaled, len(lines), held_out))
+        else:
+            lines[twin] = replace(lines[twin], label=f"{lines[twin].label} = {name}")
+    return lines
 
 
 def _view(stage: StageRun, run: Run, made: Page, cut: int, taken: list[str]) -> StageView:
     id = slug(f"stage-{stage.name}", taken)
-    completed, spreads = samples.completions(stage, made.problems)
+    completed, rollout, spreads = samples.completions(stage, made.problems)
+    evaluations = samples.evaluations(stage, made.problems)
     groups: dict[str, list[Chart]] = {}
-    for index, (kind, names) in enumerate(drawn_charts(stage)):
-        drawn = [
-            Line(name, stage.metrics[name], colour, name.startswith(charts.EVAL))
-            for colour, name in enumerate(names)
-        ]
+    with_lines, zeros = drawn_charts(stage)
+    for index, (kind, drawn) in enumerate(with_lines):
         chart = lines(f"{id}-{index}", kind.title, drawn, cut, log=kind.log)
         groups.setdefault(kind.group, []).append(made.add(chart))
     for chart in _spread_charts(id, spreads):
         groups.setdefault(DISTRIBUTIONS, []).append(made.add(chart))
-    for group, chart in _evaluation_charts(id, stage, made):
+    for group, chart in _evaluation_charts(id, evaluations):
         groups.setdefault(group, []).append(made.add(chart))
     rows = {name: _row(name, points) for name, points in stage.metrics.items()}
     return StageView(
         run=stage,
         id=id,
         facts=tuple(_facts(stage)),
+        summary=summary(stage, evaluations, completed),
         next_command=_next_command(stage, run),
-        key=tuple(
-            KeyRow(name, rows.get(name), rows.get(charts.EVAL + name)) for name in charts.key_metrics(rows)
-        ),
+        key=tuple(_key_rows(stage, rows)),
         rows=tuple(rows[name] for name in sorted(rows)),
         groups=tuple((title, tuple(charts)) for title, charts in in_order(groups)),
+        zeros=tuple(zeros),
         completions=completed,
+        rollout=rollout,
         pairs=tuple(samples.scored_pairs(stage, made.problems)),
         parts=tuple(parts(stage, run.seconds)),
     )
@@ -259,18 +293,34 @@ def _spread_charts(id: str, spreads: list[samples.Spread]) -> list[Chart]:
     }
     for spread in spreads:
         title, x = names[spread.name]
-        if len(spread.updates) >= LEAST:
+        if len(spread.updates) >= LEAST and spread.percentiles.any():
             charts.append(band(f"{id}-{spread.name}-band", f"{title}: percentiles", spread))
         ends = {f"update {spread.updates[0]:.0f}": spread.first}
         if len(spread.updates) > 1:
             ends[f"update {spread.updates[-1]:.0f}"] = spread.last
-        charts.append(histogram(f"{id}-{spread.name}-histogram", f"{title}: before and after", x, ends))
+        if min(map(len, ends.values())) >= LEAST_VALUES:
+            charts.append(histogram(f"{id}-{spread.name}-histogram", f"{title}: before and after", x, ends))
     return charts
 
 
-def _evaluation_charts(id: str, stage: StageRun, made: Page) -> Iterator[tuple[str, Chart]]:
+def _key_rows(stage: StageRun, rows: Mapping[str, Row]) -> Iterator[KeyRow]:
+    """Yield the rows of the short table; of equal metrics, such as `reward` and a single reward's mean, the first."""
+    shown: list[list[Points | None]] = []
+    for name in charts.key_metrics(rows):
+        both = [stage.metrics.get(name), stage.metrics.get(charts.EVAL + name)]
+        if not any(all(map(_covers, other, both)) for other in shown):
+            shown.append(both)
+            yield KeyRow(name, rows.get(name), rows.get(charts.EVAL + name))
+
+
+def _covers(shown: Points | None, other: Points | None) -> bool:
+    """Return whether the values shown are those of the other metric, which may have none; 0 is equal to 0 by chance."""
+    return other is None or (shown is not None and bool(shown.values.any()) and shown.same(other))
+
+
+def _evaluation_charts(id: str, evaluations: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Chart]]:
     """Yield (group, chart): scores of held-out pairs at the last evaluation, calibration at the first and last."""
-    evaluations = samples.evaluations(stage, made.problems)
+    evaluations = [row for row in evaluations if "scores" in row]
     for row in evaluations[-1:]:
         scores = row["scores"]
         counts = {side: np.asarray(scores[side]) for side in ("chosen", "rejected")}

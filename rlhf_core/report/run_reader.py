@@ -6,7 +6,7 @@ import fcntl
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,16 @@ class Points:
     steps: Floats
     values: Floats
     missing: int = 0
+
+    def same(self, other: Points) -> bool:
+        """Return whether both have the same values, up to rounding, at the same updates."""
+        return np.array_equal(self.steps, other.steps) and np.allclose(
+            self.values, other.values, rtol=1e-6, atol=0
+        )
+
+    def scaled(self, unit: float) -> Points:
+        """Divide the values by a unit."""
+        return replace(self, values=self.values / unit)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Message:
 
     calls: of tools, as `name(arguments)`; errors: what was wrong with others.
     turn: the number of the policy's turn, from 1; 0: the environment added the message. tokens, reward: of the turn.
+    added: whether it is an assistant's message that the environment wrote.
     """
 
     role: str
@@ -38,12 +39,15 @@ class Message:
     turn: int = 0
     tokens: int | None = None
     reward: float | None = None
+    added: bool = False
 
 
 @dataclass(frozen=True)
 class Text:
-    """One completion, or episode. rewards: {label: value, None where the function did not apply}.
+    """One completion, or episode.
 
+    rewards: {label: value, None where the function did not apply}; empty where the only one is the reward itself.
+    columns: the row's others, as text. advantage: None outside rollouts.
     messages: of an episode, first the `asked` ones of its prompt; left_out: how many more there were. failure: why it
     is not trained on.
     """
@@ -58,6 +62,8 @@ class Text:
     asked: int = 0
     left_out: int = 0
     failure: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    advantage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,14 +78,54 @@ class Side:
     after: Text | None
     means: tuple[float | None, float | None] = (None, None)
 
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The columns of the row, for two completions of one prompt."""
+        text = self.before or self.after
+        return {} if text is None else text.columns
+
+    @property
+    def change(self) -> str:
+        """`better`, `worse` or empty, by the mean rewards."""
+        return direction(*self.means)
+
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over all completions of the prompts sampled both times; None if no completion has a value."""
+    """A mean over all completions of the prompts sampled both times; None if no completion has a value.
+
+    change: `better`, `worse` or empty.
+    """
 
     name: str
     before: float | None
     after: float | None
+    change: str = ""
+
+
+def direction(before: float | None, after: float | None) -> str:
+    """Return `better` where a reward rose, `worse` where it fell, else an empty text."""
+    if before is None or after is None or before == after:
+        return ""
+    return "better" if after > before else "worse"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Completions of one prompt in a rollout, those with the highest advantage first; left_out: how many more."""
+
+    prompt: str
+    columns: Mapping[str, str]
+    texts: tuple[Text, ...]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class RolloutGroups:
+    """Groups of the newest stored rollout, sampled after `update` updates: those whose advantages differ most."""
+
+    update: int
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +133,8 @@ class Completions:
     """Completions after `updates` (first, last), which are equal if there is only one.
 
     same_prompts: each side shows the median of a prompt's `group` completions, and `means` are over all of them; else
-    the prompts differ, and each side shows the same quantile of the reward.
+    the prompts differ, and each side shows the same quantile of the reward. prompt_means: mean rewards of every prompt,
+    before and after, in the first case. fixed: whether the prompts are those that are completed at every evaluation.
     """
 
     updates: tuple[int, int]
@@ -95,6 +142,14 @@ class Completions:
     same_prompts: bool
     group: int = 1
     means: tuple[Mean, ...] = ()
+    prompt_means: tuple[tuple[float | None, float | None], ...] = ()
+    fixed: bool = False
+
+    @property
+    def rewards(self) -> int:
+        """How many numbers a completion has: 0 without rewards, 1 where a single function gives the reward."""
+        texts = [text for side in self.sides for text in (side.before, side.after) if text is not None]
+        return max((len(text.rewards) + (text.reward is not None) for text in texts), default=0)
 
     @property
     def episodes(self) -> bool:
@@ -112,9 +167,10 @@ def same_prompts(
     if not shared:
         return None
     texts = [[text for prompt in shared for text in side.get(prompt, ())] for side in (before, after)]
-    sides = [_opposite(prompt, before[prompt], after.get(prompt, ())) for prompt in shared[:MOST]]
+    sides = [_opposite(prompt, before[prompt], after.get(prompt, ())) for prompt in shared]
     group = max(len(before[prompt]) for prompt in shared)
-    return Completions(updates, tuple(sides), True, group, tuple(_means(*texts)))
+    means, by_prompt = tuple(_means(*texts)), tuple(side.means for side in sides)
+    return Completions(updates, tuple(sides[:MOST]), True, group, means, by_prompt)
 
 
 def same_places(updates: tuple[int, int], early: Sequence[Text], late: Sequence[Text] | None) -> Completions:
@@ -142,13 +198,18 @@ def _opposite(prompt: str, before: Sequence[Text], after: Sequence[Text]) -> Sid
 def _means(before: Sequence[Text], after: Sequence[Text]) -> list[Mean]:
     names = dict.fromkeys(name for text in (*before, *after) for name in text.rewards)
     return [
-        Mean("reward", *(_mean([text.reward for text in side]) for side in (before, after))),
+        _reward_mean("reward", [[text.reward for text in side] for side in (before, after)]),
         *(
-            Mean(name, *(_mean([t.rewards.get(name) for t in side]) for side in (before, after)))
+            _reward_mean(name, [[t.rewards.get(name) for t in side] for side in (before, after)])
             for name in names
         ),
-        Mean("tokens", *(_mean([text.length for text in side]) for side in (before, after))),
+        Mean("tokens", _mean([text.length for text in before]), _mean([text.length for text in after])),
     ]
+
+
+def _reward_mean(name: str, values: Sequence[Sequence[float | None]]) -> Mean:
+    before, after = map(_mean, values)
+    return Mean(name, before, after, direction(before, after))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -168,10 +229,14 @@ def _place(ordered: Sequence[Text], share: float) -> Text:
     return ordered[round(share * (len(ordered) - 1))]
 
 
+MOST_GROUPS, MOST_MEMBERS = 3, 8
+"""Groups of a rollout to show, and completions of each."""
 READ = 60
 """Files of completions to read for the distributions, evenly spread over the run."""
 LONGEST = 4000
 """Characters of a text to show."""
+LONGEST_CELL = 300
+"""Characters of a column's value to show."""
 MOST_MESSAGES = 60
 """Messages of an episode to show."""
 PERCENTILES = (5, 25, 50, 75, 95)
@@ -194,16 +259,19 @@ class Spread:
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """A held-out pair. scores: (update, chosen, rejected) at the first and last evaluation."""
+    """A held-out pair. row: its name. scores: (update, chosen, rejected) at the first and last evaluation."""
 
+    row: str
     prompt: str
     chosen: str
     rejected: str
     scores: tuple[tuple[int, float, float], ...]
 
 
-def completions(stage: StageRun, problems: list[str]) -> tuple[Completions | None, list[Spread]]:
-    """Return completions to show, and the distributions of rewards and lengths in rollouts; (None, []) without any."""
+def completions(
+    stage: StageRun, problems: list[str]
+) -> tuple[Completions | None, RolloutGroups | None, list[Spread]]:
+    """Return completions to show before and after, groups of the newest rollout, and distributions in rollouts."""
     files = _numbered(stage.dir / "samples", "update-*.jsonl")
     steps = sorted(files)
     if len(steps) > READ:
@@ -216,7 +284,23 @@ def completions(stage: StageRun, problems: list[str]) -> tuple[Completions | Non
             _spread("length", rollouts, lambda text: text.length),
         ]
     opposite = _fixed_prompts(stage, problems) or (_of_rollouts(rollouts) if rollouts else None)
-    return opposite, [spread for spread in spreads if spread is not None]
+    newest = _groups(max(rollouts), rollouts[max(rollouts)]) if rollouts else None
+    return opposite, newest, [spread for spread in spreads if spread is not None]
+
+
+def _groups(update: int, texts: Sequence[Text]) -> RolloutGroups | None:
+    """Return the groups of a rollout whose advantages differ most; None where nothing has an advantage."""
+    groups: list[tuple[float, Group]] = []
+    for prompt, members in _by_prompt(texts).items():
+        advantages = [text.advantage for text in members if text.advantage is not None]
+        if not advantages:
+            continue
+        ordered = sorted(members, key=lambda text: -(text.advantage or 0.0))
+        shown = ordered if len(ordered) <= MOST_MEMBERS else [*ordered[: MOST_MEMBERS - 1], ordered[-1]]
+        group = Group(prompt, members[0].columns, tuple(shown), len(ordered) - len(shown))
+        groups.append((max(advantages) - min(advantages), group))
+    groups.sort(key=lambda item: -item[0])
+    return RolloutGroups(update, tuple(group for _, group in groups[:MOST_GROUPS])) if groups else None
 
 
 def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
@@ -229,7 +313,8 @@ def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
     if not previews:
         return None
     (first, early), (last, late) = previews[0], previews[-1]
-    return same_prompts((first, last), early, late if len(previews) > 1 else None)
+    pairs = same_prompts((first, last), early, late if len(previews) > 1 else None)
+    return None if pairs is None else replace(pairs, fixed=True)
 
 
 def _of_rollouts(rollouts: Mapping[int, Sequence[Text]]) -> Completions:
@@ -243,18 +328,23 @@ def _of_rollouts(rollouts: Mapping[int, Sequence[Text]]) -> Completions:
 def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
     """Return the pairs that the stage's evaluations stored."""
     files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
-    scores: dict[tuple[str, str, str], list[tuple[int, float, float]]] = {}
+    scores: dict[tuple[str, str, str, str], list[tuple[int, float, float]]] = {}
     for step in sorted({min(files), max(files)} if files else ()):
         for row in rows(files[step], problems):
             chosen, rejected = number(row.get("chosen_score")), number(row.get("rejected_score"))
             if chosen is not None and rejected is not None:
-                key = (_shown(row.get("prompt")), _shown(row.get("chosen")), _shown(row.get("rejected")))
+                name = Path(_shown(row.get("row"))).name
+                prompt, *replies = (_shown(row.get(part)) for part in ("prompt", "chosen", "rejected"))
+                key = (name, prompt, replies[0], replies[1])
                 scores.setdefault(key, []).append((step, chosen, rejected))
     return [ScoredPair(*texts, tuple(pair_scores)) for texts, pair_scores in scores.items()]
 
 
 def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
-    """Return `step`, `scores` and `calibration` of the first and last file of evaluations/."""
+    """Return `step` and the content of the first and last file of evaluations/.
+
+    The content is `scores` and `calibration` of pairs, or `prompt_rewards`.
+    """
     files = _numbered(stage.dir / "evaluations", "*.json")
     results = []
     for step in sorted({min(files), max(files)} if files else ()):
@@ -267,11 +357,13 @@ def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
-    """Return `scores` and `calibration` of one evaluation's file; None if the file is damaged."""
+    """Return what one evaluation's file has; None if the file is damaged."""
     try:
         row = table(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError):
         return None
+    if isinstance(rewards := row.get("prompt_rewards"), list):
+        return {"prompt_rewards": [number(value) for value in rewards]}
     scores, listed = table(row.get("scores")), row.get("calibration")
     edges = numbers(scores.get("edges"))
     if not edges or not isinstance(listed, list):
@@ -293,15 +385,27 @@ def _texts(path: Path, problems: list[str]) -> Iterable[Text]:
     for row in rows(path, problems):
         if "completion" not in row:
             continue
+        reward = number(row.get("reward"))
+        rewards = {name: number(value) for name, value in table(row.get("rewards")).items()}
+        columns = table(row.get("columns"))
         yield Text(
             _shown(row.get("prompt")),
-            _shown(row["completion"]),
-            number(row.get("reward")),
-            {name: number(value) for name, value in table(row.get("rewards")).items()},
+            _shown(_reply(row["completion"])),
+            reward,
+            {} if list(rewards.values()) == [reward] else rewards,
             _count(row.get("length")),
             row.get("finished") is not False,
+            columns={name: _shown(_written(value), LONGEST_CELL) for name, value in columns.items()},
+            advantage=number(row.get("advantage")),
             **_episode(row),
         )
+
+
+def _reply(completion: Any) -> Any:
+    """Return the content of a reply that is a single message of the assistant, without its role."""
+    said = [table(message) for message in _listed(completion)]
+    plain = len(said) == 1 and said[0].get("role") == "assistant" and isinstance(said[0].get("content"), str)
+    return said[0]["content"] if plain else completion
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -311,11 +415,15 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
     turns = [table(turn) for turn in row["turns"]]
     asked = [_message(message) for message in _listed(row.get("prompt"))]
     said = [_message(message) for message in _listed(row["completion"])]
-    written = [i for i, message in enumerate(said) if message.role == "assistant"]
-    if len(written) == len(turns):  # otherwise the environment, too, added messages of an assistant
+    assistant = [i for i, message in enumerate(said) if message.role == "assistant"]
+    recorded = [i for turn in turns if (i := _count(turn.get("message"))) in assistant]
+    written = recorded if len(recorded) == len(turns) else assistant
+    if len(written) == len(turns):  # else it is not known which of them the environment added
         for place, (i, turn) in enumerate(zip(written, turns, strict=True), 1):
             tokens, reward = _count(turn.get("tokens")), number(turn.get("reward"))
             said[i] = replace(said[i], turn=place, tokens=tokens, reward=reward)
+        for i in set(assistant) - set(written):
+            said[i] = replace(said[i], added=True)
     shown = [*asked, *said]
     return {
         "messages": tuple(shown[:MOST_MESSAGES]),
@@ -332,12 +440,12 @@ def _message(value: Any) -> Message:
     return Message(
         role,
         _shown(message.get("content")),
-        tuple(_shown(f"{call.get('name')}({_arguments(call.get('arguments'))})") for call in calls),
+        tuple(_shown(f"{call.get('name')}({_written(call.get('arguments'))})") for call in calls),
         tuple(_shown(error) for error in _listed(message.get("call_errors"))),
     )
 
 
-def _arguments(value: Any) -> str:
+def _written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -349,15 +457,15 @@ def _count(value: Any) -> int | None:
     return None if (count := number(value)) is None else int(count)
 
 
-def _shown(value: Any) -> str:
-    """Return a text, or a conversation as one text, cut to LONGEST characters."""
+def _shown(value: Any, longest: int = LONGEST) -> str:
+    """Return a text, or a conversation as one text, cut to `longest` characters."""
     if isinstance(value, list):
         value = "\n".join(
             f"{turn.get('role', '')}: {turn.get('content') or ''}" if isinstance(turn, dict) else str(turn)
             for turn in value
         )
     text = "" if value is None else str(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
 
 
 def _spread(name: str, rollouts: Mapping[int, Sequence[Text]], quantity: Any) -> Spread | None:

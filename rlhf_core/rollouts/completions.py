@@ -14,6 +14,7 @@ from rlhf_core.data.conversations import is_blank
 from rlhf_core.environments import Episode
 from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.reward import Reward
+from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer.encoding import Turns, continuations
 
@@ -62,7 +63,7 @@ def episode_inputs(
     columns = {
         name: [values[i] for i in chosen for _ in range(group)] for name, values in prompts.columns.items()
     }
-    columns["environment_rewards"] = [None if np.isnan(e.reward) else e.reward for e in episodes]
+    columns[ENVIRONMENT_REWARDS] = [None if np.isnan(e.reward) else e.reward for e in episodes]
     return RewardInputs(
         [episode.messages[: episode.first] for episode in episodes],
         [episode.messages[episode.first :] for episode in episodes],

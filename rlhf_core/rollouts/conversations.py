@@ -74,7 +74,7 @@ class Conversations:
         """Describe episode i for a reader of its sample."""
         rewards = [*self.rewards[i], *[None] * (len(self.turns[i]) - len(self.rewards[i]))]
         turns = [
-            {"tokens": turn.end - turn.start, "reward": reward}
+            {"message": turn.message, "tokens": turn.end - turn.start, "reward": reward}
             for turn, reward in zip(self.turns[i], rewards, strict=True)
         ]
         failure = self.failures[i]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import comb
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.artifacts import write_atomic
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.rollout import Rollout
 from rlhf_core.training.open import warm_up
@@ -27,8 +29,9 @@ KEY_NUMBER = 2**31 - 1
 class FixedPrompts:
     """The first `count` prompts of the collector, `previewed` of which, evenly spread, are written to be read.
 
-    After update NNNNNN, DIR/samples/evaluation-NNNNNN.jsonl has their completions with every reward. What differs from
-    one evaluation to the next is the policy alone.
+    After update NNNNNN, DIR/samples/evaluation-NNNNNN.jsonl has their completions with every reward, and, after an
+    evaluation, DIR/evaluations/NNNNNN.json `step` and `prompt_rewards`: each prompt's mean reward, null where nothing
+    scored it. What differs from one evaluation to the next is the policy alone.
 
     stored: makes the parameters that are read from those of the state, such as `Model.as_stored`.
     pass_threshold: the reward from which on a completion has passed; None: pass@k is not reported.
@@ -53,6 +56,8 @@ class FixedPrompts:
         rollout = self._complete(state, np.arange(self.count))
         if self.previewed:
             self._write(int(state.step), rollout.take(self._spread()))
+        if self.collector.rewards and self.collector.stage.is_main:
+            self._write_rewards(int(state.step), rollout.total.reshape(self.count, -1))
         metrics, total = self.collector.metrics(rollout), rollout.total
         scored = total[~np.isnan(total)]
         if self.collector.rewards:
@@ -87,6 +92,14 @@ class FixedPrompts:
         if self.collector.stage.is_main:
             path = self.collector.stage.dir / "samples" / f"evaluation-{step:06d}.jsonl"
             rollout.write(path, self.collector.rewards)
+
+    def _write_rewards(self, step: int, total: NDArray[np.float64]) -> None:
+        """Write the mean reward of each prompt; total: float64 [prompts, n], NaN where a completion is not scored."""
+        scored = ~np.isnan(total)
+        sums, counts = np.where(scored, total, 0).sum(1).tolist(), scored.sum(1).tolist()
+        rewards = [value / count if count else None for value, count in zip(sums, counts, strict=True)]
+        path = self.collector.stage.dir / "evaluations" / f"{step:06d}.json"
+        write_atomic(path, json.dumps({"step": step, "prompt_rewards": rewards}) + "\n")
 
 
 def pass_at_k(passed: NDArray[np.bool_]) -> dict[str, float]:

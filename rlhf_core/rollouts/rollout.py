@@ -28,6 +28,10 @@ VALUE = "value_"
 EPISODES = "episodes_"
 """Precedes the names of the arrays of `Conversations` in a checkpoint."""
 ARRAYS = ("prompts", "rewards", "total", "advantages")
+ENVIRONMENT_REWARDS = "environment_rewards"
+"""The column that episodes add to those of their rows; a sample has it under `turns`."""
+LONGEST_CELL = 1000
+"""Characters of a column's value in a sample, which repeats it for every completion of the prompt."""
 
 
 class Timing(NamedTuple):
@@ -238,10 +242,11 @@ class Rollout:
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:
-        """Write one JSON line per completion: `prompt`, `completion`, where there are rewards `reward` (the weighted
-        sum) and `rewards` ({label: value, null where one does not apply}), `advantage` (its mean over tokens, where
-        there are advantages), `length` in tokens and `finished`, false for a completion that was cut. An episode also
-        has `turns`, with the length in tokens and the reward of each, and `failure`, where it failed; its `length` is
+        """Write one JSON line per completion: `prompt`, `columns` (the row's others, long ones cut), `completion`,
+        where there are rewards `reward` (the weighted sum) and `rewards` ({label: value, null where one does not
+        apply}), `advantage` (its mean over tokens, where there are advantages), `length` in tokens and `finished`,
+        false for a completion that was cut. An episode also has `turns`, with the number of its message among those of
+        the completion, the length in tokens and the reward of each, and `failure`, where it failed; its `length` is
         that of all its turns.
         """
         assert self.inputs is not None
@@ -250,9 +255,10 @@ class Rollout:
             length, said = int(self.samples.mask[i].sum()), self.conversations
             line = {
                 "prompt": self.inputs.prompts[i],
+                **self._columns(i),
                 "completion": text,
                 **self._scores(i, rewards),
-                **({"advantage": self._mean_advantage(i)} if len(self.advantages) else {}),
+                **({"advantage": mean_advantage(self, i)} if len(self.advantages) else {}),
                 "length": length,
                 "finished": bool(self.samples.finished[i]),
                 **({} if said is None else said.described(i)),
@@ -260,10 +266,15 @@ class Rollout:
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         write_atomic(path, "".join(lines))
 
-    def _mean_advantage(self, i: int) -> float:
-        """Average completion i's advantage over its tokens that the policy wrote."""
-        advantage = self.advantages[i]
-        return float(advantage[self.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
+    def _columns(self, i: int) -> dict[str, Any]:
+        """Return the columns of completion i's row, for `write`; {} without any."""
+        assert self.inputs is not None
+        columns = {
+            name: _cut(values[i])
+            for name, values in self.inputs.columns.items()
+            if name != ENVIRONMENT_REWARDS
+        }
+        return {"columns": columns} if columns else {}
 
     def _scores(self, i: int, rewards: Sequence[Reward]) -> dict[str, Any]:
         """Describe how completion i was scored, for `write`."""
@@ -279,6 +290,20 @@ def _joined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
         values = [each[name] for each in metrics if name in each]
         out[name] = float(sum(values) if name.endswith("/failed") else np.mean(values))
     return out
+
+
+def mean_advantage(rollout: Rollout, i: int) -> float:
+    """Average completion i's advantage over its tokens that the policy wrote."""
+    advantage = rollout.advantages[i]
+    return float(advantage[rollout.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
+
+
+def _cut(value: Any) -> Any:
+    """Return a value that JSON can hold, as a text cut to LONGEST_CELL characters where it is longer."""
+    written = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    if len(written) <= LONGEST_CELL:
+        return json.loads(written, parse_constant=lambda _: None)
+    return f"{(value if isinstance(value, str) else written)[:LONGEST_CELL]}…"
 
 
 def _number(x: float) -> float | None:

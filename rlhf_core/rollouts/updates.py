@@ -17,6 +17,7 @@ from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing
+from rlhf_core.rollouts.shown import completion_lines
 from rlhf_core.rollouts.warnings import RolloutWarnings
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class RolloutUpdates(ABC):
         *,
         prompts_per_rollout: int,
         updates_per_rollout: int = 1,
+        completions_to_print: int = 0,
     ) -> None:
+        """completions_to_print: how many of a logged rollout are printed."""
         self.stage, self.collector, self.prompts = stage, collector, collector.prompts
         self.data: EncodedRows = collector.prompts
         self.updates_per_rollout = updates_per_rollout
@@ -59,6 +62,7 @@ class RolloutUpdates(ABC):
         self.packed: Sequence[Sequence[Packed]] = []
         self.timing = Timing()  # of a rollout that no update has reported yet
         self.warnings = RolloutWarnings(stage)
+        self.completions_to_print = completions_to_print
 
     @abstractmethod
     def shapes(self) -> Sequence[Packed]:
@@ -113,6 +117,8 @@ class RolloutUpdates(ABC):
             self.rollout.write(
                 self.stage.dir / "samples" / f"update-{step:06d}.jsonl", self.collector.rewards
             )
+            for lines in completion_lines(self.rollout, self.collector.rewards, self.completions_to_print):
+                self.stage.say(f"update {step + 1:,}, {lines}")
 
     def _end_with_epochs(self, number: int) -> None:
         """Make rollout `number` the last one where it takes the last prompts of all epochs."""

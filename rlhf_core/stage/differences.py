@@ -25,6 +25,8 @@ UNCOMPARED = frozenset(
         "use_wandb",
         "progress_bar_type",
         "progress_metrics",
+        "log_completions",
+        "num_completions_to_print",
         "track_memory",
         "save_total_limit",
         "save_directory",

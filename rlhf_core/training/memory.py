@@ -44,8 +44,9 @@ COMPUTE = "float32"
 """The dtype in which activations and caches are counted; an accelerator's bfloat16 takes half."""
 PROCESS = 1_200_000_000
 """Bytes of a host process beside its arrays: Python, libraries, compilers and compiled programs."""
-HOLES = 1.15
-"""Bytes that a host's allocator holds per byte in use, since it keeps freed blocks that fit nothing."""
+HOLES = 1.2
+"""Bytes that a host's allocator holds per byte in use, since it keeps freed blocks that fit nothing: up to 1.13 where a
+stage of 135 million parameters followed another in the same process."""
 SCORING_WIDTHS = 12
 """Values per token that one layer's forward pass holds, in multiples of the hidden size."""
 

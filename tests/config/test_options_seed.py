@@ -242,7 +242,7 @@ def test_trl_s_names_are_errors_that_say_ours(name: str) -> None:
     with pytest.raises(InputError) as caught:
         EveryTarget(**{name: 1})
     assert caught.value.problems == (
-        f"EveryTarget.{name}: unknown field. What TRL calls so is {TRL_NAMES[name]} here",
+        f"EveryTarget.{name}: unknown field. That is TRL's name; here it is {TRL_NAMES[name]}",
     )
 
 

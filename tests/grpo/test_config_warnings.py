@@ -36,6 +36,7 @@ CASES = [
     ({"top_p": 0.9}, "sampling.top_p=0.9: completions come from a filtered", {"top_p": 1.0}),
     ({"top_k": 5, "sampler_correction": {}}, "does not correct for the filter", {"top_k": None}),
     ({"rewards": [{"name": "length", "weight": 0.0}]}, "weight 0", {"rewards": ["length"]}),
+    ({"num_completions_to_print": 9}, "cannot act without log_completions", {"log_completions": True}),
     ({"max_completion_length": 60}, "that is 70, more than the 64", {"max_completion_length": 50}),
     (
         {"rewards": [{"name": "soft_overlong", "max_length": 40, "cache": 5}], "max_completion_length": 30},

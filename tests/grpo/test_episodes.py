@@ -173,6 +173,7 @@ def test_it_is_on_policy_and_says_what_happened(train):
         assert line["prompt"][0]["role"] == "user"
         assert line["reward"] == pytest.approx(sum(turn["reward"] for turn in line["turns"]))
         assert line["length"] == sum(turn["tokens"] for turn in line["turns"])
+        assert [turn["message"] for turn in line["turns"]] == [0, 2, 4]
 
 
 def test_trained_tokens_are_those_that_were_sampled(collect, model):

@@ -89,7 +89,8 @@ def test_without_evaluation_data_prompts_of_the_training_data_are_answered(tiny,
         scores = {"early": early([row["completion"]])[0], "even": even([row["completion"]], [number])[0]}
         assert row["rewards"] == pytest.approx(scores)
         assert row["reward"] == pytest.approx(scores["early"] + (scores["even"] or 0))
-        assert set(row) == {"prompt", "completion", "reward", "rewards", "length", "finished"}
+        assert set(row) == {"prompt", "columns", "completion", "reward", "rewards", "length", "finished"}
+        assert row["columns"]["number"] == number
 
 
 def test_a_policy_that_does_not_move_answers_the_same(train):
@@ -105,6 +106,30 @@ def test_training_does_not_notice(tiny, train):
     names = [path.name for path in (hidden / "samples").iterdir()]
     for name in names:
         assert (shown / "samples" / name).read_bytes() == (hidden / "samples" / name).read_bytes()
+
+
+def test_completions_are_printed_on_demand(tiny, train, capfd):
+    quiet, _ = train("quiet", max_training_steps=2, log_steps=2)
+    assert "│" not in capfd.readouterr().err
+    settings = {"log_completions": True, "num_completions_to_print": 2}
+    directory, _ = train("loud", max_training_steps=2, log_steps=2, **settings)
+    printed = capfd.readouterr()
+    assert "│" not in printed.out
+    rows = tiny.read_rows(
+        directory / "samples" / "update-000001.jsonl"
+    )  # of the first and of logged rollouts
+    lines = printed.err.splitlines()
+    headers = [line for line in lines if "completion " in line and " of 8 " in line]
+    assert [line.partition("  reward")[0] for line in headers] == [
+        f"[grpo] update {update}, completion {i} of 8" for update in (1, 2) for i in (1, 8)
+    ]
+    last = rows[-1]
+    assert f"reward {last['reward']:.4g}  early {last['rewards']['early']:.4g}  even" in headers[-1]
+    assert f"advantage {last['advantage']:.4g}  {last['length']} tokens" in headers[-1]
+    assert f"  │ {last['completion']}" in lines[lines.index(headers[-1]) + 2]
+    assert (directory / "samples" / "update-000001.jsonl").read_bytes() == (
+        quiet / "samples" / "update-000001.jsonl"
+    ).read_bytes()
 
 
 def test_every_evaluation_keeps_what_a_preview_of_its_state_would(tiny, train):

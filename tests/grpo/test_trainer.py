@@ -337,6 +337,8 @@ def test_evaluation(tiny, model, tmp_path):
     written = tiny.read_rows(tmp_path / "samples" / "evaluation-000002.jsonl")
     rewards = np.array([line["reward"] for line in written]).reshape(-1, 2)
     assert len(rewards) == 5  # all of eval_data: what is named alike in training is the same quantity here
+    evaluation = json.loads((tmp_path / "evaluations" / "000002.json").read_text())
+    assert evaluation == {"step": 2, "prompt_rewards": pytest.approx(rewards.mean(1).tolist())}
     assert rows[-1]["eval_reward_std"] == pytest.approx(rewards.std(1, ddof=1).mean())
     assert rows[-1]["eval_reward_std_all"] == pytest.approx(rewards.std(ddof=1))
 

@@ -97,3 +97,24 @@ def test_the_largest_class_holds_all():
     batches = pack(trees, layout.largest())
     assert len({batch.rows.tokens.shape for batch in batches}) == 1
     assert sum(int((batch.example >= 0).sum()) for batch in batches) == 4
+
+
+@pytest.mark.parametrize(("completions", "length"), [(16, 64), (64, 48), (64, 64)])
+def test_rollouts_of_completions_of_full_length_fill_their_rows(completions, length):
+    """The rows are made for them; what shorter completions do not write stays empty."""
+    prompts = np.random.default_rng(0).integers(53, 56, completions // 8)
+    sizes, group = prompts + 8 * length, np.ones(length, np.int32)
+    layout = choose_layout(
+        sizes,
+        8,
+        hidden_size=576,
+        max_tokens=int(sizes.sum()),
+        trees_per_update=len(sizes),
+        trained_counts=np.full(len(sizes), 8 * length),
+        skips_blocks=True,
+    )
+    packed = pack([Tree(np.ones(n, np.int32), (group,) * 8) for n in prompts], layout)
+    assert useful_fraction(packed) > 0.95
+    slots = sum(batch.rows.tokens.size for batch in packed)
+    short = pack([Tree(np.ones(n, np.int32), (group[: length * 3 // 4],) * 8) for n in prompts], layout)
+    assert sum(batch.rows.tokens.size for batch in short) == slots

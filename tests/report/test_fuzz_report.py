@@ -57,6 +57,31 @@ def spoil(file: Path, rng: random.Random) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def with_evaluations(run: Path) -> Path:
+    """Add what evaluations of the policy and its newest rollout leave."""
+    for step in (0, 20):
+        rows = [
+            {
+                "prompt": f"asked {i}",
+                "columns": {"answer": i, "note": "x"},
+                "completion": [
+                    {"role": "assistant", "content": "so"},
+                    {"role": "assistant", "content": "yes"},
+                ],
+                "reward": float(i + step),
+                "rewards": {"model": float(i + step)},
+                "advantage": i - 3.5,
+                "turns": [{"message": 1, "tokens": 2, "reward": 1.0}],
+            }
+            for i in range(8)
+        ]
+        for name in (f"evaluation-{step:06d}", f"update-{step:06d}"):
+            runs.write(run / f"policy/samples/{name}.jsonl", rows)
+        means = [row["reward"] for row in rows]
+        runs.write(run / f"policy/evaluations/{step:06d}.json", [{"step": step, "prompt_rewards": means}])
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("runs_spoiled", [4, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
@@ -65,7 +90,7 @@ def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
     rng = random.Random(0)
     problems = 0
     for number_ in range(runs_spoiled):
-        run = runs.make_run(tmp_path / str(number_))
+        run = with_evaluations(runs.make_run(tmp_path / str(number_)))
         files = [path for path in sorted(run.rglob("*")) if path.is_file()]
         for file in rng.sample(files, 3):
             spoil(file, rng)

@@ -43,7 +43,7 @@ def test_every_chart_has_a_place_and_all_that_the_script_looks_for(tmp_path: Pat
     places = [a["id"] for a in page.of("figure") if "data-chart" in a]
     charts = page.charts()
     assert set(places) == set(charts)
-    assert len(places) == 13
+    assert len(places) == 11
     for id, chart in charts.items():
         text = json.dumps(chart["item"])
         assert f"{id}-plot" in page.ids()
@@ -259,3 +259,110 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "bokeh", None)
     with pytest.raises(InputError, match=r"needs bokeh; type: pip install 'rlhf-core\[report\]'"):
         reporting.report(make_run(tmp_path / "run"))
+
+
+def policy_charts(run: Path) -> dict[str, str]:
+    """Return {label of a chart of the policy's stage: its legend and values, as read aloud}."""
+    labels = [a["aria-label"] for a in page_of(run).of("figure") if a["id"].startswith("stage-policy")]
+    return {text.partition(". ")[0]: text.partition(". ")[2] for text in labels}
+
+
+def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "memory/peak_rss_bytes": 6.5e9}
+    rows[-1] |= {"eval_reward": 1.25}
+    write(run / "policy/metrics.jsonl", rows)
+    found = policy_charts(run)
+    assert found["Reward, mean of completions"].startswith("reward = rewards/model/mean: ")
+    assert found["Reward, mean of completions"].endswith("; eval_reward: 1.25 at update 20")
+    assert found["Memory, GB"] == "memory/peak_rss_bytes: 6.5 at update 1, 6.5 at update 20"
+    assert "Share of tokens clipped" not in found
+    words = " ".join(page_of(run).text.split())
+    assert "Always 0, and not drawn: clip_ratio/high_mean, clip_ratio/low_mean." in words
+    assert "memory/peak_rss_bytes6.50 GB" in words
+    assert "e+09" not in words
+    assert words.count("rewards/model/mean") == 2  # the legend, and the table of all metrics
+
+
+def test_histograms_need_values(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    assert not [title for title in policy_charts(run) if title.endswith("before and after")]
+    for step in (0, 19):
+        rows = [{"prompt": str(i), "completion": "x", "reward": float(i % 3), "length": i} for i in range(64)]
+        write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
+    assert len([title for title in policy_charts(run) if title.endswith("before and after")]) == 2
+
+
+def test_a_reward_that_fell_is_marked_and_none_is_good_by_itself(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step, values in ((0, (3.0, 2.0)), (20, (2.0, 2.0))):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values))
+    page = page_of(run)
+    assert page.text.count("▼ worse") == 3  # of the first prompt, and the means of two rewards
+    assert "▲ better" not in page.text
+    assert [a["class"] for _, a in page.elements if a.get("class") in ("good", "bad")] == ["bad"] * 3
+
+
+def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        rows[0]["columns"] = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    page = page_of(run)
+    assert f"answer 42 note see {runs.EVIL} long {'x' * 300}… (1,000 characters)" in page.text
+    assert page.text.count("answer 42") == 1
+    assert page.of("img") == []
+
+
+def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    rows = [
+        {
+            "prompt": f"prompt {p}",
+            "completion": f"said {p} {i} {runs.EVIL}",
+            "reward": 1.0,
+            "advantage": p * (i - 4.5),
+        }
+        for p in range(5)
+        for i in range(10)
+    ]
+    write(run / "policy/samples/update-000019.jsonl", rows)
+    words = " ".join(page_of(run).text.split()).partition("What was trained on")[2]
+    assert "the rollout before update 20" in words
+    assert [p for p in range(5) if f"prompt {p}" in words] == [2, 3, 4]  # the groups that differ most
+    assert (
+        words.index("said 4 9") < words.index("said 4 8") < words.index("said 4 3") < words.index("said 4 0")
+    )
+    assert "said 4 2" not in words
+    assert "and 2 more" in words
+    assert "advantage 18" in words
+    assert "advantage -18" in words
+    assert page_of(run).of("img") == []
+
+
+def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    pair = {"prompt": "<|im_start|>user\nHi", "chosen": "good", "rejected": "bad"}
+    scores = {"chosen_score": 1.5, "rejected_score": -0.5, "row": "/far/away/pairs.jsonl row 7"}
+    write(run / "rm/samples/evaluation-000020.jsonl", [{**pair, **scores}])
+    page = page_of(run)
+    assert "pairs.jsonl row 7" in page.text
+    assert "/far/away" not in page.text
+    assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
+
+
+def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        rows[0]["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
+        rows[0]["rewards"] = {"model": rows[0]["reward"]}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    text = page_of(run).text
+    assert "said at 20" in text
+    assert "assistant: said" not in text
+    assert "Bold: the reward." in text
+    assert "model 3" not in text

@@ -99,6 +99,16 @@ def test_messages_of_an_assistant_that_the_environment_added_are_not_numbered(tm
     assert "turn 1" not in words(page)
 
 
+def test_the_turns_of_the_policy_are_told_from_messages_that_the_environment_wrote_for_it(
+    tmp_path: Path,
+) -> None:
+    row = episode(1.0, turns=[{"message": 1, "tokens": 12}, {"message": 3, "tokens": 7, "reward": 0.25}])
+    row["completion"] = [{"role": "assistant", "content": "Yes."}, *row["completion"]]
+    told = words(page_of(tmp_path, [row]))
+    assert "assistant written by the environment Yes. assistant turn 1 12 tokens add(" in told
+    assert "assistant turn 2 7 tokens reward 0.25 Then it is 3." in told
+
+
 def test_a_long_episode_is_cut(tmp_path: Path) -> None:
     said = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}] * 40
     row = episode(1.0, completion=said, turns=[{"tokens": 1, "reward": None}] * 40)

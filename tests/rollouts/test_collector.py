@@ -150,6 +150,7 @@ def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
     rollout.write(tmp_path / "samples.jsonl", [])
     assert {*json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])} == {
         "prompt",
+        "columns",
         "completion",
         "length",
         "finished",

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import date
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,6 +145,7 @@ def test_samples_file(prompts, rollout, tokenizer, tmp_path):
     assert len(rows) == 6
     assert rows[1] == {
         "prompt": prompts.raw[4],
+        "columns": {"answer": prompts.columns["answer"][4], "number": 4},
         "completion": " e f g h",
         "reward": 1.0,
         "rewards": {"right": None, "short": 0.5},
@@ -156,6 +158,20 @@ def test_samples_file(prompts, rollout, tokenizer, tmp_path):
     replace(rollout, inputs=inputs, advantages=by_token).write(path, rewards)
     means = [json.loads(line)["advantage"] for line in path.read_text().splitlines()]
     assert means == [0.5, 1.5, 0.0, 1.0, 0.5, 1.5]  # over the tokens of the completion
+
+
+def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_path):
+    inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
+    cells = {
+        "answer": [float("nan")],
+        "when": date(2026, 1, 2),
+        "long": "x" * 5000,
+        "environment_rewards": 1.0,
+    }
+    inputs = inputs._replace(columns={name: [value] * 6 for name, value in cells.items()})
+    replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
+    columns = json.loads((tmp_path / "some.jsonl").read_text().splitlines()[0])["columns"]
+    assert columns == {"answer": [None], "when": "2026-01-02", "long": "x" * 1000 + "…"}
 
 
 def test_a_checkpoint_gives_the_rollout_back(rollout):

@@ -187,6 +187,34 @@ def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(
+            {"max_training_steps": 2}, {"max_training_steps": 4}, id="updates", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"max_training_steps": None, "num_train_epochs": 1},
+            {"max_training_steps": None, "num_train_epochs": 2},
+            id="epochs",
+        ),
+    ],
+)
+def test_a_finished_run_of_grpo_is_extended(
+    before: dict[str, Any], after: dict[str, Any], tiny: ModuleType, tmp_path: Path
+) -> None:
+    """Its rollouts are those of a run that was as long from the beginning, extended by epochs or by updates."""
+    run = Run("grpo", tiny, tmp_path / "run")
+    run.train(before)
+    longer, whole = run.train(after), run.train({**after, "save_directory": tmp_path / "whole"})
+    steps = [row["step"] for row in tiny.read_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [row["step"] for row in tiny.read_rows(tmp_path / "whole" / "metrics.jsonl")]
+    assert len(steps) > 2
+    for name in ("reward", "loss", "completions/mean_length"):
+        assert longer.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
 def test_a_finished_run_is_extended_where_its_schedule_allows_it(tiny: ModuleType, tmp_path: Path) -> None:
     run = Run("sft", tiny, tmp_path / "run")
     run.train()

@@ -152,6 +152,13 @@ class GRPOConfig(TrainerConfig):
         description="prompts of eval_data, else of train_data, whose completions before the first update, at every "
         "evaluation and after the last are written to samples/, with every reward; 0: none",
     )
+    log_completions: bool = Field(
+        default=False,
+        description="print num_completions_to_print completions of every logged rollout in the terminal, with rewards",
+    )
+    num_completions_to_print: int = Field(
+        default=4, ge=1, description="completions that log_completions prints, evenly spread over the rollout"
+    )
     limits: Limits = Field(default=Limits(), description="when a collapsing run stops")
     mask_truncated_completions: bool = Field(
         default=False, description="do not train on completions that did not stop by themselves"

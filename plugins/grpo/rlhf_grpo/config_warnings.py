@@ -32,7 +32,14 @@ def config_warnings(
         *_sampling(config),
         *_epochs(config),
         *_lengths(config, prompt, context),
+        *_printing(config),
     ]
+
+
+def _printing(config: GRPOConfig) -> Iterator[str]:
+    default = type(config).model_fields["num_completions_to_print"].default
+    if config.num_completions_to_print != default and not config.log_completions:
+        yield "num_completions_to_print: cannot act without log_completions = true"
 
 
 def _clipping(config: GRPOConfig) -> Iterator[str]:

@@ -58,6 +58,7 @@ class GRPOUpdates(RolloutUpdates):
             collector,
             prompts_per_rollout=config.prompts_per_rollout,
             updates_per_rollout=config.updates_per_rollout,
+            completions_to_print=config.num_completions_to_print if config.log_completions else 0,
         )
         self.config, self.advantage, self.policies = config, advantage, policies
         self.layout, self.aggregation = layout, aggregation
