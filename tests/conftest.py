@@ -74,7 +74,7 @@ def shared() -> Path:
 class Patches(pytest.MonkeyPatch):
     """Patches that are traced: equal runs share their programs, and those of other tests have no patch.
 
-    The standard library and what is registered in dicts are not traced.
+    Nothing traces the standard library, which most patches are of.
     """
 
     traced = False
@@ -82,14 +82,22 @@ class Patches(pytest.MonkeyPatch):
     def setattr(self, target: Any, *rest: Any, **options: Any) -> None:
         name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__module__)
         if name.partition(".")[0] not in sys.stdlib_module_names:
-            self.traced = True
-            sharing.forget()
+            self.trace_anew()
         super().setattr(target, *rest, **options)
+
+    def setitem(self, target: Any, *rest: Any) -> None:
+        if target is not os.environ and target is not sys.modules:
+            self.trace_anew()
+        super().setitem(target, *rest)
 
     def undo(self) -> None:
         super().undo()
         if self.traced:
             sharing.forget()
+
+    def trace_anew(self) -> None:
+        self.traced = True
+        sharing.forget()
 
 
 @pytest.fixture
@@ -97,6 +105,15 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
     patches = Patches()
     yield patches
     patches.undo()
+
+
+@pytest.fixture
+def one_device() -> Iterator[None]:
+    """Commands and trainers from Python see one device, where nothing of a test depends on how many there are."""
+    documents = load_file(REPOSITORY / "tests" / "shared" / "documents.py")
+    with pytest.MonkeyPatch.context() as patch:
+        documents.on_one_device(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -143,12 +143,16 @@ def on_one_device(patch: Any) -> None:
     """Tests see eight devices; a reader of most pages has one, and it is faster."""
     import jax
 
-    from rlhf_core import mesh
+    from rlhf_core import mesh, scoring
+    from rlhf_core.stage import alone
 
     make, one = mesh.make_mesh, jax.devices()[:1]
-    patch.setattr(
-        mesh, "make_mesh", lambda *sizes, devices=None, **named: make(*sizes, devices=devices or one, **named)
-    )
+
+    def make_small(*sizes: int, devices: Any = None, **named: int) -> Any:
+        return make(*sizes, devices=devices or one, **named)
+
+    for module in (mesh, scoring, alone):
+        patch.setattr(module, "make_mesh", make_small)
 
 
 def stage_tables(page: Path) -> list[dict[str, Any]]:

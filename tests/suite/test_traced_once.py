@@ -33,7 +33,6 @@ OTHER: dict[str, dict[str, Any]] = {
     "reward": {"center_rewards_coefficient": 0.03},
     "dpo": {"beta": 0.2},
     "grpo": {"loss": {"name": "dapo", "epsilon": 0.3}},
-    "distill": {"divergence": {"name": "jsd", "beta": 0.3}},
 }
 """Options that are constants of the programs."""
 
@@ -44,7 +43,6 @@ OTHER: dict[str, dict[str, Any]] = {
         ("grpo", {}),
         ("sft", {"data": 2, "fsdp": 2}),
         *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("sft", "reward", "dpo")),
-        ("distill", {}),
     ],
 )
 def test_an_equal_run_lowers_and_compiles_nothing(
