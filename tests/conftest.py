@@ -107,15 +107,6 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
     patches.undo()
 
 
-@pytest.fixture
-def one_device() -> Iterator[None]:
-    """Commands and trainers from Python see one device, where nothing of a test depends on how many there are."""
-    documents = load_file(REPOSITORY / "tests" / "shared" / "documents.py")
-    with pytest.MonkeyPatch.context() as patch:
-        documents.on_one_device(patch)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     """Small models and data; see tiny.py."""

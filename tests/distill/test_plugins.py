@@ -55,9 +55,6 @@ divergence = { name = "total_variation", weight = 0.25 }
 )
 
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
-
 @pytest.fixture
 def pipeline(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

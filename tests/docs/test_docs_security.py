@@ -52,7 +52,6 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         yield path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("mask", [0o000, 0o077])
 def test_files_of_a_run_have_modes_by_the_umask_but_configurations_are_private(
     tiny: ModuleType,

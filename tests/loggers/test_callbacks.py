@@ -62,7 +62,6 @@ class WrongArgument:
     def rlhf_step_end(self, loss: float) -> None: ...
 
 
-@pytest.mark.usefixtures("one_device")
 def test_all_methods_are_called_as_a_logger_s(tiny: ModuleType, tmp_path: Path) -> None:
     plain, decorated = Plain(), Decorated()
     config = SFTConfig(

@@ -143,16 +143,12 @@ def on_one_device(patch: Any) -> None:
     """Tests see eight devices; a reader of most pages has one, and it is faster."""
     import jax
 
-    from rlhf_core import mesh, scoring
-    from rlhf_core.stage import alone
+    from rlhf_core import mesh
 
     make, one = mesh.make_mesh, jax.devices()[:1]
-
-    def make_small(*sizes: int, devices: Any = None, **named: int) -> Any:
-        return make(*sizes, devices=devices or one, **named)
-
-    for module in (mesh, scoring, alone):
-        patch.setattr(module, "make_mesh", make_small)
+    patch.setattr(
+        mesh, "make_mesh", lambda *sizes, devices=None, **named: make(*sizes, devices=devices or one, **named)
+    )
 
 
 def stage_tables(page: Path) -> list[dict[str, Any]]:

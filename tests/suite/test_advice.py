@@ -13,7 +13,6 @@ from rlhf_core.config.warnings import config_warnings
 
 WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
 TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"
-pytestmark = pytest.mark.usefixtures("one_device")
 SETS = ["--set", "policy.warmup_steps=9", "--set", "policy.top_p=0.9", "--set", "policy.learning_rate=1e-6"]
 
 
