@@ -74,6 +74,22 @@ def accumulate(
     micro-batch is the whole update. fixed: paths of parameters without a gradient.
     """
     params = params if key is None else with_noise(params, key)
+    # Jitted on its own, it is traced once for the first micro-batch of an update and for those that follow.
+    gradients = jax.jit(shared(partial(_gradients, objective, fixed)))
+    grads, (loss, metrics) = gradients(params, batch, counts)
+    if before is None:
+        return Accumulated(grads, loss, metrics)
+    return Accumulated(
+        jax.tree.map(jnp.add, before.grads, grads),
+        _merge_losses(before.loss, loss),
+        merge(before.metrics, metrics),
+    )
+
+
+def _gradients(
+    objective: Objective, fixed: frozenset[Path], params: Any, batch: Any, counts: Counts | None
+) -> tuple[Any, tuple[Loss, dict[str, Metric]]]:
+    """Compute (gradient of the sum, (losses, metrics)) of a micro-batch."""
     trained, rest = split(params, fixed) if fixed else (params, {})
 
     def total(p: Any) -> tuple[jax.Array, tuple[Loss, dict[str, Metric]]]:
@@ -82,14 +98,8 @@ def accumulate(
             return loss.total, (loss, dict(metrics))
         return _sum_of_means(loss, counts), (dict(loss), dict(metrics))
 
-    grads, (loss, metrics) = jax.grad(total, has_aux=True)(trained)
-    if before is None:
-        return Accumulated(grads, loss, metrics)
-    return Accumulated(
-        jax.tree.map(jnp.add, before.grads, grads),
-        _merge_losses(before.loss, loss),
-        merge(before.metrics, metrics),
-    )
+    gradients: Any = jax.grad(total, has_aux=True)(trained)
+    return gradients
 
 
 def count(objective: Objective, params: Any, batch: Any) -> Counts | None:

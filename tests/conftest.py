@@ -71,15 +71,40 @@ def shared() -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def patches_are_traced(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Trace anew what a test patches: equal runs share their programs, and those of other tests have no patch."""
-    patched = "monkeypatch" in request.fixturenames
-    if patched:
+class Patches(pytest.MonkeyPatch):
+    """Patches that are traced: equal runs share their programs, and those of other tests have no patch.
+
+    Nothing traces the standard library, which most patches are of.
+    """
+
+    traced = False
+
+    def setattr(self, target: Any, *rest: Any, **options: Any) -> None:
+        name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__module__)
+        if name.partition(".")[0] not in sys.stdlib_module_names:
+            self.trace_anew()
+        super().setattr(target, *rest, **options)
+
+    def setitem(self, target: Any, *rest: Any) -> None:
+        if target is not os.environ and target is not sys.modules:
+            self.trace_anew()
+        super().setitem(target, *rest)
+
+    def undo(self) -> None:
+        super().undo()
+        if self.traced:
+            sharing.forget()
+
+    def trace_anew(self) -> None:
+        self.traced = True
         sharing.forget()
-    yield
-    if patched:
-        sharing.forget()
+
+
+@pytest.fixture
+def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
+    patches = Patches()
+    yield patches
+    patches.undo()
 
 
 @pytest.fixture(scope="session")

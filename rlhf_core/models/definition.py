@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
-from rlhf_core.models.params import join, paths, split
+from rlhf_core.models.params import Path, join, paths, split
+from rlhf_core.runtime.sharing import shared
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -162,12 +164,15 @@ def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed
     """Make `params` those of `definition`: drop leaves that it does not have, and draw missing ones from `seed`."""
     shardings = definition.shardings(mesh)
     present = {path for path, _ in paths(params)}
-    shared = split(params, frozenset(present - {path for path, _ in paths(shardings)}))[0]
+    kept = split(params, frozenset(present - {path for path, _ in paths(shardings)}))[0]
     missing = split(shardings, frozenset(present))[0]
     if not missing:
-        return shared
+        return kept
 
-    def draw(key: jax.Array) -> dict[str, Any]:
-        return split(definition.init(key), frozenset(present))[0]
+    draw = shared(partial(_draw, definition, frozenset(present)))
+    return join(kept, jax.jit(draw, out_shardings=missing)(jax.random.key(seed)))
 
-    return join(shared, jax.jit(draw, out_shardings=missing)(jax.random.key(seed)))
+
+def _draw(definition: Definition, present: frozenset[Path], key: jax.Array) -> dict[str, Any]:
+    """Draw the parameters of a definition that are not at the paths `present`."""
+    return split(definition.init(key), present)[0]

@@ -16,6 +16,7 @@ from rlhf_core import create_state
 from rlhf_core.fit.evaluation import evaluator
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean, fetch_metrics
+from rlhf_core.runtime import sharing
 from rlhf_core.step import Programs, split_step
 
 RATE = 0.1
@@ -156,6 +157,25 @@ def test_one_loss_needs_no_counts(tiny: Any) -> None:
     programs = Programs(lambda params, batch: (objective(params, batch)[0]["policy"], {}), state)
     assert programs.count(state, [BATCH]) is None
     assert programs._count._cache_size() == 0  # type: ignore[attr-defined]
+
+
+TRACED: list[str] = []
+
+
+def noted(params: Any, batch: Mapping[str, Any]) -> tuple[Mean, dict[str, Any]]:
+    TRACED.append("objective")
+    return objective(params, batch)[0]["policy"], {}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_objective_is_traced_once_for_all_micro_batches_of_an_update(devices: int, tiny: Any) -> None:
+    sharing.forget()
+    TRACED.clear()
+    state = state_on(tiny, devices)
+    programs = Programs(noted, state)
+    for follows in (False, True):
+        programs.lower(state, BATCH, follows)
+    assert TRACED == ["objective"]
 
 
 def test_evaluation_adds_them_up(tiny: Any) -> None:

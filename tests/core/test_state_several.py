@@ -33,7 +33,7 @@ def objective(params: Any, batch: Any) -> Any:
 def moves(state: Any) -> dict[str, float]:
     """Return {path: how far one update moves the parameter}."""
     before = {path: np.asarray(leaf) for path, leaf in paths(state.params)}
-    after = split_step(objective, state, BATCH, 1)[0].params
+    after = jax.jit(lambda state: split_step(objective, state, BATCH, 1)[0].params)(state)
     far = {path: np.abs(np.asarray(leaf, float) - before[path].astype(float)) for path, leaf in paths(after)}
     for path, each in far.items():
         np.testing.assert_allclose(each, each.max(), atol=1e-6, err_msg=".".join(path))

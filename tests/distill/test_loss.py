@@ -98,8 +98,9 @@ def assert_close(actual: Any, expected: Any, atol: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("top_k", [None, 5, VOCAB])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    ("beta", "top_k"), [*((beta, top_k) for beta in BETAS for top_k in (None, 5)), (0.25, VOCAB)]
+)
 def test_values_and_gradients_equal_the_formula(beta: float, top_k: int | None) -> None:
     """Blocks of 16, 16 and 5 ids; different widths, kernels, caps and a temperature."""
     arrays, options = problem(), {"temperature": 1.3, "top_k": top_k}
@@ -147,11 +148,13 @@ def test_a_tail_is_never_more_than_the_whole() -> None:
 def test_the_teacher_gets_no_gradient() -> None:
     hidden, kernel, teacher_hidden, teacher_kernel, _ = problem()
     for top_k in (None, 4):
-        gradients = jax.grad(
-            lambda h, k, top_k=top_k: token_divergences(
-                forward_kl, Head(hidden, kernel), Head(h, k), top_k=top_k
-            ).sum(),
-            argnums=(0, 1),
+        gradients = jax.jit(
+            jax.grad(
+                lambda h, k, top_k=top_k: token_divergences(
+                    forward_kl, Head(hidden, kernel), Head(h, k), top_k=top_k
+                ).sum(),
+                argnums=(0, 1),
+            )
         )(teacher_hidden, teacher_kernel)
         assert not any(np.any(np.asarray(x)) for x in gradients)
 
@@ -179,10 +182,12 @@ def test_tiny_probabilities_stay_finite(beta: float, top_k: int | None) -> None:
     spread = jnp.linspace(-150.0, 150.0, VOCAB)
     student = Head(jnp.ones((1, 1, 1)), spread[None])
     teacher = Head(jnp.ones((1, 1, 1)), spread[None, ::-1])
-    value, gradient = jax.value_and_grad(
-        lambda kernel: token_divergences(
-            JensenShannon(beta), student._replace(kernel=kernel), teacher, top_k=top_k
-        ).sum()
+    value, gradient = jax.jit(
+        jax.value_and_grad(
+            lambda kernel: token_divergences(
+                JensenShannon(beta), student._replace(kernel=kernel), teacher, top_k=top_k
+            ).sum()
+        )
     )(student.kernel)
     exact = 300.0 if beta in (0, 1) else -(beta * np.log(beta) + (1 - beta) * np.log1p(-beta))
     if beta == 1 and top_k:  # the student is among the others, of which the teacher has exp(-3 * 300 / 36)

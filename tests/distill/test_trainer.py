@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from rlhf_distill import DistillConfig
@@ -95,6 +96,25 @@ def test_a_mixture_resumes_within_a_rollout(tiny: ModuleType, teacher_path: Path
     assert len(one.read_text().splitlines()) == 6
 
 
+def test_an_equal_run_traces_nothing_again(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
+    traced: list[str] = []
+
+    def note(event: str, seconds: float, **about: Any) -> None:
+        if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
+            traced.append(str(about.get("fun_name")))
+
+    options = {"on_policy_fraction": 0.0, "max_training_steps": 1}
+    train(tiny, teacher_path, tmp_path / "first", **options)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        train(tiny, teacher_path, tmp_path / "second", **options)
+        assert not traced
+        train(tiny, teacher_path, tmp_path / "third", **options, temperature=1.5)
+        assert any("accumulate" in name for name in traced)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
 def test_conversations_are_prompts_up_to_their_last_reply(
     tiny: ModuleType, teacher_path: Path, tmp_path: Path
 ) -> None:
@@ -118,8 +138,10 @@ def test_conversations_are_prompts_up_to_their_last_reply(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fraction", "divergence", "top_k"),
-    [(1.0, {"name": "jsd", "beta": 0.5}, None), (0.0, {"name": "forward_kl"}, 8)],
-    ids=str,
+    [
+        pytest.param(1.0, {"name": "jsd", "beta": 0.5}, None, id="sampled"),
+        pytest.param(0.0, {"name": "forward_kl"}, 8, id="given, top 8", marks=pytest.mark.long),
+    ],
 )
 def test_a_student_approaches_its_teacher(
     tiny: ModuleType, teacher_path: Path, tmp_path: Path, fraction: float, divergence: Any, top_k: int | None

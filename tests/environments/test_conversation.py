@@ -177,12 +177,14 @@ def conversations(name: str, published: dict[str, Path], make_tokenizer: Any, co
     template = TEMPLATES[name]
     text = published[name].read_text()
     marks = tuple(make_tokenizer(text).get_added_vocab())
+    problems: Any = {}  # of the template, whatever the tokens are
     for number, (swallows, before) in enumerate(
         [((), ()), ((template.end,), ()), (marks, ()), ((), (template.end,))]
     ):
         tokenizer = make_tokenizer(text, swallows=swallows, swallows_before=before)
         tokenizer.chat_template = text
         encoder = ConversationEncoder(tokenizer, OPTIONS, [tokenizer.convert_tokens_to_ids("<|eom_id|>")])
+        encoder._problems = problems
         for seed in range(count // 4):
             check(encoder, template, np.random.default_rng([number, seed]))
 

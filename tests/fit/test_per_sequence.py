@@ -39,8 +39,14 @@ def test_scores_of_every_branch_as_computed_one_by_one(
     params = jax.device_put(model.params, definition.shardings(mesh))
     given = trees(np.random.default_rng(0))
     found = per_sequence(partial(sequence_scores, definition), params, given, LAYOUT, mesh)
-    whole = [np.concatenate([tree.prefix, branch])[None] for tree in given for branch in tree.branches]
-    expected = [float(model.scores(tokens, np.ones_like(tokens))[0]) for tokens in whole]
+    whole = [np.concatenate([tree.prefix, branch]) for tree in given for branch in tree.branches]
+    lengths = np.array([len(tokens) for tokens in whole])
+    padded = np.stack([np.pad(tokens, (0, lengths.max() - len(tokens))) for tokens in whole])
+    masks = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int32)
+    # Row by row, but with one program for all lengths.
+    expected = [
+        float(model.scores(row[None], mask[None])[0]) for row, mask in zip(padded, masks, strict=True)
+    ]
     assert np.std(expected) > 1e-3
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 

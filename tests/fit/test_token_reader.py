@@ -55,12 +55,16 @@ def test_scores_of_every_branch_as_computed_one_by_one(
     values = TokenReader(partial(trained_scores, definition), LAYOUT, mesh)(params, given)
     branches = [(tree, i) for tree in given for i in range(len(tree.branches))]
     assert len(values) == len(branches)
+    positions = np.arange(16, dtype=np.int32)[None]  # one program for texts of every length
+
+    @jax.jit
+    def score(tokens: Any) -> Any:
+        hidden = definition.hidden(model.params, tokens, positions, np.full_like(positions, 16))
+        return definition.score(model.params, hidden)[0]
+
     for (tree, i), found in zip(branches, values, strict=True):
-        tokens = np.concatenate([tree.prefix, tree.branches[i]])[None]
-        positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-        seen = np.full(tokens.shape, tokens.shape[1], np.int32)
-        hidden = definition.hidden(model.params, tokens, positions, seen)
-        scores = np.asarray(definition.score(model.params, hidden))[0]
+        tokens = np.concatenate([tree.prefix, tree.branches[i]])
+        scores = np.asarray(score(np.pad(tokens, (0, 16 - len(tokens)))[None]))
         expected = scores[len(tree.prefix) + trained(tree, i) - 1]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 

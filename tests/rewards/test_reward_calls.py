@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import subprocess
 import time
 import warnings
 from pathlib import Path
@@ -454,7 +453,7 @@ for ends in (Reward("breaks", 1.0, breaks), Reward("other", 1.0, Mesh(1)), Rewar
 @pytest.mark.slow
 def test_two_processes_share_one_outcome():
     port = processes.free_port()
-    running = [processes.start(PROGRAM, i, 2, port, devices=1, stderr=subprocess.PIPE) for i in range(2)]
+    running = [processes.start(PROGRAM, i, 2, port, devices=1) for i in range(2)]
     first, second = (
         [line for line in said.splitlines() if not line.startswith("[Gloo]")]
         for said in processes.finish(running, timeout=120)

@@ -317,6 +317,17 @@ def test_a_flush_that_fails_names_what_it_flushed(tmp_path: Path, monkeypatch: p
     assert raised.value.filename == str(tmp_path)
 
 
+def test_a_flush_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    def lowest_free() -> int:
+        descriptor = os.dup(0)
+        os.close(descriptor)
+        return descriptor
+
+    before = lowest_free()
+    files.flush(tmp_path)
+    assert lowest_free() == before
+
+
 def test_a_disk_without_room_for_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = SimpleNamespace(f_files=9, f_favail=0, f_bavail=256, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: figures)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 JOIN = """
 import sys
@@ -30,6 +34,57 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Process:
+    """A forked process. pid: its id, and that of its group. returncode: as of `subprocess.Popen`, once it has ended."""
+
+    def __init__(
+        self, program: str, arguments: Sequence[object], cwd: Path | None, environment: dict[str, str]
+    ) -> None:
+        self._ended = Path(tempfile.mkdtemp()) / "ended"
+        self.returncode: int | None = None
+        job = {
+            "program": program,
+            "arguments": [str(each) for each in arguments],
+            "cwd": str(cwd or Path.cwd()),
+            "environment": environment,
+            "ended": str(self._ended),
+        }
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        self.pid = int(server.stdout.readline())
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Wait for its end; what it wrote on standard output, and on the other."""
+        until = time.monotonic() + timeout
+        while not self._ended.exists():
+            assert time.monotonic() < until, "it does not end"
+            time.sleep(0.01)
+        self.returncode, out, errors = json.loads(self._ended.read_text())
+        return out, errors
+
+    def kill(self) -> None:
+        if not self._ended.exists():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that the others are forked from; it ends with this one."""
+    inherited = {name: value for name, value in os.environ.items() if name != DEVICES}
+    root = str(Path(__file__).resolve().parents[2])
+    paths = os.pathsep.join(filter(None, [root, inherited.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("forks.py"))],
+        env={**inherited, "PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def start(
     program: str,
     process: int,
@@ -37,28 +92,19 @@ def start(
     port: int,
     *arguments: object,
     devices: int,
-    environment: dict[str, str] | None = None,
-    **pipes: Any,
-) -> subprocess.Popen[str]:
-    """One of `count` processes, with so many devices of its own. pipes: of Popen, where output is not to be read."""
-    command = [sys.executable, "-c", JOIN + program, *map(str, (process, count, devices, port, *arguments))]
-    inherited = {name: value for name, value in os.environ.items() if name != DEVICES}
-    root = str(Path(__file__).resolve().parents[2])
-    return subprocess.Popen(
-        command,
-        env={**inherited, "PYTHONPATH": root, **(environment or {})},
-        text=True,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **pipes},
-    )
+    cwd: Path | None = None,
+) -> Process:
+    """One of `count` processes, with so many devices of its own."""
+    return Process(JOIN + program, [process, count, devices, port, *arguments], cwd, {})
 
 
-def finish(running: Sequence[subprocess.Popen[str]], timeout: float = 300) -> list[str]:
+def finish(running: Sequence[Process], timeout: float = 300) -> list[str]:
     """What each wrote on its standard output; each must have ended well."""
     said = []
     try:
         for each in running:
             out, errors = each.communicate(timeout=timeout)
-            assert each.returncode == 0, out + (errors or "")
+            assert each.returncode == 0, out + errors
             said.append(out)
     finally:
         for each in running:

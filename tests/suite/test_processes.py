@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -113,17 +110,19 @@ def rlhf_step_end(stage, step, metrics):
 """
 
 
-def start(directory: Path, name: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    kept = {k: v for k, v in os.environ.items() if k != processes.DEVICES}
-    command = [sys.executable, "-m", "rlhf_core.cli", "run", "pipeline.toml", "--dir", name, *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=directory,
-        env=kept | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+COMMAND = """
+import os
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("JAX_NUM_CPU_DEVICES", 1)))
+from rlhf_core.cli import main
+main()
+"""
+
+
+def start(directory: Path, name: str, *arguments: str, **environment: str) -> Any:
+    command = ["run", "pipeline.toml", "--dir", name, *arguments]
+    return processes.Process(COMMAND, command, directory, environment)
 
 
 @pytest.mark.long
@@ -162,7 +161,7 @@ def job(
     began: float | None = None
     try:
         for each in runs:
-            said, _ = each.communicate(timeout=300)
+            said = "".join(each.communicate(timeout=300))
             began = began or time.monotonic()
             assert time.monotonic() - began < 30
             ended.append((each.returncode, said))

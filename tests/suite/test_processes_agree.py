@@ -52,7 +52,7 @@ def both(program: str, directory: Path, *arguments: list[str]) -> list[tuple[int
         for i, each in enumerate(arguments)
     ]
     try:
-        said = [each.communicate(timeout=120)[0] for each in running]
+        said = ["".join(each.communicate(timeout=120)) for each in running]
     finally:
         for each in running:
             each.kill()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from rlhf_core.plugins.component import load_file
 
 documents: Any = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
+processes: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -69,21 +67,16 @@ def test_no_file_holds_a_secret(tmp_path: Path, fail: bool, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plugin.py").write_text(PLUGIN)
     (tmp_path / "p.toml").write_text(PIPELINE)
-    command = [sys.executable, "-m", "rlhf_core.cli", "run", "p.toml", "--plugin", "plugin.py"]
-    ended = subprocess.run(
-        [*command, *(["--set", "a.fail=true"] if fail else [])],
-        cwd=tmp_path,
-        env={**os.environ, "SINK_URL": "canary-env-2", "WANDB_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == (1 if fail else 0), ended.stderr
+    command = ["run", "p.toml", "--plugin", "plugin.py", *(["--set", "a.fail=true"] if fail else [])]
+    environment = {"SINK_URL": "canary-env-2", "WANDB_MODE": "disabled"}
+    ended = processes.Process("from rlhf_core.cli import main; main()", command, tmp_path, environment)
+    out, errors = ended.communicate(timeout=120)
+    assert ended.returncode == (1 if fail else 0), errors
     assert (tmp_path / "seen.txt").read_text().split() == ["canary-typed-1", "canary-named-3", "canary-env-2"]
     written = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert tmp_path / "run/pipeline.resolved.toml" in written
     for canary in CANARIES:
-        assert canary not in ended.stdout + ended.stderr
+        assert canary not in out + errors
         assert [path for path, content in written.items() if canary.encode() in content] == []
     if not fail:
         report = tmp_path / "run/report.html"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -36,15 +37,7 @@ def read_divergences(
     A token's distributions are those of the state that predicts it. The hidden states of both models are compacted to
     trained tokens before the heads; those of the teacher get no gradient.
     """
-
-    def read(params: Any, batch: Packed) -> jax.Array:
-        student, teacher = (_head(models[name], params[name], batch) for name in (STUDENT, TEACHER))
-        values = token_divergences(
-            divergence, student, teacher, temperature=config.temperature, top_k=config.top_k
-        )
-        return jnp.where(batch.trained >= 0, values, 0.0)
-
-    return read
+    return partial(_read, models[STUDENT], models[TEACHER], divergence, config.temperature, config.top_k)
 
 
 def objective(models: Models, divergence: Divergence, config: DistillConfig) -> Objective:
@@ -52,12 +45,27 @@ def objective(models: Models, divergence: Divergence, config: DistillConfig) -> 
 
     There is no gradient through the sampling of completions (Agarwal et al. 2024).
     """
-    read = read_divergences(models, divergence, config)
+    return partial(_objective, read_divergences(models, divergence, config))
 
-    def compute(params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Metric]]:
-        return Mean.of(read(params, batch), trained_weight(batch)), {}
 
-    return compute
+def _read(
+    student: Definition,
+    teacher: Definition,
+    divergence: Divergence,
+    temperature: float,
+    top_k: int | None,
+    params: Any,
+    batch: Packed,
+) -> jax.Array:
+    heads = (_head(model, params[name], batch) for name, model in ((STUDENT, student), (TEACHER, teacher)))
+    values = token_divergences(divergence, *heads, temperature=temperature, top_k=top_k)
+    return jnp.where(batch.trained >= 0, values, 0.0)
+
+
+def _objective(
+    read: Callable[[Any, Packed], jax.Array], params: Any, batch: Packed
+) -> tuple[Mean, Mapping[str, Metric]]:
+    return Mean.of(read(params, batch), trained_weight(batch)), {}
 
 
 def _head(model: Definition, params: Any, batch: Packed) -> Head:
