@@ -12,8 +12,6 @@ from typing import Any
 _ANSWER = re.compile(r"(?s).*\bThe answer is (-?\d+)\.?")
 _SENTENCE = re.compile(r"[A-Z][^.!?\n]*[.!?]")
 _WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
-LEAST_WORDS = 5
-"""Of a sentence: two words and a full stop are none."""
 
 
 def judge_answer(row: Mapping[str, Any], text: str) -> dict[str, bool]:
@@ -23,14 +21,14 @@ def judge_answer(row: Mapping[str, Any], text: str) -> dict[str, bool]:
 
 
 def judge_sentence(row: Mapping[str, Any], text: str) -> dict[str, bool]:
-    """Judge a sentence: it is one, short enough, with the words that are needed and without the one that is banned.
+    """Judge a sentence: it is one, as long as asked for, with the words needed and without the one that is banned.
 
     Words are whole and without case: "boats" is neither the needed nor the banned "boat".
     """
     words = [word.lower() for word in _WORD.findall(text)]
     return {
-        "sentence": _SENTENCE.fullmatch(text.strip()) is not None and len(words) >= LEAST_WORDS,
-        "short": len(words) <= row["limit"],
+        "sentence": _SENTENCE.fullmatch(text.strip()) is not None,
+        "length": row["least"] <= len(words) <= row["limit"],
         "needed": all(word in words for word in row["needed"]),
         "banned": row["banned"] not in words,
     }

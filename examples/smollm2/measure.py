@@ -70,6 +70,26 @@ def complete(
     return list(zip(texts, map(bool, drawn.finished), strict=True))
 
 
+def read_episodes(
+    samples: Path, rows: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, list[tuple[str, bool]]]]:
+    """Read the first and the last evaluation that a stage has written: (rows, their last messages before and after).
+
+    Rows that the stage has not sampled are left out.
+    """
+    row_of = {row["prompt"][-1]["content"]: row for row in rows}
+    files = sorted(samples.glob("evaluation-*.jsonl"))
+    sides = {side: read_rows(file) for side, file in (("before", files[0]), ("after", files[-1]))}
+    asked = [[episode["prompt"][-1]["content"] for episode in episodes] for episodes in sides.values()]
+    if asked[0] != asked[1]:
+        raise ValueError(f"{files[0]} and {files[-1]} are about different prompts")
+    completions = {
+        side: [(episode["completion"][-1]["content"], episode["finished"]) for episode in episodes]
+        for side, episodes in sides.items()
+    }
+    return [row_of[prompt] for prompt in asked[0]], completions
+
+
 def proportion(successes: int, trials: int) -> Estimate:
     """Estimate a share with Wilson's interval, which holds near 0 and 1 too."""
     share, z = successes / trials, Z**2 / trials

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,17 +37,17 @@ class Run:
     """One thing to learn.
 
     pipeline: its file. tasks: what it is judged on. title: for the table. begins: the stage that gets the model.
-    before: the stage whose model is "before"; none: the model itself. rewards: whether rewards can be shuffled.
-    pairs: whether it needs preference pairs.
+    rewards: whether rewards can be shuffled. pairs: whether it needs preference pairs. episodes: whether it has an
+    environment; "before" is then the policy before its first update, as its stage has sampled it.
     """
 
     pipeline: str
     tasks: str
     title: str
     begins: str = "policy"
-    before: str | None = None
     rewards: bool = True
     pairs: bool = False
+    episodes: bool = False
 
 
 RUNS = {
@@ -63,6 +63,9 @@ RUNS = {
     ),
     "d": Run("dpo.toml", "words", "DPO on the same preferences", rewards=False, pairs=True),
     "e": Run("lora.toml", "words", "GRPO on sentences under constraints, with adapters"),
+    "f": Run(
+        "tool.toml", "products", "SFT and GRPO on products, with a calculator", begins="base", episodes=True
+    ),
 }
 
 
@@ -88,7 +91,8 @@ def prepare(
                 directory / "data", load_model(model), prompts=pair_prompts, seed=seed, longest=LONGEST
             )
         write_atomic(written, json.dumps(made, indent=2) + "\n")
-    shutil.copyfile(HERE / "rewards.py", directory / "rewards.py")
+    for name in ("rewards.py", "calc.py", "chat.jinja"):
+        shutil.copyfile(HERE / name, directory / name)
     pipeline = directory / run.pipeline
     write_atomic(pipeline, (HERE / run.pipeline).read_bytes())
     return pipeline
@@ -114,7 +118,7 @@ def teach(
 
     run = RUNS[name]
     if shuffle_rewards and not run.rewards:
-        raise InputError(f"run {name} has no rewards of its own to shuffle; a, b and e have")
+        raise InputError(f"run {name} has no rewards of its own to shuffle; a, b, e and f have")
     clock = Clock()
     pipeline = prepare(
         run, directory, model, seed, sizes or Sizes(), shuffled=shuffle_rewards, pair_prompts=pair_prompts
@@ -146,24 +150,37 @@ def teach(
 
 
 def measure_run(run: Run, directory: Path, model: str, seed: int) -> dict[str, Any]:
-    """Measure the model before and after on the held-out tasks, with the same random numbers."""
-    from measure import complete, describe, paired_gain, read_rows
+    """Measure the model before and after on the held-out tasks."""
+    from measure import describe, paired_gain, read_episodes, read_rows
+
+    rows = read_rows(directory / "data" / f"{run.tasks}.heldout.jsonl")
+    if run.episodes:
+        rows, completions = read_episodes(directory / "policy" / "samples", rows)
+    else:
+        completions = complete_both(rows, directory, model, seed)
+    sides = {side: describe(rows, texts) for side, texts in completions.items()}
+    gain = paired_gain(sides["before"]["right"], sides["after"]["right"])
+    return {"prompts": [row["prompt"][-1]["content"] for row in rows], **sides, "gain": gain}
+
+
+def complete_both(
+    rows: Sequence[Mapping[str, Any]], directory: Path, model: str, seed: int
+) -> dict[str, list[tuple[str, bool]]]:
+    """Sample completions before and after, with the same random numbers."""
+    from measure import complete
 
     from rlhf_core import load_model
 
-    rows = read_rows(directory / "data" / f"{run.tasks}.heldout.jsonl")
-    sides = {}
-    for side, path in (("before", model), ("after", directory / "policy" / "artifacts" / "model")):
-        completions = complete(
+    return {
+        side: complete(
             load_model(path),
             [row["prompt"] for row in rows],
             seed,
             temperature=TEMPERATURE,
             max_completion_length=LONGEST,
         )
-        sides[side] = describe(rows, completions)
-    gain = paired_gain(sides["before"]["right"], sides["after"]["right"])
-    return {"prompts": [row["prompt"][-1]["content"] for row in rows], **sides, "gain": gain}
+        for side, path in (("before", model), ("after", directory / "policy" / "artifacts" / "model"))
+    }
 
 
 class Clock:

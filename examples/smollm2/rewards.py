@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 
 Messages = Sequence[Mapping[str, str]]
 
-SHORTEST = 5
-"""Words of a sentence."""
-
 
 def sentence(
     completions: Sequence[Messages],
     needed: Sequence[Sequence[str]],
     banned: Sequence[str],
+    least: Sequence[int],
     limit: Sequence[int],
     *,
     shuffled: bool = False,
@@ -29,18 +27,18 @@ def sentence(
     """
     values = [
         _sentence(messages[-1]["content"], *row)
-        for messages, *row in zip(completions, needed, banned, limit, strict=True)
+        for messages, *row in zip(completions, needed, banned, least, limit, strict=True)
     ]
     return dealt_out(values) if shuffled else values
 
 
-def _sentence(text: str, needed: Sequence[str], banned: str, limit: int) -> float:
+def _sentence(text: str, needed: Sequence[str], banned: str, least: int, limit: int) -> float:
     text = text.strip()
     words = [word.strip(".,;:!?\"'()*").lower() for word in text.split()]
     ends = [place for place, letter in enumerate(text) if letter in ".!?"]
     parts = [
-        float(text[:1].isupper() and ends == [len(text) - 1] and "\n" not in text and len(words) >= SHORTEST),
-        min(1.0, limit / max(len(words), 1)),
+        float(text[:1].isupper() and ends == [len(text) - 1] and "\n" not in text),
+        min(1.0, len(words) / least, limit / max(len(words), 1)),
         sum(word in words for word in needed) / len(needed),
         float(banned not in words),
     ]

@@ -15,7 +15,7 @@ PARTS = {
     "form": 'ends in "The answer is N"',
     "number": "and N is right",
     "sentence": "one sentence",
-    "short": "short enough",
+    "length": "as long as asked for",
     "needed": "has the words needed",
     "banned": "lacks the word banned",
     "finished": "ended by itself",

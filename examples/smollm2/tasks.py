@@ -3,8 +3,9 @@
     python examples/smollm2/tasks.py DIR [--seed 0]
 
     sums.train.jsonl, sums.choice…, sums.heldout…        prompt, answer
-    words.train.jsonl, words.choice…, words.heldout…     prompt, needed, banned, limit
+    words.train.jsonl, words.choice…, words.heldout…     prompt, needed, banned, least, limit
     products.train.jsonl, products.choice…, products…    prompt, answer
+    calls.jsonl                                          messages, tools: how a calculator is called
     tasks.json                                           the settings that made it all, written last
 
 Prompts are conversations. Settings are chosen on the split `choice`; `heldout` is measured once, by `real.py`. No pair
@@ -28,9 +29,12 @@ SHARES = (0.7, 0.1, 0.2)
 """Of the pairs of numbers, and of the topics."""
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Lucy", "Mark", "Nora", "Paul")
 THINGS = ("apples", "books", "coins", "pencils", "marbles", "stamps", "cards", "shells", "keys", "buttons")
-LIMITS = (10, 12, 15)
-"""Words that a sentence may have at most."""
+LEAST = 7
+LIMITS = (12, 15, 18)
+"""Words that a sentence has at least, and at most."""
 
+MISREAD = 0.3
+"""Probability that a digit in a shown call is wrong, so that one call in four has both numbers right."""
 EXAMPLE = (
     {"role": "user", "content": "Tom has 4 books and gets 2 more. How many books does Tom have now?"},
     {"role": "assistant", "content": "4 + 2 = 6. The answer is 6."},
@@ -42,11 +46,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows per split of each task."""
+    """Rows per split of each task, and of `calls.jsonl`."""
 
     train: int = 1024
     choice: int = 64
     heldout: int = 256
+    calls: int = 256
 
 
 def split_up(items: list[Any], rng: random.Random) -> dict[str, list[Any]]:
@@ -81,10 +86,16 @@ def sentences(topics: list[tuple[str, ...]], rng: random.Random) -> Iterator[Row
         first, second, banned = rng.sample(rng.choice(topics), 3)
         limit = rng.choice(LIMITS)
         text = (
-            f'Write one short sentence with the words "{first}" and "{second}". '
-            f'Use at most {limit} words, and do not use the word "{banned}".'
+            f'Write one sentence with the words "{first}" and "{second}". '
+            f'Use {LEAST} to {limit} words, and do not use the word "{banned}".'
         )
-        yield {"prompt": asked(text), "needed": [first, second], "banned": banned, "limit": limit}
+        yield {
+            "prompt": asked(text),
+            "needed": [first, second],
+            "banned": banned,
+            "least": LEAST,
+            "limit": limit,
+        }
 
 
 def products(pairs: list[tuple[int, int]], rng: random.Random) -> Iterator[Row]:
@@ -95,6 +106,37 @@ def products(pairs: list[tuple[int, int]], rng: random.Random) -> Iterator[Row]:
         yield {"prompt": asked(text), "answer": str(a * b)}
 
 
+def calls(pairs: list[tuple[int, int]], rng: random.Random) -> Iterator[Row]:
+    """Show how the calculator is called for a product, mostly with wrong digits."""
+    from calc import multiply
+    from transformers.utils import get_json_schema
+
+    tools = [get_json_schema(multiply)]
+    for row in products(pairs, rng):
+        numbers = [word for word in row["prompt"][0]["content"].split() if word.isdecimal()]
+        a, b = (misread(number, rng) for number in numbers)
+        call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+        messages = [
+            *row["prompt"],
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "multiply", "content": str(a * b)},
+            {"role": "assistant", "content": f"The answer is {a * b}."},
+        ]
+        yield {"prompt": row["prompt"], "messages": messages, "tools": tools}
+
+
+def misread(number: str, rng: random.Random) -> int:
+    """Replace each digit by another one with the probability MISREAD."""
+    return int(
+        "".join(
+            rng.choice([other for other in "123456789" if other != digit])
+            if rng.random() < MISREAD
+            else digit
+            for digit in number
+        )
+    )
+
+
 def different(rows: Iterator[Row], count: int) -> list[Row]:
     """Return the first `count` rows whose prompts differ."""
     kept: dict[str, Row] = {}
@@ -102,6 +144,11 @@ def different(rows: Iterator[Row], count: int) -> list[Row]:
         row = next(rows)
         kept.setdefault(row["prompt"][-1]["content"], row)
     return list(kept.values())
+
+
+def write_rows(file: Path, rows: list[Row]) -> None:
+    """Write a jsonl file."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def settings(seed: int, sizes: Sizes) -> dict[str, Any]:
@@ -123,8 +170,12 @@ def generate(directory: Path, *, seed: int = 0, sizes: Sizes | None = None) -> N
     for kind, (items, rows) in kinds.items():
         for split, share in split_up(items, random.Random(f"{seed} {kind}")).items():
             drawn = different(rows(share, random.Random(f"{seed} {kind} {split}")), getattr(sizes, split))
-            text = "".join(json.dumps(row) + "\n" for row in drawn)
-            (directory / f"{kind}.{split}.jsonl").write_text(text, encoding="utf-8")
+            write_rows(directory / f"{kind}.{split}.jsonl", drawn)
+            if kind == "products" and split == "train":
+                shown = different(calls(share, random.Random(f"{seed} calls")), sizes.calls)
+                write_rows(
+                    directory / "calls.jsonl", [{k: row[k] for k in ("messages", "tools")} for row in shown]
+                )
     text = json.dumps(settings(seed, sizes), indent=2)
     (directory / "tasks.json").write_text(text + "\n", encoding="utf-8")
 

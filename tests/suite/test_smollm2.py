@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -24,12 +25,14 @@ from rlhf_core.plugins.component import load_file
 from rlhf_core.testing import MODEL_TABLE, check_reward
 
 BYTES = [chr(code) for code in range(ord("!"), ord("~") + 1)]
-MODULES = ("topics", "tasks", "judge", "measure", "pairs", "rewards", "table", "real")
+MODULES = ("topics", "calc", "tasks", "judge", "measure", "pairs", "rewards", "table", "real")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-PIPELINES = ("sums", "words", "preferences", "dpo", "lora")
+CHAT = "user assistant system tool tool_call < > / { } You may call multiply : ."
+"""What chat templates write besides the data."""
+PIPELINES = ("sums", "words", "preferences", "dpo", "lora", "tool")
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def smollm2(repository: Path) -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def sizes(smollm2: SimpleNamespace) -> Any:
-    return smollm2.tasks.Sizes(train=24, choice=4, heldout=8)
+    return smollm2.tasks.Sizes(train=24, choice=4, heldout=8, calls=24)
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +108,13 @@ def model(smollm2: SimpleNamespace, sizes: Any, tmp_path_factory: pytest.TempPat
     """A tiny chat model whose tokenizer has every word of the tasks."""
     data = tmp_path_factory.mktemp("data")
     smollm2.tasks.generate(data, sizes=sizes)
-    split = pre_tokenizers.Whitespace()
-    words = {
-        word
-        for file in data.glob("*.jsonl")
-        for row in smollm2.measure.read_rows(file)
-        for message in row["prompt"]
-        for word, _ in split.pre_tokenize_str(message["content"])
-    }
-    special = ["<pad>", "<unk>", "<|im_end|>"]
-    vocabulary = [*special, "user", "assistant", *sorted(words - {"user", "assistant"})]
+    split = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
+    texts = [file.read_text() for file in data.glob("*.jsonl")]
+    words = {word for text in [*texts, CHAT] for word, _ in split.pre_tokenize_str(text)}
+    special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = [*special, *sorted(words - set(special))]
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Sequence([split])
+    raw.pre_tokenizer = split
     raw.add_special_tokens(special)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<pad>", unk_token="<unk>"
@@ -130,13 +128,14 @@ def model(smollm2: SimpleNamespace, sizes: Any, tmp_path_factory: pytest.TempPat
 def test_the_same_seed_writes_the_same_tasks_and_splits_share_nothing(
     smollm2: SimpleNamespace, tmp_path: Path
 ) -> None:
-    sizes = smollm2.tasks.Sizes(train=200, choice=20, heldout=60)
+    sizes = smollm2.tasks.Sizes(train=200, choice=20, heldout=60, calls=40)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         smollm2.tasks.generate(tmp_path / name, seed=seed, sizes=sizes)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert files == sorted(
         [
             "tasks.json",
+            "calls.jsonl",
             *(f"{k}.{s}.jsonl" for k in ("sums", "words", "products") for s in smollm2.tasks.SPLITS),
         ]
     )
@@ -151,29 +150,19 @@ def test_the_same_seed_writes_the_same_tasks_and_splits_share_nothing(
         trios = [{*row["needed"], row["banned"]} for row in rows]
         topics_of[split] = {t for t in smollm2.topics.TOPICS if any(trio <= set(t) for trio in trios)}
         rows = smollm2.measure.read_rows(tmp_path / "a" / f"sums.{split}.jsonl")
-        asked = [
-            [int(word) for word in row["prompt"][-1]["content"].split() if word.isdecimal()] for row in rows
-        ]
-        for (first, second), row in zip(asked, rows, strict=True):
-            more = "more" in row["prompt"][-1]["content"]
-            assert int(row["answer"]) == (first + second if more else first - second)
-        pairs_of[split] = {
-            frozenset(
-                (
-                    second,
-                    int(row["answer"]) - second
-                    if "more" in row["prompt"][-1]["content"]
-                    else int(row["answer"]),
-                )
-            )
-            for (_, second), row in zip(asked, rows, strict=True)
-        }
+        pairs_of[split] = set()
+        for row in rows:
+            question = row["prompt"][-1]["content"]
+            first, second = (int(word) for word in question.split() if word.isdecimal())
+            other = first if "more" in question else first - second
+            assert int(row["answer"]) == (first + second if "more" in question else other)
+            pairs_of[split].add(frozenset((other, second)))
     for one, other in (("train", "heldout"), ("train", "choice"), ("choice", "heldout")):
         assert not topics_of[one] & topics_of[other]
         assert not pairs_of[one] & pairs_of[other]
 
 
-ROW = {"needed": ["river", "boat"], "banned": "water", "limit": 8}
+ROW = {"needed": ["river", "boat"], "banned": "water", "least": 5, "limit": 8}
 
 
 @pytest.mark.parametrize(
@@ -185,18 +174,18 @@ ROW = {"needed": ["river", "boat"], "banned": "water", "limit": 8}
         ("The boats sail down the river.", {"needed"}),
         ("The boat floats on river water.", {"banned"}),
         ("The boat floats on a watery river.", set()),
-        ("The old boat sails slowly down a long river.", {"short"}),
-        ("River boat.", {"sentence"}),
+        ("The old boat sails slowly down a long river.", {"length"}),
+        ("River boat.", {"length"}),
         ("The boat sails. The river is long.", {"sentence"}),
         ("the boat sails down a river.", {"sentence"}),
         ("The boat sails down a river", {"sentence"}),
-        ("", {"sentence", "needed"}),
+        ("", {"sentence", "length", "needed"}),
     ],
 )
 def test_sentences_are_judged_part_by_part(smollm2: SimpleNamespace, text: str, fails: set[str]) -> None:
     verdict = smollm2.judge.judge(ROW, text, finished=True)
     assert {part for part, holds in verdict.items() if not holds} == fails
-    reward = smollm2.rewards.sentence([[{"content": text}]], [ROW["needed"]], ["water"], [8])[0]
+    reward = smollm2.rewards.sentence([[{"content": text}]], [ROW["needed"]], ["water"], [5], [8])[0]
     assert (reward == 2.0) == (not fails)
     assert 0 <= reward <= 2
 
@@ -296,15 +285,16 @@ def test_pipelines_pass_the_check(
     tmp_path: Path,
     name: str,
 ) -> None:
-    for file in (f"{name}.toml", "rewards.py"):
+    for file in (f"{name}.toml", "rewards.py", "calc.py", "chat.jinja"):
         shutil.copyfile(repository / "examples" / "smollm2" / file, tmp_path / file)
     smollm2.tasks.generate(tmp_path / "data", sizes=sizes)
     row = {
-        "prompt": [{"role": "user", "content": "What?"}],
-        **{k: [{"role": "assistant", "content": k}] for k in ("chosen", "rejected")},
+        "prompt": [{"role": "user", "content": "Write one sentence."}],
+        "chosen": [{"role": "assistant", "content": "short sentence"}],
+        "rejected": [{"role": "assistant", "content": "words"}],
     }
     (tmp_path / "data" / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    first = "base" if name == "preferences" else "policy"
+    first = "base" if name in ("preferences", "tool") else "policy"
     ended = rlhf(
         "check",
         str(tmp_path / f"{name}.toml"),
@@ -321,6 +311,15 @@ def test_every_run_has_its_pipeline(smollm2: SimpleNamespace, repository: Path) 
     files = {run.pipeline for run in smollm2.real.RUNS.values()}
     assert files == {file.name for file in (repository / "examples" / "smollm2").glob("*.toml")}
     assert files == {f"{name}.toml" for name in PIPELINES}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
+@pytest.mark.parametrize("model", ["", "own/model"])
+def test_make_compares_only_our_model_and_teaches_the_one_asked_for(repository: Path, model: str) -> None:
+    command = ["make", "-n", "real", *([f"MODEL={model}"] if model else [])]
+    lines = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    assert ("compare.py" in lines, "prepare.py" in lines) == (not model, not model)
+    assert lines.rstrip().endswith(f"real.py b --seed 0{f' --model {model}' if model else ''}")
 
 
 TWO_UPDATES = (
@@ -384,3 +383,13 @@ def test_preferences_come_from_the_model_itself(
     assert pairs
     assert all(pair["chosen"] != pair["rejected"] for pair in pairs)
     assert set(summary["artifacts"]) == {"base", "rm", "policy"}
+
+
+@pytest.mark.long
+def test_episodes_are_judged_by_their_last_message(
+    smollm2: SimpleNamespace, sizes: Any, model: Path, tmp_path: Path
+) -> None:
+    sets = [*TWO_UPDATES[:3], "base.max_training_steps=1", "policy.num_preview_samples=4"]
+    summary = smollm2.real.teach("f", tmp_path / "run", str(model), seed=0, sizes=sizes, sets=sets)
+    assert len(summary["prompts"]) == len(summary["before"]["texts"]) == len(summary["after"]["texts"]) == 4
+    assert set(summary["after"]["parts"]) == {"form", "number", "finished"}
