@@ -228,7 +228,8 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_: f"{message}\n"  # without the place in the code
     local = Path(arguments.model).expanduser()
     model = str(local.resolve()) if local.is_dir() else arguments.model
-    names = list(RUNS) if arguments.run == "all" else [arguments.run]
+    suited = [name for name, run in RUNS.items() if run.rewards or not arguments.shuffle_rewards]
+    names = suited if arguments.run == "all" else [arguments.run]
     own = "" if model == str(OURS) else f"-{Path(model).name}"
     try:
         for name in names:

@@ -76,4 +76,4 @@ def _examples(summary: Mapping[str, Any]) -> Table:
 def _times(seconds: Mapping[str, tuple[float, float]]) -> Text:
     parts = ", ".join(f"{name} {wall:.0f} s" for name, (wall, _) in seconds.items())
     cpu = sum(cpu for _, cpu in seconds.values()) / 60
-    return Text(f"\nWall time: {parts}; {cpu:.1f} minutes of CPU in all.")
+    return Text(f"\nWall time of this attempt: {parts}; {cpu:.1f} minutes of CPU.")

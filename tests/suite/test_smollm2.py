@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -311,6 +312,17 @@ def test_every_run_has_its_pipeline(smollm2: SimpleNamespace, repository: Path) 
     files = {run.pipeline for run in smollm2.real.RUNS.values()}
     assert files == {file.name for file in (repository / "examples" / "smollm2").glob("*.toml")}
     assert files == {f"{name}.toml" for name in PIPELINES}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_sample_as_the_driver_measures(
+    smollm2: SimpleNamespace, repository: Path, name: str
+) -> None:
+    pipeline = tomllib.loads((repository / "examples" / "smollm2" / f"{name}.toml").read_text())
+    wanted = {"temperature": smollm2.real.TEMPERATURE, "max_completion_length": smollm2.real.LONGEST}
+    for stage in pipeline["stage"]:
+        if stage["trainer"] == "grpo" and "environment" not in stage:
+            assert stage["sampling"] == wanted
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
