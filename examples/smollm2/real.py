@@ -232,6 +232,8 @@ def main() -> None:
     names = suited if arguments.run == "all" else [arguments.run]
     own = "" if model == str(OURS) else f"-{Path(model).name}"
     try:
+        if model == str(OURS) and not local.is_dir():
+            raise InputError(f"{OURS} is missing; python {HERE / 'prepare.py'} {OURS} makes it")
         for name in names:
             directory = Path("runs") / (
                 f"smollm2-{Path(RUNS[name].pipeline).stem}{own}-seed{arguments.seed}"

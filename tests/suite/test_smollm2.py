@@ -405,3 +405,19 @@ def test_episodes_are_judged_by_their_last_message(
     summary = smollm2.real.teach("f", tmp_path / "run", str(model), seed=0, sizes=sizes, sets=sets)
     assert len(summary["prompts"]) == len(summary["before"]["texts"]) == len(summary["after"]["texts"]) == 4
     assert set(summary["after"]["parts"]) == {"form", "number", "finished"}
+
+
+def test_a_model_that_was_not_prepared_is_an_error_that_says_how(
+    smollm2: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(smollm2.real, "OURS", tmp_path / "smollm2")
+    monkeypatch.setattr(sys, "argv", ["real.py", "b"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        smollm2.real.main()
+    assert ended.value.code == 2
+    assert "prepare.py" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
