@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -415,6 +416,7 @@ def test_a_model_that_was_not_prepared_is_an_error_that_says_how(
 ) -> None:
     monkeypatch.setattr(smollm2.real, "OURS", tmp_path / "smollm2")
     monkeypatch.setattr(sys, "argv", ["real.py", "b"])
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the command replaces it
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         smollm2.real.main()
