@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 PYTEST_ARGS ?= -n 2 --dist loadfile
 WORK ?= W1
-MODEL ?= 10m
+RUN ?= b
 ROUNDS ?= 3
 # The environments of XLA's compilers, about 6 GB; made where they are missing.
 COMPILERS ?= $(CURDIR)/.compilers
@@ -19,7 +19,7 @@ JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
 PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill
 
-BENCH_ARGS = --work $(WORK) --model $(MODEL) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
+BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
 .PHONY: help env demo lint test test-long test-accelerators test-launchers torture real reproduce bench bench-peers
@@ -32,7 +32,7 @@ help:
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
-	@echo "make real                               fetch SmolLM2-135M-Instruct (93 MB), convert it, compare it with a reference"
+	@echo "make real [RUN=b] [SEED=0] [MODEL=DIR]  teach SmolLM2-135M-Instruct (93 MB) one thing of six, or all; about 15 minutes each"
 	@echo "make lint                               the checks alone: ruff, mypy, import layers"
 	@echo "make bench [WORK=W1] [MODEL=10m]        time one of the works of benchmarks/speed"
 	@echo "make bench-peers [WORK=W1] [ROUNDS=3]   the same, in turn with TRL and Tunix; RECORD=1 keeps the result"
@@ -89,9 +89,11 @@ torture: env
 	$(BIN)/python -m torture $(EXPERIMENT) --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(if $(CASE),--case "$(CASE)")
 	$(if $(EXPERIMENT)$(BUDGET),,$(BIN)/python -m pytest $(PYTEST_ARGS) -m exhaustive)
 
+# Without MODEL, a directory or a hub name, it is SmolLM2, fetched once and compared with a reference.
 real: env
-	$(BIN)/python examples/smollm2/prepare.py .cache/smollm2
-	$(BIN)/python examples/smollm2/compare.py .cache/smollm2
+	$(if $(MODEL),,$(BIN)/python examples/smollm2/prepare.py .cache/smollm2)
+	$(if $(MODEL),,$(BIN)/python examples/smollm2/compare.py .cache/smollm2)
+	@$(BIN)/python examples/smollm2/real.py $(RUN) --seed $(SEED)$(if $(MODEL), --model $(MODEL))$(if $(filter 1,$(SHUFFLE_REWARDS)), --shuffle-rewards)
 
 reproduce: env
 	@$(BIN)/python recipes/reproduce.py $(RECIPE) --seed $(SEED)

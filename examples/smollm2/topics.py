@@ -1,0 +1,65 @@
+"""The words of the sentences, by topic: any two of a topic go together, and a third one is tempting."""
+
+_TOPICS = """
+sand wave shell beach sea towel
+river boat water bridge fish stone
+bread butter kitchen oven knife plate
+coffee cup morning milk sugar table
+garden flower rose tree bee spring
+forest tree bear path leaf bird
+winter snow coat ice wind fire
+summer sun holiday swim heat ice
+school teacher book class desk student
+hospital doctor nurse patient bed medicine
+music piano song band guitar concert
+train station ticket seat travel window
+farm cow horse milk field farmer
+castle king queen sword tower crown
+night moon star sky dark dream
+rain cloud umbrella storm puddle boots
+office paper pen desk phone meeting
+birthday cake candle gift party friend
+football goal team ball player field
+library book story page shelf quiet
+market fruit apple price basket seller
+cinema film actor screen popcorn ticket
+house door window roof room wall
+car road wheel driver engine street
+plane sky pilot wing airport cloud
+mountain snow hill climb top rock
+cat mouse tail sleep milk chair
+dog ball park bone run tail
+baby sleep cry milk toy mother
+letter stamp envelope post address paper
+camera picture light smile lens photo
+clock time hour wall minute alarm
+money bank wallet coin store card
+painter brush colour wall picture canvas
+soup spoon bowl salt hot carrot
+island ship sea captain treasure map
+desert sand camel sun dry heat
+city street bus crowd shop building
+computer screen mouse game keyboard email
+dinner plate fork chicken rice wine
+wedding bride dress ring church dance
+breakfast egg toast juice bread jam
+circus clown tent lion trick laugh
+zoo lion monkey cage visitor giraffe
+dentist tooth chair mouth brush pain
+bicycle wheel road helmet hill ride
+space rocket moon planet star earth
+lake duck swim boat fish swan
+shirt button needle thread colour iron
+hotel room key guest bed lobby
+pizza cheese tomato oven slice dough
+newspaper story page reporter morning town
+chess king queen board move player
+tea cup lemon honey sugar pot
+bakery bread cake flour oven smell
+grandmother story chair scarf kitchen garden
+police thief street night car bank
+fisherman net boat fish sea morning
+hammer nail wood wall carpenter box
+theatre actor stage curtain play seat
+"""
+TOPICS = tuple(tuple(line.split()) for line in _TOPICS.strip().splitlines())
