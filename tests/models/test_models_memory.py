@@ -6,8 +6,10 @@ map, whose pages the system drops when it needs them. Devices are the CPU's, so 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -62,16 +64,18 @@ class Process:
     def __init__(self, log: Path, *arguments: object, devices: int) -> None:
         self.log = log
         # What is freed is the system's at once, as large arrays' memory is.
-        environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        environment = {name: value for name, value in os.environ.items() if name != jobs.DEVICES}
+        environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(Path(__file__).parents[2])}
+        index, count, port, *rest = arguments
+        command = [sys.executable, "-c", jobs.JOIN + PROGRAM, index, count, devices, port, *rest]
         with log.open("w") as out:
-            self.process: Any = jobs.start(
-                PROGRAM,
-                *arguments,
-                devices=devices,
-                environment=environment,
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
+                text=True,
             )
         self.status = Path(f"/proc/{self.process.pid}/status")
 
@@ -85,6 +89,7 @@ class Process:
         return word in text.split()
 
     def go(self) -> None:
+        assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
