@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -329,8 +330,11 @@ def test_pipelines_sample_as_the_driver_measures(
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
 @pytest.mark.parametrize("model", ["", "own/model"])
 def test_make_compares_only_our_model_and_teaches_the_one_asked_for(repository: Path, model: str) -> None:
-    command = ["make", "-n", "real", *([f"MODEL={model}"] if model else [])]
-    lines = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    command = ["make", "-n", "--no-print-directory", "real", *([f"MODEL={model}"] if model else [])]
+    path = {"PATH": os.environ["PATH"]}  # and none of the variables of a `make test` that runs this test
+    lines = subprocess.run(
+        command, cwd=repository, env=path, capture_output=True, text=True, check=True
+    ).stdout
     assert ("compare.py" in lines, "prepare.py" in lines) == (not model, not model)
     assert lines.rstrip().endswith(f"real.py b --seed 0{f' --model {model}' if model else ''}")
 
