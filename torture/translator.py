@@ -128,7 +128,7 @@ class Translator:
         elif call.name == "lseek":
             self.positions[number, file] = call.result
         elif call.result:
-            size = len(self.live.contents[file])
+            size = len(self.live.contents.get(file, b""))  # a power cut may have left the name alone
             opened = (number, file)
             if call.name.startswith("pwrite"):
                 offset, data = call.number(3), call.data(1)
@@ -145,7 +145,7 @@ class Translator:
         start = re.match(r"\[(\d+)\]", call.arguments[2])
         if call.name != "sendfile" or file is None or start is None:
             raise ValueError(f"{call.name} from another place is not simulated")
-        return self.live.contents[file][int(start[1]) :]
+        return self.live.contents.get(file, b"")[int(start[1]) :]
 
 
 def _paths(call: FileCall) -> Iterator[str]:

@@ -59,10 +59,24 @@ def test_a_journal_keeps_the_order_of_names() -> None:
     assert {b"", b"content", bytes(7)} <= contents
 
 
-def test_calls_become_changes(tmp_path: Path) -> None:
-    def hexadecimal(text: str) -> str:
-        return "".join(f"\\x{byte:02x}" for byte in text.encode())
+def hexadecimal(text: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in text.encode())
 
+
+def test_a_file_whose_content_a_power_cut_took_is_written_again(tmp_path: Path) -> None:
+    disk = Disk()
+    disk.apply(WRITTEN[0])
+    trace, file = tmp_path / "trace", hexadecimal("/d/new")
+    trace.write_text(
+        f'7  openat(AT_FDCWD<{hexadecimal("/d")}>, "{hexadecimal("new")}", O_WRONLY|O_CREAT, 0666) = 3<{file}>\n'
+        f'7  write(3<{file}>, "{hexadecimal("on")}", 2) = 2\n'
+    )
+    translator = Translator("/d", disk.live, 1)
+    assert [operation.call for operation in translator.translate(read(trace))] == ["write 0 new"]
+    assert translator.live.tree() == {"new": b"on"}
+
+
+def test_calls_become_changes(tmp_path: Path) -> None:
     here, file = hexadecimal("/d"), hexadecimal("/d/a")
     trace = tmp_path / "trace"
     trace.write_text(
