@@ -103,6 +103,22 @@ _CONTEXT.asynchronous.create_directories_asynchronously = False
 _CONTEXT.asynchronous.timeout_secs = 10**9
 # Replicas share the work of saving large arrays. For each shape that takes a program per replica to cut the array up.
 _CONTEXT.array.saving.min_slice_bytes_for_replica_parallel = 2**20
+ENCODED_AT_ONCE = 2**28
+"""Bytes of arrays that are compressed at a time, or one array that is larger."""
+
+
+def _context(arrays: Mapping[str, Any]) -> v1.Context:
+    """Return the options for saving arrays: many bytes are written array by array, to take little more memory.
+
+    Few bytes are written in one transaction: fewer files and flushes, but all that is compressed waits for its end.
+    """
+    sizes = [leaf.nbytes for leaf in arrays.values()]
+    context = v1.Context(_CONTEXT)
+    if sum(sizes) > ENCODED_AT_ONCE:
+        context.memory.write_concurrent_bytes = (
+            max(ENCODED_AT_ONCE, *sizes) + 1
+        )  # what it takes is less than this
+    return context
 
 
 class Restored(NamedTuple):
@@ -169,7 +185,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._clean()
                 make_directory(partial)
-            with _CONTEXT:
+            with _context(arrays_of_state):
                 return v1.save_async(partial / "state", arrays_of_state)
 
         @hold_end()

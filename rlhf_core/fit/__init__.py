@@ -36,7 +36,7 @@ from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
 from rlhf_core.runtime.agreement import any_process, stop_together
-from rlhf_core.runtime.peak_memory import peak_memory
+from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
 from rlhf_core.runtime.sharing import shared
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.state import TrainState
@@ -204,6 +204,7 @@ class _Run:
     def run_update(self, step: int, steps: Programs, state: TrainState) -> TrainState:
         """Dispatch update `step`, then check the one before it while this one is computed."""
         update = self.next_update(step, state)
+        return_freed_memory()  # before the programs that take the most
         if step == 0 and self.preview is not None:
             self.preview(0, state)
         done, counts = None, steps.count(state, update.batches)

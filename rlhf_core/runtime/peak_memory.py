@@ -1,7 +1,8 @@
-"""Measure the memory that a run takes and the memory that the machine has."""
+"""Measure the memory that a run takes and the memory that the machine has, and give back what is free."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -11,11 +12,17 @@ from pathlib import Path
 
 import jax
 
+from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.runtime.agreement import gather_maximum
 from rlhf_core.runtime.devices import planned
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_GROUP = Path("/sys/fs/cgroup")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+MUCH_KEPT = 2**30
+"""Bytes of freed memory that are always kept."""
+ROOM = 2
+"""Kept memory stays while the machine has this many times as much."""
 
 
 def machine_memory() -> int | None:
@@ -27,6 +34,29 @@ def machine_memory() -> int | None:
         with suppress(OSError, ValueError):  # "max" is no number
             sizes.append(int(Path(path).read_text()))
     return min(sizes, default=None)
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process may still take of the machine's memory or its container's; None if unknown."""
+    sizes = []
+    with suppress(OSError, ValueError, KeyError):
+        sizes.append(_table("/proc/meminfo")["MemAvailable:"] * 1024)
+    with suppress(OSError, ValueError, KeyError):
+        used = int((_GROUP / "memory.current").read_text()) - _table(_GROUP / "memory.stat")["inactive_file"]
+        sizes.append(int((_GROUP / "memory.max").read_text()) - used)
+    return min(sizes, default=None)
+
+
+def _table(file: str | Path) -> dict[str, int]:
+    """Read lines of a name and a number."""
+    return {name: int(number) for name, number, *_ in map(str.split, Path(file).read_text().splitlines())}
+
+
+def resident_bytes() -> int:
+    """Return the bytes that this process holds in memory; 0 where the system does not say (not Linux)."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def device_memory() -> int | None:
@@ -74,10 +104,43 @@ def peak_line() -> str:
     return f"the fullest device held up to {device / 1e9:.1f} GB"
 
 
+class _Heap(ctypes.Structure):
+    """What glibc's mallinfo2 returns, ten sizes, of which two are read: bytes in mappings of their own, and in use."""
+
+    _fields_ = (
+        ("before", ctypes.c_size_t * 4),
+        ("mapped", ctypes.c_size_t),
+        ("between", ctypes.c_size_t * 2),
+        ("used", ctypes.c_size_t),
+        ("after", ctypes.c_size_t * 2),
+    )
+
+
+def return_freed_memory() -> bool:
+    """Return kept memory to the system where that is much, and the machine has little more; say whether it was done.
+
+    What is kept goes to pieces: a program that takes 4 GB at once may find them free in two parts, and take 4 GB more.
+    Every GB returned costs up to a second when it is taken again, so it stays while there is room for that.
+    """
+    if not computes_on_cpu() or (held := resident_bytes()) < MUCH_KEPT:
+        return False
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallinfo2.restype = _Heap
+    except (OSError, AttributeError):  # not glibc, or one older than 2.33
+        return False
+    heap = libc.mallinfo2()
+    kept, available = held - heap.used - heap.mapped, available_memory()
+    if kept < MUCH_KEPT or available is None or available > ROOM * kept:
+        return False
+    return bool(libc.malloc_trim(ctypes.c_size_t(0)))
+
+
 def free_memory() -> None:
     """Free what a stage leaves behind: arrays in reference cycles, and its compiled programs."""
     gc.collect()
     jax.clear_caches()
+    return_freed_memory()
 
 
 def format_bytes(size: float) -> str:

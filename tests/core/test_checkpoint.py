@@ -83,7 +83,17 @@ def opened(tmp_path: Path) -> Any:
     found.close()
 
 
-def test_restores_every_bit_of_tree_key_host_and_arrays(opened: Checkpoints) -> None:
+@pytest.fixture(params=["in one transaction", "array by array"])
+def either(
+    opened: Checkpoints, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Checkpoints:
+    """Write few bytes as a small state or as a large one is written."""
+    if request.param == "array by array":
+        monkeypatch.setattr(checkpoint, "ENCODED_AT_ONCE", 1)
+    return opened
+
+
+def test_restores_every_bit_of_tree_key_host_and_arrays(either: Checkpoints) -> None:
     state = make_state(3)
     arrays = {
         "file": np.arange(6, dtype=np.int32).reshape(2, 3),
@@ -91,8 +101,8 @@ def test_restores_every_bit_of_tree_key_host_and_arrays(opened: Checkpoints) -> 
         "none": np.zeros((0, 4)),
     }
     host = {"tokens": 2**53, "feed": {"batch": 7, "seen": [1, None, "ü"]}, "elapsed": 0.1}
-    opened.save(7, state, host=host, arrays=arrays, block=True)
-    found = opened.restore(abstract(state))
+    either.save(7, state, host=host, arrays=arrays, block=True)
+    found = either.restore(abstract(state))
     assert found is not None
     assert (found.step, found.host) == (7, host)
     assert_same(found.state, state)
@@ -125,31 +135,31 @@ def test_arrays_may_change_shape_and_be_left_out(opened: Checkpoints) -> None:
     assert (found.step, found.arrays) == (3, {})
 
 
-def test_save_copies_host_arrays_and_outlives_donation(opened: Checkpoints) -> None:
+def test_save_copies_host_arrays_and_outlives_donation(either: Checkpoints) -> None:
     state = make_state()
     expected = jax.tree.map(raw, state)
     batch = np.ones(1000)
     step = jax.jit(lambda s: jax.tree.map(lambda x: x if x.ndim == 0 else x + 1, s), donate_argnums=0)
-    opened.save(1, state, host={}, arrays={"batch": batch})
+    either.save(1, state, host={}, arrays={"batch": batch})
     batch[:] = 5
     moved = step(state)
-    opened.wait()
-    found = opened.restore(abstract(moved))
+    either.wait()
+    found = either.restore(abstract(moved))
     assert found is not None
     assert found.arrays["batch"].sum() == 1000
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), jax.tree.map(raw, found.state), expected)
 
 
-def test_restores_onto_another_mesh(opened: Checkpoints) -> None:
+def test_restores_onto_another_mesh(either: Checkpoints) -> None:
     state = make_state(5)
     saved = place(state, make_mesh(fsdp=4, tensor=2), PartitionSpec("fsdp", "tensor"))
-    opened.save(1, saved, host={}, block=True)
+    either.save(1, saved, host={}, block=True)
     for mesh, spec in [
         (make_mesh(data=2, fsdp=4), PartitionSpec(None, "fsdp")),
         (make_mesh(devices=jax.devices()[:1]), PartitionSpec()),
     ]:
         wanted = place(state, mesh, spec)
-        found = opened.restore(abstract(wanted))
+        found = either.restore(abstract(wanted))
         assert found is not None
         assert_same(found.state, state)
         kernel = found.state.params["layers"]["q_proj"]["kernel"]

@@ -29,12 +29,14 @@ for i in range(1, 1000):
 """
 STARVED = """
 import sys, resource, jax, jax.numpy as jnp, numpy as np
+from rlhf_core import checkpoint
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import RunError
+checkpoint.ENCODED_AT_ONCE = int(sys.argv[3])
 small, big = {"w": jnp.ones(8)}, {"w": jax.random.normal(jax.random.key(0), (2**20,))}
 checkpoints = Checkpoints(sys.argv[1], keep=1)
 checkpoints.save(1, small, host={}, block=True)
-if len(sys.argv) > 2:
+if int(sys.argv[2]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 for wait in (checkpoints.wait, checkpoints.close):
     try:
@@ -99,8 +101,9 @@ def check_starved(done: subprocess.CompletedProcess[str], directory: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_grow_is_one_message(tmp_path: Path) -> None:
-    check_starved(run(STARVED, tmp_path, 2**20), tmp_path)
+@pytest.mark.parametrize("encoded_at_once", [2**28, 1])
+def test_a_file_that_cannot_grow_is_one_message(tmp_path: Path, encoded_at_once: int) -> None:
+    check_starved(run(STARVED, tmp_path, 2**20, encoded_at_once), tmp_path)
 
 
 @pytest.mark.slow
@@ -115,6 +118,6 @@ def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
             "mounting a small file system takes root; the test with a file size limit covers the same code"
         )
     try:
-        check_starved(run(STARVED, mount / "checkpoints"), mount / "checkpoints")
+        check_starved(run(STARVED, mount / "checkpoints", 0, 2**28), mount / "checkpoints")
     finally:
         subprocess.run(["umount", str(mount)], check=True)

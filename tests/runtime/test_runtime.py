@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core import runtime
+from rlhf_core.runtime import peak_memory
 
 HEAP = """
 import ctypes, sys
@@ -117,3 +118,30 @@ def test_relative_cache_home_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tm
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert runtime.keep_freed_memory() is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is glibc that keeps memory")
+@pytest.mark.parametrize(("available", "returned"), [("0", True), ("None", False), ("2**40", False)])
+def test_kept_memory_is_returned_where_there_is_little_more(available: str, returned: bool) -> None:
+    script = f"""
+import numpy as np
+from rlhf_core import runtime
+from rlhf_core.runtime import peak_memory
+runtime.prepare()
+peak_memory.MUCH_KEPT = 2**27
+peak_memory.available_memory = lambda: {available}
+arrays = [np.ones(2**21) for _ in range(32)]  # half a gibibyte
+used = np.ones(2**24)  # behind them, so that what they leave is a hole
+before = peak_memory.resident_bytes()
+del arrays
+print(peak_memory.return_freed_memory(), before - peak_memory.resident_bytes() > 2**28, used[0])
+"""
+    assert run(script) == [str(returned), str(returned), "1.0"]
+
+
+def test_what_is_available_is_less_than_the_machine_has() -> None:
+    available, machine = peak_memory.available_memory(), peak_memory.machine_memory()
+    assert available is not None
+    assert machine is not None
+    assert 0 < available < machine
+    assert 0 < peak_memory.resident_bytes() < machine
