@@ -212,7 +212,11 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
         flush_tree(place)
         if not empty:
             os.rename(place, directory)
-            flush(directory.parent)
+            try:
+                flush(directory.parent)
+            except OSError:
+                os.rename(directory, place)  # to be deleted with it
+                raise
 
     then = "Nothing of it is left there; mend that and give the same command again."
     try:

@@ -280,6 +280,22 @@ def test_what_a_killed_call_left_of_a_directory_is_removed_by_the_next(tmp_path:
     assert (tmp_path / "model" / "file").read_text() == "whole"
 
 
+def test_a_directory_whose_name_may_not_be_on_the_disk_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = files.flush
+
+    def fail(path: Path) -> None:
+        if Path(path) == tmp_path and (tmp_path / "model").exists():
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        flush(path)
+
+    monkeypatch.setattr(files, "flush", fail)
+    with pytest.raises(RunError, match=r"Read-only file system\. Nothing of it is left there"):
+        fill_directory(tmp_path / "model", lambda place: write_atomic(place / "file", "whole"), "the model")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_directory_that_cannot_be_replaced_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: bool
