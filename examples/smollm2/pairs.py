@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write preference pairs about sentences.")
     parser.add_argument("directory", type=Path, metavar="DIR", help="has words.train.jsonl")
     parser.add_argument("model", metavar="MODEL", help="a directory or a hub name")
-    parser.add_argument("--prompts", type=int, default=384)
+    parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     count = write_pairs(

@@ -28,7 +28,7 @@ LONGEST = 32
 """Tokens of a completion, as in the pipelines."""
 TEMPERATURE = 0.7
 """Of training, and of the completions before and after."""
-PAIR_PROMPTS = 384
+PAIR_PROMPTS = 256
 """Prompts whose completions become preference pairs."""
 
 
