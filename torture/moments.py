@@ -13,6 +13,8 @@ from pathlib import Path
 from torture.children import Child
 
 VARIABLE, MARK = "TORTURE_AT", "TORTURE_MARK"
+MAIN = "TORTURE_MAIN"
+"""Names the number of the process that runs the command, in what it starts too."""
 PLUGIN, REWARDS = "moments.py", "data/rewards.py"
 
 REACH = f'''
@@ -38,26 +40,27 @@ def reach(moment):
             with open(os.environ["TORTURE_CLOCK"], "r+") as file:
                 file.write(argument.ljust(24))
 '''
-_HOOKS = """
+_HOOKS = f"""
 from rlhf_core import hookimpl
 
+os.environ["{MAIN}"] = str(os.getpid())
 reach("plugins")
 
 @hookimpl
 def rlhf_stage_start(stage):
-    reach(f"load {stage.name}")
+    reach(f"load {{stage.name}}")
 
 @hookimpl
 def rlhf_step_end(stage, step):
-    reach(f"update {stage.name} {step}")
+    reach(f"update {{stage.name}} {{step}}")
 
 @hookimpl
 def rlhf_artifact_saved(stage):
-    reach(f"artifact {stage.name}")
+    reach(f"artifact {{stage.name}}")
 
 @hookimpl
 def rlhf_stage_end(stage):
-    reach(f"end {stage.name}")
+    reach(f"end {{stage.name}}")
 """
 _REWARD = """
 import json

@@ -7,7 +7,8 @@ a tuple, since files have no tuples.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args
 
@@ -69,6 +70,7 @@ class Options(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             problems += explain(type(self), error, fields)
+        problems += _not_finite(fields)
         raise_or_warn(problems, type(self).__name__)
 
     # pydantic then builds nested tables without this method, so that their problems are collected with the others.
@@ -182,6 +184,18 @@ _BOUNDS = {
     "less_than": ("below", "lt"),
     "less_than_equal": ("of at most", "le"),
 }
+
+
+def _not_finite(value: Any, path: str = "") -> Iterator[Problem]:
+    """Find numbers that are not finite, also where a field takes any value: no record of a run could hold them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield Problem(path, f"expected {_EXPECTED['finite_number']}, got {format_value(value)}")
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _not_finite(item, join(path, str(name)))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _not_finite(item, f"{path}[{number}]")
 
 
 def explain(cls: type[Options], error: ValidationError, data: Mapping[str, Any]) -> list[Problem]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +39,18 @@ class _Request:
         self.number = self.number or number
         self.event.set()
 
+    def interrupt_again(self) -> None:
+        """Send SIGINT again, shortly after now, if this request is still the current one."""
+
+        def send() -> None:
+            if _current is self:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        self._interrupted_at = None
+        again = threading.Timer(0.05, send)
+        again.daemon = True
+        again.start()
+
 
 _current: _Request | None = None
 
@@ -57,6 +71,8 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
         return
     request = _current = _Request()
     before: dict[int, Any] = {}
+    show = sys.unraisablehook
+    sys.unraisablehook = _raise_again(request, show)
     try:
         if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
@@ -70,11 +86,27 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
         yield request.event
     finally:
         _current = None
+        sys.unraisablehook = show
         for number, handler in before.items() if not request.over else ():
             # None: a handler that was not set from Python, and that Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if redeliver and request.number is not None:
         signal.raise_signal(request.number)
+
+
+def _raise_again(request: _Request, show: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Wrap the hook for exceptions that nothing can catch, as in a callback of the garbage collector.
+
+    Python would print a KeyboardInterrupt raised there, and go on.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            request.interrupt_again()
+        else:
+            show(unraisable)
+
+    return hook
 
 
 def ignore_until_exit() -> None:

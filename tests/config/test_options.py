@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,17 @@ class FakeRegistry:
 )
 def test_wrong_values(field: str, value: Any, message: str) -> None:
     assert problems(**{field: value}) == [f"{field}: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "number"),
+    [(["rows", math.inf], "[1]", "inf"), ({"path": "rows", "weight": math.nan}, ".weight", "nan")],
+)
+def test_a_number_that_is_not_finite_is_refused_where_a_field_takes_any_value(
+    data: Any, place: str, number: str
+) -> None:
+    """A record of a run would hold null in its place."""
+    assert problems(train_data=data) == [f"train_data{place}: expected a finite number, got {number}"]
 
 
 def test_a_whole_number_is_a_number_and_a_list_is_a_tuple() -> None:

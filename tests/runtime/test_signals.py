@@ -66,6 +66,25 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_ctrl_c_that_nothing_can_catch_comes_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Collected:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(signals, "SAME_PRESS_SECONDS", 0.0)
+    show = sys.unraisablehook
+    with stop_signals():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)
+        Collected()  # Python prints what is raised in it, and goes on
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(30)
+    assert sys.unraisablehook is show
+    assert capsys.readouterr().err == ""
+
+
 def test_nohup_stays() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_signals() as stop:

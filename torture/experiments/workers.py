@@ -265,5 +265,5 @@ def _judge_end(case: Case, work: Path, how: str, ended: Ended) -> None:
     learned = [row for row in rows if "loss" in row]
     case.require(len(learned) == 4, f"{how}: {len(learned)} updates are logged, not 4")
     for row in learned:
-        if row.get("rewards/rewards.py:right") is None:
+        if row.get("rewards/rewards.py:right/mean") is None:
             case.fail(f"{how}: update {row['step']} has no mean of the other reward: {row}")
