@@ -107,7 +107,7 @@ class CheckpointSaves:
     """Checkpoints of steps whose arrays depend on the step and a version, so that each can be told from any other.
 
     prepared, saves: (step, version) in their order. damage: what happened to the prepared ones, of which the steps
-    `lost` cannot be read any more.
+    `lost` cannot be read any more. large: write them array by array, as a large state is written.
     """
 
     prepared: Sequence[tuple[int, int]]
@@ -116,6 +116,7 @@ class CheckpointSaves:
     protect: int | None = None
     damage: Callable[[Path], None] | None = None
     lost: Sequence[int] = ()
+    large: bool = False
 
     def prepare(self, root: Path) -> None:
         self._save(root, self.prepared, lambda: None)
@@ -126,9 +127,12 @@ class CheckpointSaves:
         self._save(root, self.saves, acknowledge)
 
     def _save(self, root: Path, saves: Sequence[tuple[int, int]], acknowledge: Acknowledge) -> None:
+        from rlhf_core import checkpoint
         from rlhf_core.checkpoint import Checkpoints
         from rlhf_core.runtime.files import append_line
 
+        if self.large:
+            checkpoint.ENCODED_AT_ONCE = 1
         checkpoints = Checkpoints(root / "checkpoints", keep=self.keep)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says which checkpoint is damaged
@@ -407,6 +411,7 @@ SAVES: dict[str, Saves] = {
     "again": CheckpointSaves([(1, 0), (2, 0)], [(2, 1)]),
     "interrupted": CheckpointSaves([(2, 0), (3, 0)], [(4, 0)], damage=_interrupt_a_replacement),
     "damaged": CheckpointSaves([(2, 0), (3, 0)], [(3, 1)], damage=_cut_the_newest, lost=[3]),
+    "large": CheckpointSaves([(1, 0), (2, 0)], [(3, 0), (4, 0)], large=True),
     "file": FileSaves(),
     "lines": LineSaves(),
     "directory": DirectorySaves(),
