@@ -197,7 +197,7 @@ def need(*programs: str, hint: str) -> None:
         pytest.skip(f"no {', '.join(missing)}; {hint}")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sshd(place: Place) -> Iterator[None]:
     """A server on this machine, and an `ssh` that reaches it by any host's name."""
     need("ssh", "ssh-keygen", "/usr/sbin/sshd", hint="apt-get install openssh-server")
