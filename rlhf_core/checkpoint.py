@@ -115,9 +115,8 @@ def _context(arrays: Mapping[str, Any]) -> v1.Context:
     sizes = [leaf.nbytes for leaf in arrays.values()]
     context = v1.Context(_CONTEXT)
     if sum(sizes) > ENCODED_AT_ONCE:
-        context.memory.write_concurrent_bytes = (
-            max(ENCODED_AT_ONCE, *sizes) + 1
-        )  # what it takes is less than this
+        # An array of as many bytes as this or more is refused.
+        context.memory.write_concurrent_bytes = max(ENCODED_AT_ONCE, *sizes) + 1
     return context
 
 

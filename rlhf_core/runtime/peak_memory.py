@@ -18,7 +18,7 @@ from rlhf_core.runtime.devices import planned
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _GROUP = Path("/sys/fs/cgroup")
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_LIMITS = (_GROUP / "memory.max", _GROUP / "memory/memory.limit_in_bytes")
 MUCH_KEPT = 2**30
 """Bytes of freed memory that are always kept."""
 ROOM = 2
@@ -32,7 +32,7 @@ def machine_memory() -> int | None:
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in _LIMITS:
         with suppress(OSError, ValueError):  # "max" is no number
-            sizes.append(int(Path(path).read_text()))
+            sizes.append(int(path.read_text()))
     return min(sizes, default=None)
 
 
@@ -105,7 +105,10 @@ def peak_line() -> str:
 
 
 class _Heap(ctypes.Structure):
-    """What glibc's mallinfo2 returns, ten sizes, of which two are read: bytes in mappings of their own, and in use."""
+    """The struct that glibc's mallinfo2 returns.
+
+    mapped: bytes of blocks that have a mapping of their own. used: bytes of the other blocks in use.
+    """
 
     _fields_ = (
         ("before", ctypes.c_size_t * 4),

@@ -71,8 +71,6 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
         return
     request = _current = _Request()
     before: dict[int, Any] = {}
-    show = sys.unraisablehook
-    sys.unraisablehook = _raise_again(request, show)
     try:
         if threading.current_thread() is threading.main_thread():
             for number in _NUMBERS:
@@ -86,27 +84,11 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
         yield request.event
     finally:
         _current = None
-        sys.unraisablehook = show
         for number, handler in before.items() if not request.over else ():
             # None: a handler that was not set from Python, and that Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if redeliver and request.number is not None:
         signal.raise_signal(request.number)
-
-
-def _raise_again(request: _Request, show: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Wrap the hook for exceptions that nothing can catch, as in a callback of the garbage collector.
-
-    Python would print a KeyboardInterrupt raised there, and go on.
-    """
-
-    def hook(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            request.interrupt_again()
-        else:
-            show(unraisable)
-
-    return hook
 
 
 def ignore_until_exit() -> None:
@@ -147,3 +129,22 @@ def stopped_error(where: str) -> Stopped:
     number = _current.number if _current is not None else None
     name = f"by {signal.Signals(number).name} " if number is not None else ""
     return Stopped(f"stopped {name}{where}; nothing is lost, the same command goes on")
+
+
+def _raise_again(show: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Wrap the hook for exceptions that nothing can catch, as in a callback of the garbage collector.
+
+    Python would print a KeyboardInterrupt raised there, and go on.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if _current is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            _current.interrupt_again()
+        else:
+            show(unraisable)
+
+    return hook
+
+
+# Never taken back: modules that a run imports later wrap it in turn.
+sys.unraisablehook = _raise_again(sys.unraisablehook)

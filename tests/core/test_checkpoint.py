@@ -93,6 +93,15 @@ def either(
     return opened
 
 
+def test_what_is_encoded_at_once_is_bounded_for_large_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = checkpoint.leaves(make_state())
+    assert checkpoint._context(arrays).memory.write_concurrent_bytes is None
+    largest = max(leaf.nbytes for leaf in arrays.values())
+    for bound, expected in ((largest * 2, largest * 2), (1, largest)):
+        monkeypatch.setattr(checkpoint, "ENCODED_AT_ONCE", bound)
+        assert checkpoint._context(arrays).memory.write_concurrent_bytes == expected + 1
+
+
 def test_restores_every_bit_of_tree_key_host_and_arrays(either: Checkpoints) -> None:
     state = make_state(3)
     arrays = {
