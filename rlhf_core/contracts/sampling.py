@@ -1,0 +1,165 @@
+"""What a sampler is made from, is called with, and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+
+from rlhf_core.contracts.models import ModelDefinition
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+
+class SamplingSettings(Protocol):
+    """The options of `rlhf_core.sampling.SamplingOptions`, whose descriptions say what they mean; hashable."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def max_completion_length(self) -> int: ...
+    @property
+    def stop_strings(self) -> tuple[str, ...]: ...
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def mesh(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class SamplerInputs:
+    """Arguments of the function that makes a sampler, equal on every process.
+
+    definition: the model without its parameters. mesh: the devices that hold the parameters.
+    options: a sampler honours all of them, or raises an InputError that names the field.
+    stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
+    prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
+    memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
+    conversation_length: in tokens, of the longest conversation without its prompt; None: there are no conversations,
+        and `converse` is not called.
+    """
+
+    definition: ModelDefinition
+    tokenizer: Any | None
+    options: SamplingSettings
+    mesh: Mesh
+    stop_ids: tuple[int, ...]
+    num_generations: int
+    prompts_per_call: int
+    max_prompt_length: int
+    memory: int | None = None
+    conversation_length: int | None = None
+
+
+class _Rollouts(NamedTuple):
+    tokens: np.ndarray
+    lengths: np.ndarray
+    logps: np.ndarray
+    finished: np.ndarray
+    mask: np.ndarray
+    version: np.ndarray
+
+
+class Rollouts(_Rollouts):
+    """N completions, NumPy arrays on every process; C is max_completion_length.
+
+    tokens: int32 [N, C], 0 after the end.
+    lengths: int32 [N], tokens of the completion, including the one that ended it.
+    logps: float32 [N, C], nats: log-probability under softmax(logits / temperature), without repetition penalty and
+        filters; 0 after the end. At temperature 0, under softmax(logits).
+    finished: bool [N]: a stop token was sampled or a stop string completed; False: cut at C.
+    mask: bool [N, C]: the tokens that the policy wrote; default: all tokens up to each completion's length, by what
+        `lengths` holds when the object is made.
+    version: int32 [N]: the number of updates applied to the policy that wrote the completion; default: 0.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        logps: np.ndarray,
+        finished: np.ndarray,
+        mask: np.ndarray | None = None,
+        version: np.ndarray | None = None,
+    ) -> Self:
+        import numpy as np
+
+        if mask is None:
+            mask = np.arange(tokens.shape[-1]) < np.asarray(lengths)[..., None]
+        if version is None:
+            version = np.zeros(np.shape(lengths), np.int32)
+        return super().__new__(cls, tokens, lengths, logps, finished, mask, version)
+
+
+class Continuation(NamedTuple):
+    """What follows a turn of the policy in a conversation.
+
+    conversation: its number in the call. tokens: int32 [n], what the world adds, which ends with the header of the
+        policy's next turn; None: the conversation is over. limit: the most tokens that the next turn may have.
+    replaces: whether `tokens` are the whole context of the next turn, instead of what is added to it.
+    """
+
+    conversation: int
+    tokens: np.ndarray | None
+    limit: int = 0
+    replaces: bool = False
+
+
+class World(Protocol):
+    """What the conversations of one call of `converse` are held with; the same calls on every process, in step.
+
+    An attribute `quick` says whether it answers at once, so that a conversation need not make room for others while it
+    waits; default: False.
+    """
+
+    def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
+        """Take a turn of the policy: int32 and float32 [n], as in `Rollouts`, and whether it ended by itself."""
+        ...
+
+    def replies(self, *, wait: bool) -> Sequence[Continuation]:
+        """Return what has arrived since the last call, each once. wait: for at least one, if any is outstanding."""
+        ...
+
+
+class SamplerFunction(Protocol):
+    """Sample completions of prompts. The trainer calls it on every process, in step.
+
+    params: the current policy, arrays on the mesh. They belong to the trainer, whose next update overwrites them: an
+        engine that keeps its own weights copies them during the call.
+    prompts: int [length] each, 1 to max_prompt_length tokens, used as they are: add nothing. Completions are the
+        sampled tokens, never text that was tokenized again.
+    key: a typed key, the same on every process. ids: int [N], default 0 … N - 1: with the key, they determine each
+        completion's random numbers. Equal keys, ids, prompts and parameters should give equal completions on any
+        machine; otherwise a run is not reproducible, and a continued run differs from an uninterrupted one.
+
+    Returns `Rollouts` of N = len(prompts) × num_generations completions, those of a prompt adjacent, as new NumPy
+    arrays that the caller may change, complete and equal on every process. Log-probabilities are the policy's, under
+    softmax(logits / temperature), before penalty and filters.
+
+    An optional method `warm_up(params, lengths)` compiles for prompts of these lengths, or starts to in threads.
+    Another, `programs(params, prompts)`, lists the `Program`s of a rollout of so many prompts, for `rlhf check --on`.
+    A third, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
+    prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
+    conversations take each turn together, in a call whose prompts are all that was said.
+    """
+
+    def __call__(
+        self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
+    ) -> Rollouts: ...
+
+
+class SamplerMaker(Protocol):
+    def __call__(self, inputs: SamplerInputs, /) -> SamplerFunction: ...
