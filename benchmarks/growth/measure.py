@@ -27,7 +27,7 @@ from rlhf_core.models.attention_blocks import block_size
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.layout import longest_groups
 from rlhf_core.step import Programs
-from rlhf_core.topologies import hlo
+from rlhf_core.topologies.counts import Counts, count
 
 sys.path.insert(0, str(SPEED))
 import ours_steps
@@ -76,12 +76,12 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="growth-") as directory:
         objective, updates, state, packed = build(case, Path(directory))
     programs, mesh = Programs(objective, state), state.step.sharding.mesh
-    total, parts, temporary, arguments = hlo.Counts(), {}, 0, 0
+    total, parts, temporary, arguments = Counts(), {}, 0, 0
 
     def add(name: str, lowered: Any, times: int, trips: float) -> Any:
         nonlocal temporary, arguments
         compiled = lowered.compile()
-        found = hlo.count(compiled.as_text(), trips)
+        found = count(compiled.as_text(), trips)
         total.add(found, times)
         parts[name] = parts.get(name, 0.0) + times * found.flops
         memory = compiled.memory_analysis()

@@ -26,7 +26,7 @@ from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.devices import Planned, plan_for
 from rlhf_core.runtime.files import write_atomic
-from rlhf_core.topologies import hlo
+from rlhf_core.topologies import counts
 from rlhf_core.topologies.chips import target_config
 from rlhf_core.topologies.names import Topology, parse
 
@@ -171,7 +171,7 @@ class Cache:
         chip = topology.chip
         described = target_config(chip) if chip.platform == "gpu" else chip.name
         self._compiler = json.dumps(
-            [self.versions, topology.name, described, hlo.VERSION, os.environ.get("LIBTPU_INIT_ARGS", "")]
+            [self.versions, topology.name, described, counts.VERSION, os.environ.get("LIBTPU_INIT_ARGS", "")]
         )
 
     def compiled(
@@ -207,7 +207,7 @@ def _facts(lowered: Any, topology: Topology) -> dict[str, Any]:
 def program_facts(compiled: Any, topology: Topology) -> dict[str, Any]:
     """Return a compiled program's memory, bytes per device, and what it does."""
     memory = compiled.memory_analysis()
-    once, loops = hlo.count_apart(compiled.as_text(), topology.machine)
+    once, loops = counts.count_apart(compiled.as_text(), topology.machine)
     return {
         "memory": {
             "arguments": memory.argument_size_in_bytes,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf_core.topologies.chips import Chip
-from rlhf_core.topologies.hlo import Counts
+from rlhf_core.topologies.counts import Counts
 from rlhf_core.training.memory import remat_of
 from rlhf_core.training.programs import token_weights
 

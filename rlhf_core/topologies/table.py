@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.topologies.hlo import Counts
+from rlhf_core.topologies.counts import Counts
 from rlhf_core.topologies.names import Topology
 from rlhf_core.topologies.roofline import Bound
 from rlhf_core.topologies.verdicts import StageVerdict, Verdict

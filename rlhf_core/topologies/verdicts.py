@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.topologies.hlo import Counts
+from rlhf_core.topologies.counts import Counts
 from rlhf_core.topologies.names import Topology
 from rlhf_core.topologies.roofline import Bound, bound, main_loop
 

@@ -18,7 +18,7 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing.rows import Layout
 from rlhf_core.step import Programs
-from rlhf_core.topologies import hlo
+from rlhf_core.topologies.counts import count, count_apart
 from rlhf_core.training.memory import definition_of
 from rlhf_core.training.programs import planned_params
 
@@ -56,7 +56,7 @@ def spread(state: Any) -> float:
 def test_fsdp_gathers_parameters_twice_and_sums_gradients_once() -> None:
     """Layers once per pass; the head is kept for the backward pass, here."""
     programs, state, batch = described(make_mesh(1, 8))
-    counts = hlo.count(programs.lower(state, batch, False).compile().as_text())
+    counts = count(programs.lower(state, batch, False).compile().as_text())
     small = 20_000  # norms, metrics
     head = 4.0 * TABLE["vocab_size"] * TABLE["hidden_size"]
     gathered = counts.collectives["all-gather"][1]
@@ -73,8 +73,8 @@ def test_devices_along_data_exchange_gradients_once_per_update(shape: tuple[int,
     machine = 8 // shape[0]
     for follows in (False, True):
         text = programs.lower(state, batch, follows).compile().as_text()
-        assert hlo.count_apart(text, machine)[0].network == 0
-    once, _ = hlo.count_apart(programs.lower_apply(state).compile().as_text(), machine)
+        assert count_apart(text, machine)[0].network == 0
+    once, _ = count_apart(programs.lower_apply(state).compile().as_text(), machine)
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4.0 for x in jax.tree.leaves(state.params))
     assert once.network == pytest.approx(2 * held * (shape[0] - 1) / shape[0], rel=0.01)
 
@@ -88,6 +88,6 @@ def test_what_cannot_be_cut_into_parts_is_summed_over_data_at_once(
         make_mesh(2, 4), model_type="mixtral", num_local_experts=2, num_experts_per_tok=1
     )
     text = programs.lower(state, batch, False).compile().as_text()
-    assert hlo.count_apart(text, 4)[0].network > 0
+    assert count_apart(text, 4)[0].network > 0
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("gradients are summed over data in every micro-batch (raised NotImplementedError")

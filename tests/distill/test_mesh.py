@@ -13,7 +13,7 @@ from rlhf_distill import Head, token_divergences
 from rlhf_distill.divergences import JensenShannon
 
 from rlhf_core.mesh import make_mesh, param_shardings, row_sharding
-from rlhf_core.topologies import hlo
+from rlhf_core.topologies.counts import count
 
 ROWS, TOKENS = 8, 5
 MIXED = (2, 2, 2)
@@ -97,7 +97,7 @@ def test_values_and_gradients_are_those_of_one_device(
 
 def sent(compiled: Any) -> dict[str, float]:
     """Bytes by kind of collective, what is in a loop as often as it runs."""
-    return {kind: size for kind, (_, size) in hlo.count(compiled.as_text()).collectives.items()}
+    return {kind: size for kind, (_, size) in count(compiled.as_text()).collectives.items()}
 
 
 @pytest.mark.parametrize("shape", [case((1, 8, 1)), (8, 1, 1), (1, 2, 4), MIXED], ids=str)

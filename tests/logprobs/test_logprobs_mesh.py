@@ -28,7 +28,7 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing.rows import Layout, pack, tree
 from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, accumulate
-from rlhf_core.topologies import hlo
+from rlhf_core.topologies.counts import count
 from rlhf_core.training.memory import definition_of
 
 FILE = Path(__file__)
@@ -136,7 +136,7 @@ def test_rows_that_the_compiler_cannot_spread(shape: tuple[int, int, int], rows:
 
 def sent(compiled: Any) -> dict[str, float]:
     """Bytes by kind of collective, what is in a loop as often as it runs."""
-    return {kind: size for kind, (_, size) in hlo.count(compiled.as_text()).collectives.items()}
+    return {kind: size for kind, (_, size) in count(compiled.as_text()).collectives.items()}
 
 
 @pytest.mark.parametrize(

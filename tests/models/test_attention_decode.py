@@ -16,7 +16,7 @@ import pytest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
 from rlhf_core.runtime import devices
-from rlhf_core.topologies import hlo, interpreters
+from rlhf_core.topologies import counts, hlo, interpreters
 
 BLOCKS = {"gpu": 32, "tpu": 128}
 """Entries per block, of heads of 128 in float32."""
@@ -153,17 +153,17 @@ def test_the_loop_holds_no_copy_of_a_cache(on: str, platform: str, tmp_path: Pat
     start = f"import sys; sys.path += {interpreters._import_paths()!r}\n{COMPILE}"
     subprocess.run([python, "-c", start, on, file], env=interpreters._environment_variables(), check=True)
     text = file.read_text(errors="replace")
-    reader = hlo._Reader(text, None)
+    reader = counts._Reader(text, None)
     reader.of(reader.entry)
     body = max((reader.computations[name] for name in reader.outer_loops()), key=len)
-    kernels = [each for each in body.values() if each.opcode == "custom-call" and hlo._stated_cost(each)]
+    kernels = [each for each in body.values() if each.opcode == "custom-call" and counts._stated_cost(each)]
     cache = 32 * 1 * 128 * 512 * 2
     assert len(kernels) == 2
-    assert all(cache < hlo._stated_cost(each)["bytes_accessed"] < 1.3 * cache for each in kernels)
+    assert all(cache < counts._stated_cost(each)["bytes_accessed"] < 1.3 * cache for each in kernels)
     passed = ("parameter", "get-tuple-element", "tuple", "bitcast", "dynamic-update-slice")
     for each in body.values():
         if hlo.shape_bytes(each.shape) == cache and each.opcode not in passed:
             assert each.opcode == "fusion", each
-            called = reader.computations[hlo._called(each)[0]].values()
+            called = reader.computations[hlo.called_by(each)[0]].values()
             assert any(one.opcode == "dynamic-update-slice" for one in called), each
             assert not any(one.opcode in ("copy", "transpose") for one in called), each

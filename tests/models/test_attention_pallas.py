@@ -292,7 +292,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
 from rlhf_core.topologies.compile import find_devices
-from rlhf_core.topologies.hlo import count
+from rlhf_core.topologies.counts import count
 from rlhf_core.topologies.names import parse
 
 TIME = 3072

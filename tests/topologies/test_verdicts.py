@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.models import DECODER
 from rlhf_core.models.loading import complete_table, describe
 from rlhf_core.topologies.chips import CHIPS
-from rlhf_core.topologies.hlo import Counts
+from rlhf_core.topologies.counts import Counts
 from rlhf_core.topologies.names import parse
 from rlhf_core.topologies.roofline import bound, main_loop
 from rlhf_core.topologies.table import as_json, lines, program_table
