@@ -166,12 +166,13 @@ def test_manifest_is_strict_json(stage: Stage) -> None:
     assert json.loads((path / artifacts.MANIFEST).read_text())["contract"] == {"mean": 0.5}
 
 
-def test_every_flipped_bit_of_the_manifest_is_an_error(stage: Stage) -> None:
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_every_flipped_bit_of_the_manifest_is_an_error(stage: Stage, every: int) -> None:
     """Regression: 103 of 300 such changes were accepted as another contract."""
     path = save(stage, FakeModel(b"weights"), max_length=512, template="é \x1b", mean=0.25, read_at=None).path
     manifest = path / artifacts.MANIFEST
     whole, made = manifest.read_bytes(), artifacts.identity(path)
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), every):
         content = bytearray(whole)
         content[bit // 8] ^= 1 << bit % 8
         manifest.write_bytes(bytes(content))

@@ -442,7 +442,10 @@ def test_one_that_may_not_be_read_is_an_error_not_an_older_state(
     assert opened.steps() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("every", [97, pytest.param(7, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "every",
+    [389, pytest.param(97, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.exhaustive)],
+)
 def test_every_flipped_bit_of_its_manifest_is_noticed(opened: Checkpoints, every: int) -> None:
     opened.save(1, make_state(), host={}, block=True)
     manifest = opened.directory / "1" / "manifest.json"

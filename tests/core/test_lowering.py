@@ -77,7 +77,15 @@ def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [*((name, "one device") for name in NAMES), *((name, "eight devices") for name in NAMES[2:])],
+    [
+        *(
+            pytest.param(name, "one device", marks=pytest.mark.long)
+            for name in ("llama", "gemma2", "llama, adapters")
+        ),
+        ("mixtral", "one device"),
+        pytest.param("mixtral", "eight devices", marks=pytest.mark.long),
+        ("llama, adapters", "eight devices"),
+    ],
 )
 def test_the_train_step(name: str, devices: str) -> None:
     sizes = MESHES[devices]
@@ -104,7 +112,9 @@ def test_the_train_step(name: str, devices: str) -> None:
         assert "bf16" not in program  # weights, gradients and moments are float32
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name == "gemma2" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+)
 def test_the_sampler(name: str) -> None:
     """Lower the sampler with every option that adds to the program."""
     made = definition(name)

@@ -81,7 +81,10 @@ def parts(sizes: tuple[int, ...]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("sizes", [(24,), (8, 16), (2, 8, 14), (16, 8)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 8, 14), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in ((24,), (8, 16), (16, 8)))],
+)
 @pytest.mark.parametrize(("from_zero", "ahead"), [(False, False), (True, True)])
 def test_uneven_micro_batches(
     sizes: tuple[int, ...], devices: int, from_zero: bool, ahead: bool, tiny: Any

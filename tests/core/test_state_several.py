@@ -125,17 +125,17 @@ def test_names_that_do_not_fit(policy: Any, critic: Any, tx: Any, frozen: Any, m
         create_state({"policy": policy, "critic": critic}, tx, frozen=frozen)
 
 
-def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(tiny: Any) -> None:
+@pytest.mark.parametrize("make", [muon, pytest.param(adamw, marks=pytest.mark.long)])
+def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(make: Any, tiny: Any) -> None:
     """A nested model is updated exactly as if it were alone."""
     model = tiny.make_model(seed=3)
-    for make in (adamw, muon):
-        tx = make(0.1, weight_decay=0.5)
-        alone = split_step(objective, create_state(model, tx), BATCH, 1)[0].params
-        nested = model.with_params({"policy": model.params})
-        inner = split_step(objective, create_state(nested, tx), BATCH, 1)[0].params["policy"]
-        jax.tree.map(np.testing.assert_array_equal, inner, alone)
-        named = split_step(objective, create_state({"policy": model}, {"policy": tx}), BATCH, 1)[0].params
-        jax.tree.map(np.testing.assert_array_equal, named["policy"], alone)
+    tx = make(0.1, weight_decay=0.5)
+    alone = split_step(objective, create_state(model, tx), BATCH, 1)[0].params
+    nested = model.with_params({"policy": model.params})
+    inner = split_step(objective, create_state(nested, tx), BATCH, 1)[0].params["policy"]
+    jax.tree.map(np.testing.assert_array_equal, inner, alone)
+    named = split_step(objective, create_state({"policy": model}, {"policy": tx}), BATCH, 1)[0].params
+    jax.tree.map(np.testing.assert_array_equal, named["policy"], alone)
 
 
 def test_a_critic_made_from_the_policy_trains_beside_it(tiny: Any) -> None:

@@ -14,7 +14,7 @@ def take(n, *args, **kwargs):
     return [batch.tolist() for batch in itertools.islice(batch_rows(*args, **kwargs), n)]
 
 
-@pytest.mark.parametrize("start", [0, 1, 3, 7])
+@pytest.mark.parametrize("start", [3, *(pytest.param(start, marks=pytest.mark.long) for start in (0, 1, 7))])
 def test_batches_do_not_depend_on_where_the_run_started(start):
     whole = take(9, 10, 4, seed=3)
     assert take(9 - start, 10, 4, seed=3, start=start) == whole[start:]

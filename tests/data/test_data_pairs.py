@@ -240,9 +240,14 @@ def test_several_files_may_have_several_layouts(tokenizer, tmp_path):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", ["hh_harmless.eval", "gsm8k_solutions"])
 @pytest.mark.parametrize(
-    ("folder", "template"), [("models/stories260K", "plain"), ("tokenizers/chatml_bpe_2k", None)]
+    ("folder", "template", "name"),
+    [
+        ("models/stories260K", "plain", "hh_harmless.eval"),
+        ("tokenizers/chatml_bpe_2k", None, "gsm8k_solutions"),
+        pytest.param("models/stories260K", "plain", "gsm8k_solutions", marks=pytest.mark.long),
+        pytest.param("tokenizers/chatml_bpe_2k", None, "hh_harmless.eval", marks=pytest.mark.long),
+    ],
 )
 def test_real_preferences(shared, name, folder, template):
     tokenizer = load_tokenizer(shared / "data" / folder)

@@ -14,7 +14,6 @@ from rlhf_distill.divergences import DIVERGENCES, JensenShannon, forward_kl, rev
 from rlhf_distill.vocabulary import Head, token_divergences
 
 ROWS, TOKENS, VOCAB = 2, 5, 37
-BETAS = (0.0, 0.25, 0.5, 1.0)
 F64 = NDArray[np.float64]
 
 
@@ -98,8 +97,12 @@ def assert_close(actual: Any, expected: Any, atol: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol, err_msg=name)
 
 
+KEPT = [(0.0, 5), (0.25, None), (0.25, 5), (1.0, None)]
+REST = [(0.0, None), (0.25, VOCAB), (0.5, None), (0.5, 5), (1.0, 5)]
+
+
 @pytest.mark.parametrize(
-    ("beta", "top_k"), [*((beta, top_k) for beta in BETAS for top_k in (None, 5)), (0.25, VOCAB)]
+    ("beta", "top_k"), [*KEPT, *(pytest.param(*case, marks=pytest.mark.long) for case in REST)]
 )
 def test_values_and_gradients_equal_the_formula(beta: float, top_k: int | None) -> None:
     """Blocks of 16, 16 and 5 ids; different widths, kernels, caps and a temperature."""
@@ -110,7 +113,9 @@ def test_values_and_gradients_equal_the_formula(beta: float, top_k: int | None) 
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-@pytest.mark.parametrize("block", [None, 1, 37])
+@pytest.mark.parametrize(
+    "block", [pytest.param(None, marks=pytest.mark.long), 1, pytest.param(37, marks=pytest.mark.long)]
+)
 def test_blocks_change_nothing(block: int | None, top_k: int | None) -> None:
     arrays = problem()
     expected = reference(arrays, 0.5, top_k=top_k)
@@ -123,7 +128,7 @@ def test_the_ends_have_names(name: str, beta: float) -> None:
     assert_close(computed(arrays, DIVERGENCES[name], block=16), reference(arrays, beta))
 
 
-@pytest.mark.parametrize("top_k", [None, 5])
+@pytest.mark.parametrize("top_k", [pytest.param(None, marks=pytest.mark.long), 5])
 def test_bfloat16_states_keep_their_dtype(top_k: int | None) -> None:
     arrays = problem(jnp.bfloat16)
     actual = computed(arrays, JensenShannon(0.5), block=16, top_k=top_k)
@@ -159,7 +164,7 @@ def test_the_teacher_gets_no_gradient() -> None:
         assert not any(np.any(np.asarray(x)) for x in gradients)
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.0, pytest.param(0.25, marks=pytest.mark.long), 0.5, 1.0])
 def test_probabilities_of_zero_have_their_limits(beta: float) -> None:
     """0 log 0 = 0; where the other distribution excludes an id, KLs are infinite, Jensen-Shannon divergences finite."""
     with np.errstate(divide="ignore"):
@@ -176,7 +181,7 @@ def test_probabilities_of_zero_have_their_limits(beta: float) -> None:
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.0, 0.25, pytest.param(0.5, marks=pytest.mark.long), 1.0])
 def test_tiny_probabilities_stay_finite(beta: float, top_k: int | None) -> None:
     """Logits 300 apart, opposite in student and teacher: probabilities that float32 cannot hold."""
     spread = jnp.linspace(-150.0, 150.0, VOCAB)

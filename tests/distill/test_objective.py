@@ -21,6 +21,8 @@ from rlhf_core.step import Accumulated, accumulate
 CONFIG = DistillConfig(temperature=1.5)
 DIVERGENCE = JensenShannon(0.25)
 ROWS = {"rows": (8,), "sequences": (4,), "trained": (24,)}
+WIDTH = 12
+"""More tokens than any sequence has, so that one program computes all."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one micro-batch": {"layout": Layout((40,), **ROWS)},
     "a text a micro-batch, reversed": {"layout": Layout((24,), **ROWS), "splits": 6, "reverse": True},
@@ -63,8 +65,9 @@ def expected(models: Any, trees: list[Tree]) -> float:
     total = count = 0.0
     for tree in trees:
         for branch, mask in zip(tree.branches, tree.weights, strict=True):
-            ids = np.concatenate([tree.prefix, branch])[None]
-            logits = [np.asarray(m.logits(ids, np.ones_like(ids)), np.float64)[0] / 1.5 for m in models]
+            ids = np.concatenate([tree.prefix, branch])
+            padded, seen = (np.pad(x, (0, WIDTH - len(ids)))[None] for x in (ids, np.ones_like(ids)))
+            logits = [np.asarray(m.logits(padded, seen), np.float64)[0, : len(ids)] / 1.5 for m in models]
             s, t = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in logits)
             m = 0.25 * t + 0.75 * s
             terms = 0.25 * (t * np.log(t / m)).sum(-1) + 0.75 * (s * np.log(s / m)).sum(-1)

@@ -66,14 +66,18 @@ def pipeline(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return path
 
 
-def test_a_divergence_of_ten_lines_is_checked_and_trains(pipeline: Path, rlhf: Callable[..., Any]) -> None:
-    """Then a stage that is done, and whose file names another teacher, is refused."""
+def test_a_divergence_of_ten_lines_is_checked(pipeline: Path, rlhf: Callable[..., Any]) -> None:
     checked = rlhf("check", str(pipeline), "--plugin", "mine.py")
     assert checked.code == 0, checked.message
     said = " ".join(checked.out.split())
     assert "a rollout is 2 prompts × 1 completions = 2" in said
     assert "6 texts: 6 kept; an update also has 2 of the given completions" in said
     assert "teacher" in said
+
+
+@pytest.mark.long
+def test_a_divergence_of_ten_lines_trains(pipeline: Path, rlhf: Callable[..., Any]) -> None:
+    """Then a stage that is done, and whose file names another teacher, is refused."""
     done = rlhf("run", str(pipeline), "--plugin", "mine.py")
     assert done.code == 0, done.message
     again = rlhf("run", str(pipeline), "--plugin", "mine.py")

@@ -34,7 +34,7 @@ def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) 
 @pytest.mark.parametrize(
     ("fraction", "work"),
     [
-        (1.0, {"train", "update", "sample", "read"}),
+        pytest.param(1.0, {"train", "update", "sample", "read"}, marks=pytest.mark.long),
         (0.5, {"train", "update", "sample", "read"}),
         (0.0, {"train", "update"}),
     ],

@@ -43,8 +43,8 @@ def kit_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=pytest.mark.long), 0.0])
+@pytest.mark.long
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
 def test_the_kit_finds_nothing(kit_teacher: Path, fraction: float) -> None:
     """Interrupted after an odd and an even update, within rollouts that serve two: the same bits. And eight devices."""
     config = DistillConfig(
@@ -135,12 +135,12 @@ def test_conversations_are_prompts_up_to_their_last_reply(
     assert first["completion"][0]["role"] == "assistant"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fraction", "divergence", "top_k"),
     [
         pytest.param(1.0, {"name": "jsd", "beta": 0.5}, None, id="sampled"),
-        pytest.param(0.0, {"name": "forward_kl"}, 8, id="given, top 8", marks=pytest.mark.long),
+        pytest.param(0.0, {"name": "forward_kl"}, 8, id="given, top 8"),
     ],
 )
 def test_a_student_approaches_its_teacher(
@@ -163,6 +163,7 @@ def test_a_student_approaches_its_teacher(
     assert 0 <= after < 0.7 * before
 
 
+@pytest.mark.long
 def test_sampling_teaches_nothing_by_itself(tiny: ModuleType, tmp_path: Path) -> None:
     """A student that is its own teacher has loss and gradient 0, whatever it samples."""
     student = tiny.make_model(seed=2, scale=3.0)

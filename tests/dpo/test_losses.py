@@ -128,7 +128,7 @@ def test_label_smoothing_is_lowest_where_its_docstring_says():
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust"])
-@pytest.mark.parametrize("size", [1e2, 1e5, -1e5])
+@pytest.mark.parametrize("size", [pytest.param(1e2, marks=pytest.mark.long), 1e5, -1e5])
 def test_finite_far_away(loss, size):
     pairs = draw(4) | {"logps_chosen": np.full(4, size)}
     value, slope = jax.value_and_grad(lambda x: ours({**pairs, "logps_chosen": x}, loss)[0])(

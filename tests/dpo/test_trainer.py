@@ -92,6 +92,7 @@ def run(tiny, directory, *, watch=None, model=None, **changes):
     return tiny.leaves(load_model(artifact.path, mesh=tiny.one_device()).params)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_ends_with_the_same_bits_and_keeps_its_reference(tiny, tmp_path, capsys):
     first = Watch()
     whole = run(tiny, tmp_path / "whole", watch=first, save_steps=1, evaluation_steps=2)
@@ -116,6 +117,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits_and_keeps_its_reference(tiny
     assert values[0] == values[1]
 
 
+@pytest.mark.long
 def test_accumulation_and_batches_change_nothing(tiny, tmp_path):
     whole = run(tiny, tmp_path / "whole", max_training_steps=3)
     parts = run(tiny, tmp_path / "parts", max_training_steps=3, gradient_accumulation_steps=4)
@@ -129,6 +131,7 @@ def test_only_pairs_that_updates_reach_are_read(tiny, tmp_path, capsys):
     assert "log-probabilities of 8 pairs" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_it_learns(tiny, tmp_path):
     """The chosen completion is a letter before the rejected one."""
     draw, letters, rows = np.random.default_rng(0), "abcdefghijklmnopqrstuvwxyz", []

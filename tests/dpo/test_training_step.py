@@ -89,7 +89,7 @@ def numbers(metrics):
     return {name: float(x) for name, x in metrics.items()}
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("kind", ["sigmoid", pytest.param("ipo", marks=pytest.mark.long)])
 def test_loss_and_gradient_equal_the_definition(tiny, model, sequences, kind):
     """With plain descent at rate 1 the parameters move by the gradient; along it the float64 loss has that slope.
 
@@ -152,7 +152,7 @@ def test_the_reference_is_read_by_the_same_rule(model, sequences):
     [
         pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
         {"side": "left", "extra": 5},
-        {"side": "right", "extra": 5},
+        pytest.param({"side": "right", "extra": 5}, marks=pytest.mark.long),
     ],
     ids=["left", "left and wider", "right and wider"],
 )

@@ -58,6 +58,8 @@ TEMPLATES = {
     "qwen3_5_think": Template("<|im_end|>", ("tool",), True, dummy=THINKS),
     "qwen3_instruct_2507": Template("<|im_end|>", ("user", "tool"), True),
 }
+ALIKE = ("llama3_1", "phi3_5", "qwen2_5", "qwen3", "qwen3_5_think")
+"""Each writes a conversation much as llama3_2, phi3, qwen3_instruct_2507 or nemotron_3_nano does."""
 OPTIONS = TextOptions(chat_template_kwargs={"date_string": "26 Jul 2024"})
 REFUSED = {"deepseek_r1_distill", "deepseekv3"}
 """They leave out all thoughts, and the tag that their own generation prompt opens one with."""
@@ -190,7 +192,9 @@ def conversations(name: str, published: dict[str, Path], make_tokenizer: Any, co
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in TEMPLATES]
+)
 def test_tokens_around_replies_are_those_of_the_whole_text(
     name: str, published: dict[str, Path], make_tokenizer: Any
 ) -> None:

@@ -39,10 +39,14 @@ PUBLISHED = {
     "qwen3_5_think": (OPENS, FINE, FINE),
     "qwen3_instruct_2507": (FINE, FINE, FINE),
 }
+ALIKE = ("llama3_1", "phi3_5", "qwen2_5", "qwen3_5_think")
+"""Each does as llama3_2, phi3, qwen3_instruct_2507 or nemotron_3_nano."""
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in PUBLISHED]
+)
 def test_published_templates(name: str, published: dict[str, Path], make_tokenizer: Any) -> None:
     path = published[name]
     encoder = ConversationEncoder(make_tokenizer(path.read_text()), str(path))

@@ -80,6 +80,8 @@ PUBLISHED = (
     "deepseekv3", "llama3_1", "llama3_2", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_5_think",
     "qwen3_instruct_2507",
 )  # fmt: skip
+ALIKE = ("llama3_1", "nemotron_3_nano", "qwen2_5", "qwen3")
+"""They write calls as llama3_2, qwen3_5_think or qwen3_instruct_2507 does."""
 ALONE = ("mistral", "llama3_1", "llama3_2")
 """They write no text beside calls."""
 LETTERS = "abZ09 \n\t<>|{}[]()=,;:\"'\\/.éß漢🙂\u0301</tool_call>[TOOL_CALLS]"
@@ -165,7 +167,9 @@ def test_a_template_never_seen_round_trips(name: str, make_tokenizer: Any) -> No
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in PUBLISHED]
+)
 def test_published_templates_round_trip(name: str, published: dict[str, Path], make_tokenizer: Any) -> None:
     encoder = encoder_for(published[name].read_text(), make_tokenizer)
     alone = name in ALONE

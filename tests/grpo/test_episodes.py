@@ -99,7 +99,7 @@ def config(worlds):
 
 @pytest.fixture
 def train(tiny, model, tmp_path, config):
-    def train(name="Talk", options=None, at="run", **changes):
+    def train(name="Talk", options=None, at="run", inputs=None, **changes):
         seen = []
 
         class Keep:
@@ -108,9 +108,8 @@ def train(tiny, model, tmp_path, config):
                 seen.append(dict(metrics))
 
         given = config(name, options, **changes)
-        run = tiny.run(
-            "grpo", given, tmp_path / at, listeners=[Keep()], model=model, train_dataset=tiny.prompts(4)
-        )
+        inputs = {"model": model, "train_dataset": tiny.prompts(4), **(inputs or {})}
+        run = tiny.run("grpo", given, tmp_path / at, listeners=[Keep()], **inputs)
         return SimpleNamespace(rows=seen, directory=tmp_path / at, artifact=run)
 
     return train
@@ -289,18 +288,14 @@ def test_a_history_that_is_encoded_again_is_a_row_per_turn(collect):
         assert np.array_equal(tree.branches[0], rollout.samples.tokens[i, turn.start : turn.end])
 
 
-def test_a_policy_of_encoded_histories_trains(train):
-    run = train(options={"history": "encoded_again"}, steps_per_generation=2, beta=0.1)
-    assert run.rows[0]["sampling/logp_difference_max"] < 1e-5
-
-
-@pytest.mark.parametrize("history", ["kept", "encoded_again"])
+@pytest.mark.parametrize("history", [pytest.param("kept", marks=pytest.mark.long), "encoded_again"])
 def test_a_run_that_stops_within_a_rollout_goes_on_to_the_same_bits(
     tiny, train, model, tmp_path, config, history
 ):
     changes = {"steps_per_generation": 2, "num_iterations": 2, "max_training_steps": 6, "beta": 0.1}
     options = {"history": history}
     whole = train(at="whole", options=options, **changes)
+    assert whole.rows[0]["sampling/logp_difference_max"] < 1e-5
     part = tmp_path / "part"
 
     class Stop:
@@ -320,6 +315,7 @@ def test_a_run_that_stops_within_a_rollout_goes_on_to_the_same_bits(
     shutil.rmtree(part)
 
 
+@pytest.mark.long  # an evaluation is part of the next test, the door of `test_trainer.py`
 def test_the_python_door(tiny, model, worlds, tmp_path):
     environment = {"environment": f"{worlds}:Talk", "max_training_steps": 1}
     result = GRPOTrainer(
@@ -332,17 +328,19 @@ def test_the_python_door(tiny, model, worlds, tmp_path):
     assert result.metrics["eval_episodes/turns"] == 3
 
 
-def test_a_reward_function_reads_the_conversation(tiny, model, worlds, tmp_path):
+def test_a_reward_function_reads_the_conversation_in_training_and_evaluation(tiny, train):
     def turns(completions, environment_rewards):
         assert len(environment_rewards) == len(completions)
         return [float(sum(m["role"] == "assistant" for m in each)) for each in completions]
 
-    environment = {"environment": {"name": f"{worlds}:Talk", "weight": 0.5}, "max_training_steps": 1}
-    config = GRPOConfig(**BASE | environment, save_directory=str(tmp_path / "door"))
-    result = GRPOTrainer(config, model=model, rewards=[turns], train_dataset=tiny.prompts(4)).train()
-    metrics = result.metrics
-    assert metrics["rewards/turns/mean"] == 3
-    assert metrics["reward"] == pytest.approx(3 + 0.5 * metrics["rewards/environment/mean"])
+    inputs = {"rewards": [turns], "eval_dataset": tiny.prompts(4, seed=1)}
+    run = train(options={"weight": 0.5}, inputs=inputs, max_training_steps=1)
+    metrics = {name: number for row in run.rows for name, number in row.items()}
+    for prefix in ("", "eval_"):
+        assert metrics[f"{prefix}rewards/turns/mean"] == 3
+        assert metrics[f"{prefix}episodes/turns"] == 3
+        own = metrics[f"{prefix}rewards/environment/mean"]
+        assert metrics[f"{prefix}reward"] == pytest.approx(3 + 0.5 * own)
 
 
 @pytest.mark.parametrize(

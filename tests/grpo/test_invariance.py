@@ -1,6 +1,7 @@
 """Value and gradient of an update: those of the definitions, and the same however the update is laid out.
 
-A pairwise covering set of the options on arrays, and four combinations through a model on one device and on eight.
+A pairwise covering set of the options on arrays, and four combinations through a model on one device and on eight. What
+is not long has every value of every option.
 """
 
 from __future__ import annotations
@@ -27,6 +28,23 @@ reference = load_file(Path(__file__).parents[1] / "shared" / "update_reference.p
 cases = load_file(Path(__file__).parents[1] / "shared" / "update_cases.py")
 N, T, LENGTHS = cases.N, cases.T, cases.LENGTHS
 COMBINATIONS = cases.covering()
+
+
+def bring_values(combinations: list[dict[str, Any]]) -> list[int]:
+    """The numbers of those with a value of an option that no earlier one has, where it acts."""
+    brought: set[str] = set()
+    found = []
+    for number, chosen in enumerate(combinations):
+        acting = [name for name in chosen if chosen.get(cases.NEEDS.get(name), True) is not None]
+        values = {f"{name}={chosen[name]}" for name in acting}
+        if values - brought:
+            found.append(number)
+        brought |= values
+    return found
+
+
+KEPT = bring_values(COMBINATIONS)
+"""Of the combinations, which have every two values."""
 ROWS = {"rows": (2,), "sequences": (4,), "trained": (26,)}  # all alike: an operation compiles once
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one micro-batch": {"layout": Layout((30,), **ROWS)},
@@ -97,7 +115,11 @@ def assert_is(got: tuple[Any, dict[str, Any], Any], case: Any, options: Any, cor
         assert float(metrics[name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
 
 
-@pytest.mark.parametrize("case", range(len(COMBINATIONS)), indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [i if i in KEPT else pytest.param(i, marks=pytest.mark.long) for i in range(len(COMBINATIONS))],
+    indirect=True,
+)
 def test_an_update_is_its_definition_however_it_is_laid_out(case, request, monkeypatch):
     """Padded, and in one of the layouts, which take turns."""
     assert_is(padded(case), case, case.options, None)

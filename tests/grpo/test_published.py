@@ -132,6 +132,7 @@ def test_advantages_equal_a_loop_over_the_groups(scale):
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
+@pytest.mark.long  # `tests/logprobs` has it in float64, in chunks of all sizes
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_head_in_chunks_equals_the_whole(temperature, dtype, tolerance):

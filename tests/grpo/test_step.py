@@ -123,7 +123,7 @@ def test_the_loss_is_policy_loss_of_the_log_probabilities(model, batch, loss_typ
     [
         {"loss_type": "dapo", "temperature": 0.7, "delta": 1.1, "beta": 0.0},
         {"loss_type": "dr_grpo", "max_completion_length": 20},
-        {"top_entropy_quantile": 0.4, "loss_type": "grpo"},
+        pytest.param({"top_entropy_quantile": 0.4, "loss_type": "grpo"}, marks=pytest.mark.long),
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "use_bias_correction_kl": True},
         {"loss_type": "gspo", "use_bias_correction_kl": True},
         {"loss_type": "bnpo", "epsilon": 0.1, "epsilon_high": None},
@@ -154,7 +154,7 @@ def assert_close(tiny, params, others, tolerance=1e-5):
 @pytest.mark.parametrize(
     ("options", "splits"),
     [
-        ({"loss_type": "dapo", "top_entropy_quantile": 0.5}, 4),
+        pytest.param({"loss_type": "dapo", "top_entropy_quantile": 0.5}, 4, marks=pytest.mark.long),
         pytest.param({"loss_type": "grpo"}, 2, marks=pytest.mark.exhaustive),
         ({"loss_type": "dr_grpo", "max_completion_length": 9}, 4),
     ],

@@ -132,6 +132,7 @@ def test_a_missing_column_is_told_before_training(train, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.long  # the next test has one that fails later
 def test_a_reward_that_fails_ends_the_run(train):
     def flaky(completions):
         raise TimeoutError("the judge does not answer")
@@ -174,8 +175,8 @@ def test_an_answer_that_cannot_be_read_is_named_before_training(train, tiny, tmp
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_first_update_is_on_policy(train):
-    """The reference is the policy's own copy, and old log-probabilities are the policy's own."""
+def test_the_first_update_is_on_policy(tiny, train):
+    """The reference and the old log-probabilities are the policy's own: the loss is minus the mean advantage."""
     run = train(beta=0.1, num_iterations=2)
     first = run.rows[0]
     assert {name for name in first if "terminated" not in name} == CONTRACT | {
@@ -187,24 +188,21 @@ def test_the_first_update_is_on_policy(train):
     )
     assert first["kl"] == pytest.approx(0, abs=1e-9)
     assert run.rows[1]["kl"] > 1e-7
-
-
-def test_the_first_loss_is_minus_the_mean_advantage_of_a_token(train):
-    run = train(num_iterations=2, beta=0.0)
-    rows = [
-        json.loads(line)
-        for line in (run.directory / "samples" / "update-000000.jsonl").read_text().splitlines()
-    ]
+    rows = tiny.read_rows(run.directory / "samples" / "update-000000.jsonl")
     total = sum(row["advantage"] * row["length"] for row in rows)
-    assert run.rows[0]["loss"] == pytest.approx(-total / sum(row["length"] for row in rows), abs=1e-5)
+    assert first["loss"] == pytest.approx(-total / sum(row["length"] for row in rows), abs=1e-5)
 
 
-def test_the_sampler_and_the_trainer_agree(train):
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.long), {"num_iterations": 2, "temperature": 0.7, "top_p": 0.9}],
+    ids=str,
+)
+def test_the_sampler_and_the_trainer_agree(train, changes):
     """Decoding with a cache, one token at a time, against one packed pass over whole groups."""
-    for changes in ({}, {"num_iterations": 2, "temperature": 0.7, "top_p": 0.9}):
-        run = train(at=f"run-{len(changes)}", **changes, max_training_steps=2)
-        assert 0 <= run.rows[0]["sampling/logp_difference_max"] < 1e-4
-        assert run.rows[0]["entropy"] > 0.1
+    run = train(**changes, max_training_steps=2)
+    assert 0 <= run.rows[0]["sampling/logp_difference_max"] < 1e-4
+    assert run.rows[0]["entropy"] > 0.1
 
 
 def test_many_iterations_over_one_rollout_reach_the_clip(train):
@@ -219,6 +217,7 @@ def test_many_iterations_over_one_rollout_reach_the_clip(train):
     assert len({row["reward"] for row in run.rows}) == 1  # one rollout
 
 
+@pytest.mark.long  # `test_step.py` and `test_invariance.py` have the gradient and the step along it
 def test_it_learns(train):
     run = train(learning_rate=0.05, max_training_steps=15, beta=0.0)
     rewards = [row["reward"] for row in run.rows]
@@ -271,6 +270,7 @@ def test_weights_in_the_reward(train):
     assert (row["rewards/f1/mean"], row["rewards/f2/mean"]) == (1.0, 0.0)
 
 
+@pytest.mark.long  # `test_updates.py` has which rollouts are written, `tests/rollouts/test_rollout.py` what of them
 def test_samples_say_what_was_drawn_and_how_it_was_judged(tiny, train):
     rows = tiny.prompts(6)
 
@@ -343,10 +343,8 @@ def test_evaluation(tiny, model, tmp_path):
     assert rows[-1]["eval_reward_std_all"] == pytest.approx(rewards.std(ddof=1))
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "advantage"),
-    [("gspo", "reinforce_pp"), pytest.param("dr_grpo", "rloo", marks=pytest.mark.long)],
-)
+@pytest.mark.long  # `test_per_token.py` names its loss and its advantage in a run
+@pytest.mark.parametrize(("loss_type", "advantage"), [("gspo", "reinforce_pp"), ("dr_grpo", "rloo")])
 def test_other_losses_and_advantages_train(train, loss_type, advantage):
     """One that reads whole sequences and one that is averaged otherwise; `test_invariance.py` has all losses."""
     run = train(loss_type=loss_type, advantage={"name": advantage}, max_training_steps=2, num_iterations=2)

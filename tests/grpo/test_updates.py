@@ -372,7 +372,7 @@ class Rising:
             "top_entropy_quantile": 0.5,
             "kl": {"beta": 0.5, "place": "reward"},
         },
-        {"mask_truncated_completions": True},
+        pytest.param({"mask_truncated_completions": True}, marks=pytest.mark.long),
         {"reward": Rising},
         {"dynamic_sampling": {"max_rounds": 3}, "num_iterations": 2, "reward": short_prompts_differ},
     ],

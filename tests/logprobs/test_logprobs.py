@@ -34,16 +34,18 @@ def computed(
 
 
 CUTS = [
-    {"chunk": 1},
     {"chunk": 3},
+    {"block": 10},  # a last block of one word
+    {},
+]
+MORE_CUTS = [
+    {"chunk": 1},
     {"chunk": 7},
     {"chunk": 100},
     {"block": 1},
-    {"block": 10},  # a last block of one word
     {"block": 16},  # one block in full and a rest
     {"block": 31},
     {"block": 100},
-    {},
 ]
 
 
@@ -51,6 +53,7 @@ CUTS = [
     ("cut", "temperature", "softcap"),
     [
         *((cut, 1.3, 2.5) for cut in CUTS),
+        *(pytest.param(cut, 1.3, 2.5, marks=pytest.mark.long) for cut in MORE_CUTS),
         *((cut, 1.0, None) for cut in ({"chunk": 3}, {"block": 10})),
         ({}, 0.7, None),
     ],
@@ -95,7 +98,9 @@ def test_an_unused_target_is_zero_and_passes_no_gradient(cut: dict[str, int]) ->
     np.testing.assert_array_equal(computed(changed, kernel, targets, ones, ones, **cut)[3], d_kernel)
 
 
-@pytest.mark.parametrize("cut", [{"chunk": 1}, {"block": 1}, {"block": 3}], ids=str)
+@pytest.mark.parametrize(
+    "cut", [{"chunk": 1}, {"block": 1}, pytest.param({"block": 3}, marks=pytest.mark.long)], ids=str
+)
 def test_large_logits_stay_finite_and_exact(cut: dict[str, int]) -> None:
     hidden = jnp.full((1, 1, 1), 1.0)
     for words in ([1000.0, 1000.0, -1000.0], [-1000.0, 1000.0, 1000.0]):
@@ -105,8 +110,16 @@ def test_large_logits_stay_finite_and_exact(cut: dict[str, int]) -> None:
         np.testing.assert_allclose(entropies, np.log(2), rtol=1e-6)
 
 
-@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 10}], ids=str)
-@pytest.mark.parametrize("kernel_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("kernel_dtype", "cut"),
+    [
+        (jnp.bfloat16, {"chunk": 3}),
+        (jnp.float32, {"block": 10}),
+        pytest.param(jnp.bfloat16, {"block": 10}, marks=pytest.mark.long),
+        pytest.param(jnp.float32, {"chunk": 3}, marks=pytest.mark.long),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_bfloat16_states_give_float32_log_probs_and_gradients_of_their_own_type(
     kernel_dtype: Any, cut: dict[str, int]
 ) -> None:

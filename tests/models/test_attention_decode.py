@@ -62,8 +62,21 @@ def test_only_visible_entries_count(kernel: str) -> None:
     check(kernel, (2, 1, 4, 128), entries, None, [*runs, (block, block + 1), (block + 7, entries)])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 64), (1, 3, 8, 80), (1, 2, 3, 256)], ids=str)
-@pytest.mark.parametrize("kernel", BLOCKS)
+ODD, WIDE = (1, 3, 8, 80), (1, 2, 3, 256)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        ("gpu", ODD),  # padded to a power of two
+        ("tpu", WIDE),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (("gpu", (2, 1, 1, 64)), ("gpu", WIDE), ("tpu", (2, 1, 1, 64)), ("tpu", ODD))
+        ),
+    ],
+    ids=str,
+)
 def test_heads_of_any_size_and_soft_caps(kernel: str, shape: tuple[int, int, int, int]) -> None:
     check(kernel, shape, 200, 2.0, [(0, 130), (70, 171)])
 

@@ -174,7 +174,9 @@ def brute_force(positions: np.ndarray, until: np.ndarray, window: int | None, bl
     return cut.any((2, 4))
 
 
-@pytest.mark.parametrize("blocks", [Blocks(8, 8), Blocks(16, 8), Blocks(8, 32)])
+@pytest.mark.parametrize(
+    "blocks", [Blocks(8, 8), pytest.param(Blocks(16, 8), marks=pytest.mark.long), Blocks(8, 32)]
+)
 def test_visits_are_what_is_seen(blocks: Blocks) -> None:
     """No pair is missed; without a window, and in square blocks, no block is visited in vain."""
     draw = np.random.default_rng(3)

@@ -105,12 +105,11 @@ def test_merged_is_kernel_plus_scale_times_the_product(base, use_rslora):
 def test_decoding_equals_the_full_forward(adapted):
     d, ids = adapted.definition, IDS[:1]
     rows = ids[:, :-1], np.arange(5, dtype=np.int32)[None], np.full((1, 5), 5, np.int32)
-    cache = d.ring(d.prefill(adapted.params, *rows)[1], 8, 5)
+    cache = d.ring(jax.jit(d.prefill)(adapted.params, *rows)[1], 8, 5)
     visible = np.arange(8)[None] <= 5
-    hidden, _ = d.decode(
-        d.prepare(adapted.params), cache, ids[:, 5], np.array([5], np.int32), visible, np.int32(5)
-    )
-    whole = d.padded_hidden(adapted.params, ids, MASK[:1])
+    prepared, place = jax.jit(d.prepare)(adapted.params), np.array([5], np.int32)
+    hidden, _ = jax.jit(d.decode)(prepared, cache, ids[:, 5], place, visible, np.int32(5))
+    whole = jax.jit(d.padded_hidden)(adapted.params, ids, MASK[:1])
     np.testing.assert_allclose(hidden[0], whole[0, 5], atol=2e-5)
 
 
@@ -218,7 +217,9 @@ def test_ranks_and_alphas_of_their_own(adapted, base, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["lora_qv", "lora_all_rslora", "lora_dora"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("lora_qv", marks=pytest.mark.long), "lora_all_rslora", "lora_dora"]
+)
 def test_golden_adapters(shared, name):
     directory = shared / "golden" / "llama_lora" / name
     if not directory.is_dir():

@@ -24,6 +24,7 @@ from rlhf_core.plugins.component import load_file
 jobs: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc"),
 ]
 SIDE, LAYERS = 512, 14
@@ -117,10 +118,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("count", "devices"),
-    [
-        pytest.param(1, 8, id="eight devices"),
-        pytest.param(2, 1, marks=pytest.mark.long, id="two processes"),
-    ],
+    [pytest.param(1, 8, id="eight devices"), pytest.param(2, 1, id="two processes")],
 )
 def test_no_more_than_the_shards_and_two_parameters(
     source: Path, tmp_path: Path, count: int, devices: int

@@ -118,7 +118,13 @@ def make(name: str, **changes: Any) -> tuple[DecoderConfig, dict[str, Any]]:
     return config, jax.tree.map_with_path(value, decoder.abstract(config))
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+SECOND = ("llama", "linear rope", "qwen2")
+"""Of which other configs have every term: gemma3 a linear rope, "qwen2 with windows" the biases."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SECOND else name for name in CONFIGS]
+)
 def test_hidden_and_head_equal_the_reference(name: str) -> None:
     config, params = make(name)
     draw = np.random.default_rng(1)
@@ -139,7 +145,9 @@ def test_hidden_and_head_equal_the_reference(name: str) -> None:
     np.testing.assert_array_equal(kernel, source)
 
 
-@pytest.mark.parametrize("time", [128, 129, 300])
+@pytest.mark.parametrize(
+    "time", [pytest.param(128, marks=pytest.mark.long), 129, pytest.param(300, marks=pytest.mark.long)]
+)
 def test_query_blocks_change_nothing(time: int) -> None:
     draw = np.random.default_rng(2)
     q = draw.standard_normal((2, 2, 2, time, 4)).astype(np.float32)
@@ -163,7 +171,14 @@ def test_long_rows_have_few_blocks() -> None:
     assert [query_block(t) for t in (1, 2048, 2049, 32768)] == [128, 128, 256, 2048]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "smollm3", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gemma3", marks=pytest.mark.long),
+        "smollm3",
+        pytest.param("mixtral", marks=pytest.mark.long),
+    ],
+)
 def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
     """Value and gradient: prompt once with two branches against two rows that repeat it.
 
@@ -212,6 +227,7 @@ def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.long  # test_models_compute.py tries it too, with the memory that it saves
 def test_recomputation_changes_no_gradient() -> None:
     gradients = []
     for remat in ("none", "full", "auto"):

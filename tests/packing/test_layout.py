@@ -8,8 +8,16 @@ import pytest
 from rlhf_core.packing.rows import Tree, choose_layout, pack, useful_fraction
 
 
-@pytest.mark.parametrize("hidden_size", [64, 4096])
-@pytest.mark.parametrize("branches", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("branches", "hidden_size"),
+    [
+        (2, 64),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((1, 64), (8, 64), (1, 4096), (2, 4096), (8, 4096))
+        ),
+    ],
+)
 def test_chosen_layouts_keep_the_rules(branches, hidden_size):
     rng = np.random.default_rng(branches)
     sizes = np.minimum(rng.lognormal(4.5, 0.8, 500).astype(int) + 2 * branches, 900)

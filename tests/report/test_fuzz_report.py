@@ -82,7 +82,7 @@ def with_evaluations(run: Path) -> Path:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("runs_spoiled", [4, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
     from rlhf_core import report
@@ -97,6 +97,18 @@ def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
         assert report.report(run).stat().st_size > 100_000
         problems += len(read_run(run).problems)
     assert problems > runs_spoiled / 2  # what could not be read is named
+
+
+def test_a_pipeline_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run")
+    for content, said in (
+        ("[[", "is not readable"),
+        ("stage = 3", "not every stage in it has a unique name"),
+    ):
+        (run / "pipeline.resolved.toml").write_text(content)
+        found = read_run(run)
+        assert any("pipeline.resolved.toml" in each and said in each for each in found.problems), content
+        assert {stage.name for stage in found.stages} == {"rm", "policy"}
 
 
 def test_a_stage_name_does_not_lead_out_of_the_run(tmp_path: Path) -> None:

@@ -27,8 +27,19 @@ def page_of(run: Path) -> Any:
     return runs.Page(reporting.report(run).read_text(encoding="utf-8"))
 
 
-def test_the_page_tells_the_run(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "first"))
+def without_curves(run: Path) -> Path:
+    """Leave out what is drawn, which takes most of a page's time."""
+    shutil.rmtree(run / "rm")
+    (run / "policy/metrics.jsonl").unlink()
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return page_of(make_run(tmp_path_factory.mktemp("page") / "first"))
+
+
+def test_the_page_tells_the_run(page: Any) -> None:
     for told in ("first", "2 min 00 s", "2 × cpu, jax 0.10.2, Python 3.11.7", "rlhf-core 0.1.0", "seed = 3"):
         assert told in page.text, told
     assert page.text.count("done") >= 4
@@ -38,8 +49,7 @@ def test_the_page_tells_the_run(tmp_path: Path) -> None:
     assert targets <= set(page.ids())
 
 
-def test_every_chart_has_a_place_and_all_that_the_script_looks_for(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "first"))
+def test_every_chart_has_a_place_and_all_that_the_script_looks_for(page: Any) -> None:
     places = [a["id"] for a in page.of("figure") if "data-chart" in a]
     charts = page.charts()
     assert set(places) == set(charts)
@@ -53,8 +63,7 @@ def test_every_chart_has_a_place_and_all_that_the_script_looks_for(tmp_path: Pat
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in accessible)
 
 
-def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "first"))
+def test_nothing_is_loaded_from_elsewhere(page: Any) -> None:
     for tag, attributes in page.elements:
         assert not ({"src", "srcset", "data", "action"} & set(attributes)), tag
         assert attributes.get("href", "#").startswith("#")
@@ -65,8 +74,7 @@ def test_nothing_is_loaded_from_elsewhere(tmp_path: Path) -> None:
     assert "http" not in policy
 
 
-def test_whatever_a_completion_holds_stays_text(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "first"))
+def test_whatever_a_completion_holds_stays_text(page: Any) -> None:
     assert len(page.of("script")) == 3
     assert page.of("img") == []
     assert "onerror" not in {name for _, attributes in page.elements for name in attributes}
@@ -74,8 +82,7 @@ def test_whatever_a_completion_holds_stays_text(tmp_path: Path) -> None:
     assert f"careful with {runs.EVIL}" in page.text
 
 
-def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "first"))
+def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(page: Any) -> None:
     for i in (0, 2, 4, 5, 7):  # of 8: the lowest, a quarter, the half, three quarters, the highest
         for step in (0, 19):
             assert f"completion {step} {i} " in page.text
@@ -85,7 +92,7 @@ def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(tmp_p
 
 
 def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     for step in (0, 19):
         rows = [{"prompt": "again", "completion": f"at {step}", "reward": 1.0, "rewards": {}}]
         rows += [{"prompt": f"only {step}", "completion": "once", "reward": 5.0, "rewards": {}}]
@@ -113,7 +120,7 @@ def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str
 
 
 def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
     page = page_of(run)
@@ -141,7 +148,7 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
 
 
 def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     for step in (0, 10, 20):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, [1.0]))
     (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
@@ -151,25 +158,26 @@ def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
 
 
 def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
     page = page_of(run)
     assert "Update 0, the only one that was stored." in page.text
     assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
 
 
-def test_ten_thousand_steps_stay_small_and_keep_their_extremes(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "long", steps=10_000)
+@pytest.mark.parametrize(("steps", "others"), [(700, 2), pytest.param(10_000, 30, marks=pytest.mark.long)])
+def test_many_steps_stay_small_and_keep_their_extremes(tmp_path: Path, steps: int, others: int) -> None:
+    run = make_run(tmp_path / "long", steps=steps)
     rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
     draw_from = np.random.default_rng(1)
     for row in rows:
-        row |= {f"metric_{i}": float(draw_from.normal()) for i in range(30)}
-    rows[4321]["kl"], rows[8765]["kl"] = 100.0, -50.0
+        row |= {f"metric_{i}": float(draw_from.normal()) for i in range(others)}
+    rows[steps * 3 // 7]["kl"], rows[steps * 7 // 8]["kl"] = 100.0, -50.0
     write(run / "policy/metrics.jsonl", rows)
     path = reporting.report(run)
     assert path.stat().st_size < 2_000_000
     page = runs.Page(path.read_text(encoding="utf-8"))
-    assert "Up to 10,000 values per curve were logged" in page.text
+    assert f"Up to {steps:,} values per curve were logged" in page.text
     chart = next(
         c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
     )
@@ -221,7 +229,7 @@ def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
 
 def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "one")
+    without_curves(make_run(tmp_path / "one"))
     make_run(tmp_path / "two")
     ended = rlhf("report", "one")
     assert ended.code == 0
@@ -261,25 +269,27 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         reporting.report(make_run(tmp_path / "run"))
 
 
-def policy_charts(run: Path) -> dict[str, str]:
+def policy_charts(page: Any) -> dict[str, str]:
     """Return {label of a chart of the policy's stage: its legend and values, as read aloud}."""
-    labels = [a["aria-label"] for a in page_of(run).of("figure") if a["id"].startswith("stage-policy")]
+    labels = [a["aria-label"] for a in page.of("figure") if a["id"].startswith("stage-policy")]
     return {text.partition(". ")[0]: text.partition(". ")[2] for text in labels}
 
 
 def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
+    shutil.rmtree(run / "rm")
     rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row |= {"clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "memory/peak_rss_bytes": 6.5e9}
     rows[-1] |= {"eval_reward": 1.25}
     write(run / "policy/metrics.jsonl", rows)
-    found = policy_charts(run)
+    page = page_of(run)
+    found = policy_charts(page)
     assert found["Reward, mean of completions"].startswith("reward = rewards/model/mean: ")
     assert found["Reward, mean of completions"].endswith("; eval_reward: 1.25 at update 20")
     assert found["Memory, GB"] == "memory/peak_rss_bytes: 6.5 at update 1, 6.5 at update 20"
     assert "Share of tokens clipped" not in found
-    words = " ".join(page_of(run).text.split())
+    words = " ".join(page.text.split())
     assert "Always 0, and not drawn: clip_ratio/high_mean, clip_ratio/low_mean." in words
     assert "memory/peak_rss_bytes6.50 GB" in words
     assert "e+09" not in words
@@ -287,16 +297,16 @@ def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path
 
 
 def test_histograms_need_values(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
-    assert not [title for title in policy_charts(run) if title.endswith("before and after")]
+    run = without_curves(make_run(tmp_path / "first"))
+    assert not [title for title in policy_charts(page_of(run)) if title.endswith("before and after")]
     for step in (0, 19):
         rows = [{"prompt": str(i), "completion": "x", "reward": float(i % 3), "length": i} for i in range(64)]
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    assert len([title for title in policy_charts(run) if title.endswith("before and after")]) == 2
+    assert len([title for title in policy_charts(page_of(run)) if title.endswith("before and after")]) == 2
 
 
 def test_a_reward_that_fell_is_marked_and_none_is_good_by_itself(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     for step, values in ((0, (3.0, 2.0)), (20, (2.0, 2.0))):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values))
     page = page_of(run)
@@ -306,7 +316,7 @@ def test_a_reward_that_fell_is_marked_and_none_is_good_by_itself(tmp_path: Path)
 
 
 def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     for step in (0, 20):
         rows = answers(step, (3.0,))
         rows[0]["columns"] = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
@@ -318,7 +328,7 @@ def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
 
 
 def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     rows = [
         {
             "prompt": f"prompt {p}",
@@ -330,7 +340,8 @@ def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: P
         for i in range(10)
     ]
     write(run / "policy/samples/update-000019.jsonl", rows)
-    words = " ".join(page_of(run).text.split()).partition("What was trained on")[2]
+    page = page_of(run)
+    words = " ".join(page.text.split()).partition("What was trained on")[2]
     assert "the rollout before update 20" in words
     assert [p for p in range(5) if f"prompt {p}" in words] == [2, 3, 4]  # the groups that differ most
     assert (
@@ -340,11 +351,12 @@ def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: P
     assert "and 2 more" in words
     assert "advantage 18" in words
     assert "advantage -18" in words
-    assert page_of(run).of("img") == []
+    assert page.of("img") == []
 
 
 def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
+    shutil.rmtree(run / "policy")
     pair = {"prompt": "<|im_start|>user\nHi", "chosen": "good", "rejected": "bad"}
     scores = {"chosen_score": 1.5, "rejected_score": -0.5, "row": "/far/away/pairs.jsonl row 7"}
     write(run / "rm/samples/evaluation-000020.jsonl", [{**pair, **scores}])
@@ -355,7 +367,7 @@ def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
 
 
 def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
+    run = without_curves(make_run(tmp_path / "first"))
     for step in (0, 20):
         rows = answers(step, (3.0,))
         rows[0]["completion"] = [{"role": "assistant", "content": f"said at {step}"}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def episode(reward: float | None, **changes: Any) -> dict[str, Any]:
 
 def page_of(directory: Path, *files: list[Mapping[str, Any]]) -> Any:
     run = runs.make_run(directory / "run")
+    shutil.rmtree(run / "rm")  # and no metrics: curves take most of a page's time
+    (run / "policy/metrics.jsonl").unlink()
     for path in (run / "policy/samples").iterdir():
         path.unlink()
     for number, rows in enumerate(files):

@@ -49,13 +49,14 @@ def test_thinning_keeps_ends_extremes_and_means() -> None:
         "events.jsonl",
         "pipeline.resolved.toml",
         "rm/stage.json",
-        "policy/metrics.jsonl",
-        "policy/samples",
-        "rm",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("policy/metrics.jsonl", "policy/samples", "rm")
+        ),
     ],
 )
 def test_what_is_missing_is_left_out(tmp_path: Path, missing: str) -> None:
-    run = make_run(tmp_path / "half")
+    run = make_run(tmp_path / "half", steps=1)
     path = run / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     page = page_of(run)
@@ -69,15 +70,23 @@ def test_a_torn_line_is_left_out_and_told(tmp_path: Path) -> None:
     (run / "rm/stage.json").write_text('{"state": "do')
     (run / "policy/samples/update-000019.jsonl").write_bytes(b'{"prompt": "a"\xff\n')
     (run / "rm/evaluations/000020.json").write_text("[]")
+    scores = {"edges": [0, 1], "chosen": [1], "rejected": []}  # one is missing
+    write(run / "rm/evaluations/000000.json", [{"scores": scores, "calibration": []}])
     found = read_run(run)
     assert found.stages[1].updates == 19
     page = page_of(run)
-    for told in ("policy/metrics.jsonl: 1 damaged line", "rm/stage.json is not readable", "000020.json"):
+    for told in (
+        "policy/metrics.jsonl: 1 damaged line",
+        "rm/stage.json is not readable",
+        "000000.json",
+        "000020.json",
+    ):
         assert told in page.text, told
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
+    shutil.rmtree(run / "policy")
     with open(run / "rm/metrics.jsonl", "a") as file:
         file.write('{"step": 21, "time": 1700000040.0, "loss": null}\n')
     points = read_run(run).stages[0].metrics["loss"]
@@ -98,6 +107,8 @@ def test_a_stage_that_did_not_end_well_says_so_and_how_to_go_on(
     tmp_path: Path, last: dict[str, str] | None, state: str
 ) -> None:
     run = make_run(tmp_path / "run")
+    shutil.rmtree(run / "rm")
+    shutil.rmtree(run / "policy/samples")
     record = json.loads((run / "policy/stage.json").read_text())
     (run / "policy/stage.json").write_text(json.dumps({**record, "state": "running"}))
     (run / "policy/plan.json").write_text('{"updates": 100}')

@@ -79,8 +79,8 @@ def make_evaluation(pairs, config, model):
 @pytest.mark.parametrize(
     ("mesh", "batch", "limit"),
     [
-        ({"data": 1}, 1, None),
-        ({"data": 1}, 64, None),
+        pytest.param({"data": 1}, 1, None, marks=pytest.mark.long),
+        pytest.param({"data": 1}, 64, None, marks=pytest.mark.long),
         ({"data": 2, "fsdp": 2}, 5, None),
         ({"data": 2, "fsdp": 2}, 5, 2),
     ],

@@ -68,7 +68,7 @@ def test_the_command(artifact, held_out, plain, tiny, tmp_path):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_reward_model(tiny, artifact, held_out, plain, normalize):
     registry = plugins.load().registry
     reward = registry.get(REWARD, "model", model=str(artifact.path), normalize=normalize)

@@ -126,7 +126,14 @@ class Trained:
     """float64 [2 · pairs]: each sequence's score in a batch of its own."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+KEPT = ("texts", "chat, tools, pad is EOS")
+"""What the others have besides is tried without training in tokenizer/test_same_ids.py and suite/test_scoring.py."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in KEPT else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+)
 def trained(request, tiny, tmp_path_factory):
     case, seen = CASES[request.param], []
     inner = batches.DatasetUpdates.__init__
@@ -262,7 +269,9 @@ def test_padding_by_eos_is_no_token(trained, tiny, side):
     assert_same(np.asarray(model.scores(ids, mask), np.float64), trained.alone)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(
+    "group", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_order_and_neighbours_change_nothing(trained, group):
     order = np.random.default_rng(2).permutation(len(trained.ids))
     scorer = Scorer.load(trained.path)

@@ -85,7 +85,7 @@ LOSSES = pytest.mark.parametrize(
 
 
 @LOSSES
-@pytest.mark.parametrize("coefficient", [None, 0.3])
+@pytest.mark.parametrize("coefficient", [pytest.param(None, marks=pytest.mark.long), 0.3])
 def test_every_loss_and_its_gradient_against_float64(component, formula, slope, coefficient):
     """Ordinary differences, and of 100 either way."""
     draw = np.random.default_rng(0)

@@ -40,6 +40,7 @@ def test_the_table_of_losses_is_complete_and_right(page, registry):
         assert set(options) == set(registry._entry(PAIRWISE_LOSS, name).options)
 
 
+@pytest.mark.long
 def test_its_blocks_run(page, registry):
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     for language, text in blocks:

@@ -82,10 +82,10 @@ def numbers(metrics: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("margin", "coefficient", "loss", "splits", "options"),
     [
-        (None, None, 0.7732235185, 1, {}),
+        pytest.param(None, None, 0.7732235185, 1, {}, marks=pytest.mark.long),
         (MARGIN, None, 1.0335334531, 3, {"side": "left", "pad": 999}),
         (None, 0.01, 0.8298901852, 1, {"side": "left", "width": 9}),
-        (None, 0.1, 1.3398901852, 3, {"side": "left", "pad": 999}),
+        pytest.param(None, 0.1, 1.3398901852, 3, {"side": "left", "pad": 999}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -141,7 +141,10 @@ def reference_run(
     return logged
 
 
-@pytest.mark.parametrize(("coefficient", "splits"), [(None, 1), (0.01, 4), (0.5, 2)])
+@pytest.mark.parametrize(
+    ("coefficient", "splits"),
+    [pytest.param(None, 1, marks=pytest.mark.long), pytest.param(0.01, 4, marks=pytest.mark.long), (0.5, 2)],
+)
 def test_a_run_of_several_updates(coefficient: float | None, splits: int) -> None:
     """The logged margin is that of the scores, without the one the loss asks for; `grad_norm` is before clipping."""
     draw = np.random.default_rng(0)
@@ -164,6 +167,7 @@ def test_a_run_of_several_updates(coefficient: float | None, splits: int) -> Non
         assert {name: float(metrics[name]) for name in right} == pytest.approx(right, rel=2e-5, abs=2e-5)
 
 
+@pytest.mark.long
 def test_a_collators_rows_score_alike_whatever_the_padding(tiny: Any) -> None:
     """TRL's collator test: [1, 2, 3], [6, 7] preferred to [4, 5], [8]; padded by 0 or by 999, to 3 or 8."""
     sides = {"chosen": ([1, 2, 3], [6, 7]), "rejected": ([4, 5], [8])}

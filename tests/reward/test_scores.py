@@ -42,7 +42,7 @@ def assert_same(found, alone):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("width", [24, 40])
+@pytest.mark.parametrize("width", [24, pytest.param(40, marks=pytest.mark.long)])
 def test_padding_on_either_side_and_any_neighbours(model, sequences, alone, side, width):
     ids, mask = np.full((8, width), 17, np.int32), np.zeros((8, width), np.int32)
     for row, tokens in zip(ids, sequences, strict=True):
@@ -59,8 +59,8 @@ def test_padding_on_either_side_and_any_neighbours(model, sequences, alone, side
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout((64,), (6,), (8,), (64,)),
-        Layout((128,), (2,), (16,), (128,)),
+        pytest.param(Layout((64,), (6,), (8,), (64,)), marks=pytest.mark.long),
+        pytest.param(Layout((128,), (2,), (16,), (128,)), marks=pytest.mark.long),
         Layout((32, 64), (4, 2), (4, 8), (32, 64)),
     ],
     ids=["64", "128", "32 and 64"],

@@ -83,6 +83,7 @@ def test_other_spellings_and_objects(tiny, tmp_path):
     assert again.artifact.path != result.artifact.path
 
 
+@pytest.mark.long
 def test_it_learns(tiny, tmp_path):
     """The chosen side ends in a letter before the rejected side's."""
     draw = np.random.default_rng(0)

@@ -75,7 +75,7 @@ def test_the_loss_is_that_of_the_models_scores(model, sequences):
     [
         pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
         {"side": "left", "extra": 5},
-        {"side": "right", "extra": 5},
+        pytest.param({"side": "right", "extra": 5}, marks=pytest.mark.long),
     ],
     ids=["left", "left and wider", "right and wider"],
 )
@@ -123,6 +123,7 @@ def test_the_step_is_the_gradient_of_the_loss(tiny, model, sequences):
     assert (loss(1e-3) - loss(-1e-3)) / 2e-3 == pytest.approx(size, rel=2e-3)
 
 
+@pytest.mark.long
 def test_nothing_is_donated_the_optimizer_is_called_once_and_the_loss_falls(tiny, model, sequences):
     calls = []
     inner = optax.adamw(1e-2)

@@ -84,7 +84,7 @@ def test_dpo(tiny: ModuleType, pairs: Any) -> None:
     assert known.same.sum() == len(known.trees) - differ(pairs)
 
 
-@pytest.mark.parametrize("on_the_left", [False, True])
+@pytest.mark.parametrize("on_the_left", [pytest.param(False, marks=pytest.mark.long), True])
 def test_padded_batches(tiny: ModuleType, on_the_left: bool) -> None:
     """The rejected side is three tokens wider, of padding."""
     model = tiny.make_model("score", scale=4.0)

@@ -450,7 +450,7 @@ for ends in (Reward("breaks", 1.0, breaks), Reward("other", 1.0, Mesh(1)), Rewar
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_share_one_outcome():
     port = processes.free_port()
     running = [processes.start(PROGRAM, i, 2, port, devices=1) for i in range(2)]

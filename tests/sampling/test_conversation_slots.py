@@ -75,19 +75,19 @@ def told(slots: int, params: Any, seed: int | None, monkeypatch: pytest.MonkeyPa
     return said
 
 
+@pytest.mark.parametrize(("slots", "few"), [(9, 3), pytest.param(8, 1, marks=pytest.mark.long)])
 def test_neither_slots_nor_neighbours_nor_the_order_of_replies_change_a_bit(
-    params: Any, monkeypatch: pytest.MonkeyPatch
+    slots: int, few: int, params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept caches: in fewer slots and with one for each; worlds that answer in any order and late; conversations alone
     and in another order, in which those of a group are no neighbours, so that each computes its prompt.
     """
     expected = told(COUNT, params, None, monkeypatch)
     assert sum(map(len, expected.values())) > 2 * COUNT
-    for slots, seed in ((9, None), (8, None), (COUNT, 1), (COUNT, 2)):
-        worlds.assert_same(told(slots, params, seed, monkeypatch), expected, bits=True)
-    # XLA on a CPU computes exponentials of arrays of fewer rows than these by other code.
-    for slots in (1, 3):
-        worlds.assert_same(told(slots, params, None, monkeypatch), expected, atol=2e-5)
+    for count, seed in ((slots, None), (COUNT, 1), (COUNT, 2)):
+        worlds.assert_same(told(count, params, seed, monkeypatch), expected, bits=True)
+    # XLA on a CPU computes exponentials of arrays of fewer rows than 8 by other code.
+    worlds.assert_same(told(few, params, None, monkeypatch), expected, atol=2e-5)
     prompts, ids = make_prompts(), np.arange(COUNT)
     order = np.random.default_rng(0).permutation(COUNT)
     world = make_world()
@@ -153,7 +153,9 @@ def test_a_slot_is_never_idle_while_a_conversation_waits(
         assert {active for active, waiting in running if waiting} == {4}
 
 
-@pytest.mark.parametrize("axes", [{"data": 1}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"data": 1}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.long)], ids=str
+)
 def test_nothing_compiles_after_warm_up(
     axes: dict[str, int], params: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,11 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [each if each[0] == "gemma2" else pytest.param(*each, marks=pytest.mark.long) for each in OPTIONS],
+    ids=str,
+)
 def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold: Any) -> None:
     """With a slot for each; for some, where they keep them and where they give them up; with replaced contexts."""
     expected = hold(name, by_turns=True, world=worlds.MadeUp(VOCAB, replaces=0.3), **options)
@@ -124,26 +128,33 @@ def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold
         assert any(reply.replaces for replies in world.added.values() for reply in replies)
 
 
+@pytest.mark.parametrize(("slots", "seed"), [pytest.param(1000, None, marks=pytest.mark.long), (1, 3)])
 @pytest.mark.parametrize(
     ("name", "axes", "tensor", "options"),
     [
-        ("llama", {"data": 4, "fsdp": 2}, 1, {}),
-        ("gemma2", {"fsdp": 8}, 4, {"top_k": 9}),
+        pytest.param("llama", {"data": 4, "fsdp": 2}, 1, {}, marks=pytest.mark.long),
+        pytest.param("gemma2", {"fsdp": 8}, 4, {"top_k": 9}, marks=pytest.mark.long),
         ("qwen2", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3}),
     ],
     ids=str,
 )
 def test_a_mesh_changes_nothing(
-    name: str, axes: dict[str, int], tensor: int, options: dict[str, Any], hold: Any
+    name: str,
+    axes: dict[str, int],
+    tensor: int,
+    options: dict[str, Any],
+    slots: int,
+    seed: int | None,
+    hold: Any,
 ) -> None:
+    """With a slot for each, and with fewer, whose world answers late and in any order."""
     expected = hold(name, **options)
-    mesh = make_mesh(**axes)
-    for slots, seed in ((1000, None), (1, 3)):
-        world = worlds.MadeUp(VOCAB, seed=seed)
-        found = hold(name, mesh=mesh, tensor=tensor, slots=slots, world=world, **options)
-        worlds.assert_same(found, expected)
+    world = worlds.MadeUp(VOCAB, seed=seed)
+    found = hold(name, mesh=make_mesh(**axes), tensor=tensor, slots=slots, world=world, **options)
+    worlds.assert_same(found, expected)
 
 
+@pytest.mark.long  # `test_the_last_turn_ends_with_the_conversation_length` has such a family, too
 @pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_a_family_that_cannot_extend_caches_takes_whole_calls(axes: dict[str, int], hold: Any) -> None:
     devices = jax.devices()[: 8 if len(axes) > 1 else 1]

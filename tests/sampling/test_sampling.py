@@ -87,10 +87,10 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"temperature": 0.7},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.long),
         {"temperature": 1.4, "top_p": 0.8},
-        {"top_k": 5, "min_p": 0.05},
+        pytest.param({"top_k": 5, "min_p": 0.05}, marks=pytest.mark.long),
         {"temperature": 0.0},
     ],
     ids=str,
@@ -146,13 +146,13 @@ def test_each_stop_token_ends_a_completion_and_counts() -> None:
     assert not out.finished.all()
 
 
-def test_results_depend_neither_on_the_calls_nor_on_the_neighbours() -> None:
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_results_depend_neither_on_the_calls_nor_on_the_neighbours(at_once: int) -> None:
     prompts = make_prompts(3, 39, 8, 20, 33)
     key = jax.random.key(5)
     whole = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
-    for at_once in (1, 3):
-        sampler = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=at_once)
-        assert_same(sampler(model()[1], prompts, key), whole)
+    sampler = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=at_once)
+    assert_same(sampler(model()[1], prompts, key), whole)
     ids = np.arange(10)
     order = [4, 2, 0]
     chosen = np.concatenate([ids[2 * i : 2 * i + 2] for i in order])
@@ -172,6 +172,7 @@ def test_ids_and_key_alone_decide_what_is_drawn() -> None:
     np.testing.assert_array_equal(shorter.tokens[0], out.tokens[0, :5])
 
 
+@pytest.mark.long  # `test_sampling_options.py` has the same with a penalty, too
 def test_first_tokens_follow_the_filtered_distribution() -> None:
     prompt, count = make_prompts(6)[0], 8192
     options = {"temperature": 1.5, "top_k": 12, "top_p": 0.95, "min_p": 0.05}
@@ -253,6 +254,7 @@ def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.M
     assert loop.generate._cache_size() == programs + 1
 
 
+@pytest.mark.long  # `test_sampling_options.py` has the same with more that a device carries
 def test_a_mesh_of_eight_devices_gives_the_same() -> None:
     definition, params = model()
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

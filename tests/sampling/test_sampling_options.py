@@ -68,7 +68,10 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 
 @pytest.mark.parametrize(
     ("likeliest", "penalty"),
-    [({"temperature": 0.0}, 0.6), ({"temperature": 0.7, "top_k": 1}, 5.0)],
+    [
+        ({"temperature": 0.0}, 0.6),
+        pytest.param({"temperature": 0.7, "top_k": 1}, 5.0, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_penalised_greedy_ids_and_the_policys_log_probs(

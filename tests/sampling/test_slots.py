@@ -68,27 +68,44 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", ["plain", pytest.param("penalty", marks=pytest.mark.long), "strings"])
+@pytest.mark.parametrize(
+    ("options", "cases"),
+    [
+        ("plain", ((4, ALL), (8, 1))),
+        pytest.param("plain", ((1, ALL), (20, 2), (ALL, 1)), marks=pytest.mark.long),
+        pytest.param("penalty", ((4, 1), (ALL, 1)), marks=pytest.mark.long),
+        ("strings", ((4, 1), (ALL, 1))),
+    ],
+    ids=str,
+)
 def test_the_number_of_slots_changes_nothing(
-    options: str, model: Any, monkeypatch: pytest.MonkeyPatch
+    options: str, cases: tuple[tuple[int, int], ...], model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = ask(model, monkeypatch, ALL, **OPTIONS[options])
     assert len(set(expected.lengths.tolist())) > 5
     assert 0 < expected.finished.sum() < len(expected.finished)
-    cases = ((1, ALL), (4, ALL), (8, 1), (20, 2), (ALL, 1)) if options == "plain" else ((4, 1), (ALL, 1))
     for slots, last in cases:
         assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
 
 
-def test_nor_does_a_mesh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("slots", "last"),
+    [
+        pytest.param(2, ALL, marks=pytest.mark.long),
+        (4, 1),
+        pytest.param(ALL, 1, marks=pytest.mark.long),
+    ],
+)
+def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
     expected = ask(model, monkeypatch, ALL)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    for slots, last in ((2, ALL), (4, 1), (ALL, 1)):
-        assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
+    assert_same(ask(model, monkeypatch, slots, last=last, mesh=mesh), expected)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [name if name == "strings" else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
+)
 def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every completion has a slot: with its prompt's one cache, and with a copy of it; the last few by themselves."""
     shared = ask(model, monkeypatch, ALL, last=1, **OPTIONS[options])

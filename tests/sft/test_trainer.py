@@ -56,6 +56,7 @@ def test_text_rows_are_trained_on_whole(tiny, model, tmp_path):
     assert result.metrics["loss"] == pytest.approx(mean_loss(model, tiny.make_tokenizer(), rows), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_fresh_model_from_a_table_learns_a_text_by_heart(tiny, tmp_path):
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     table = {**tiny.SIZES, "tokenizer": str(tmp_path / "tokenizer")}

@@ -58,6 +58,7 @@ def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_python_door_tells_it(short: Any) -> None:
     with pytest.warns(UserWarning, match=r"stage 'sft'\.warmup_steps=7: the run has 6 updates"):
         short.train("sft", warmup_steps=7)

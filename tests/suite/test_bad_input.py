@@ -88,6 +88,7 @@ def full_disk(limit: int = 2048) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # as in test_order.py, and in tests/core/test_artifacts.py
 def test_a_disk_that_is_full_when_the_model_is_saved(
     place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(
 
 
 @pytest.mark.slow
+@pytest.mark.long  # as in tests/core/test_checkpoint_failures.py
 def test_a_disk_that_is_full_at_a_checkpoint_leaves_the_one_before(
     place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     ("trainer", "given"),
     [
         pytest.param("sft", "object", marks=pytest.mark.exhaustive),
-        ("sft", "directory"),
+        pytest.param("sft", "directory", marks=pytest.mark.long),
         ("reward", "object"),
         pytest.param("grpo", "object", marks=pytest.mark.long),
     ],
@@ -74,6 +74,7 @@ def test_a_run_in_bfloat16(
 
 
 @pytest.mark.slow
+@pytest.mark.long  # of one pass, and not of a run: tests/models/test_models_compute.py
 @pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.exhaustive), "reward"])
 def test_recomputing_changes_nothing(short: Any, trainer: str) -> None:
     (kept, _), (again, _) = (short.train(trainer, at=remat, remat=remat) for remat in ("none", "full"))

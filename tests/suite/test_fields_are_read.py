@@ -75,7 +75,9 @@ def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", CONFIGS)
+@pytest.mark.parametrize(
+    "trainer", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+)
 def test_every_field_is_read(
     trainer: str, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,13 @@ def run(fake: ModuleType, pipeline: Path, rlhf: Command) -> Command:
     return call
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        name if name in ("rlhf_step_end", "rlhf_stage_end") else pytest.param(name, marks=pytest.mark.long)
+        for name in HOOKS
+    ],
+)
 def test_a_logger_that_raises_is_named_and_costs_no_row(run: Command, hook: str) -> None:
     ended = run(LOGGER.replace("HOOK", hook), "--set", 'base.logger=["csv_file"]')
     place = f"({Path('plugin.py').absolute()} line 15) in {hook}. "

@@ -20,14 +20,15 @@ from rlhf_core import create_state, fit, load_model, optimizers
 from rlhf_core.runtime import sharing
 from rlhf_core.step import Programs
 
-TRAINERS = ["sft", "reward", "grpo", "dpo"]
 ADAPTERS = {"rank": 2, "dropout": 0.1}
 
 
 @pytest.mark.parametrize(
     ("trainer", "lora"),
     [
-        *((trainer, None) for trainer in TRAINERS),
+        ("sft", None),
+        ("grpo", None),
+        *(pytest.param(trainer, None, marks=pytest.mark.long) for trainer in ("reward", "dpo")),
         pytest.param("grpo", ADAPTERS, marks=pytest.mark.long),  # whose reference is the model without them
         *(
             pytest.param(trainer, ADAPTERS, marks=pytest.mark.exhaustive)
@@ -91,6 +92,7 @@ def padded(tiny: ModuleType, tokenizer: Any, rows: list[dict[str, Any]]) -> dict
     return batch
 
 
+@pytest.mark.long  # the rows: tests/training/test_held_out.py; the metrics: tests/reward/test_evaluation.py
 @pytest.mark.parametrize("limit", [None, 2])
 def test_evaluation_reads_every_row_once(
     tiny: ModuleType, short: Any, tmp_path: Path, limit: int | None
@@ -115,6 +117,7 @@ def test_evaluation_reads_every_row_once(
     assert found == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.long  # as in test_order.py
 def test_the_time_limit_ends_training_and_keeps_the_model(short: Any, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="training_time_limit .* after update 1 of 6"):
         _, watch = short.train("sft", training_time_limit=1e-3, log_steps=10)
@@ -122,6 +125,7 @@ def test_the_time_limit_ends_training_and_keeps_the_model(short: Any, tmp_path: 
     assert (tmp_path / "sft" / "artifacts" / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.long  # test_trainer_fields.py has runs that keep all, and one
 @pytest.mark.parametrize(("keep", "steps"), [(None, [1, 2, 3, 4, 5, 6]), (2, [5, 6])])
 def test_as_many_checkpoints_stay_as_asked_for(
     short: Any, tmp_path: Path, keep: int | None, steps: list[int]
@@ -131,7 +135,9 @@ def test_as_many_checkpoints_stay_as_asked_for(
     assert sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal()) == steps
 
 
-@pytest.mark.parametrize("frozen", ["embed_tokens", ["self_attn", r"^norm\."]])
+@pytest.mark.parametrize(
+    "frozen", [pytest.param("embed_tokens", marks=pytest.mark.long), ["self_attn", r"^norm\."]]
+)
 def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any, frozen: Any) -> None:
     before = tiny.leaves(short.models["sft"].params)
     after, _ = short.train("sft", frozen_parameters=frozen, weight_decay=0.5)
@@ -148,9 +154,9 @@ def test_frozen_parameters_keep_their_bits(tiny: ModuleType, short: Any, frozen:
 @pytest.mark.parametrize(
     "trainer",
     [
-        "reward",
-        pytest.param("grpo", marks=pytest.mark.long),
-        *(pytest.param(trainer, marks=pytest.mark.exhaustive) for trainer in ("sft", "dpo")),
+        "sft",
+        *(pytest.param(trainer, marks=pytest.mark.long) for trainer in ("reward", "grpo")),
+        pytest.param("dpo", marks=pytest.mark.exhaustive),
     ],
 )
 def test_accumulation_changes_nothing_but_rounding(

@@ -33,7 +33,7 @@ def based(short: Any, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(
     "trainer",
-    [name if name in ("reward", "grpo") else pytest.param(name, marks=pytest.mark.long) for name in TRAINERS],
+    [name if name == "sft" else pytest.param(name, marks=pytest.mark.long) for name in TRAINERS],
 )
 def test_adapters_learn_and_the_base_stays(
     based: Any, short: Any, tiny: ModuleType, tmp_path: Path, trainer: str

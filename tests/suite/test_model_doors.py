@@ -61,7 +61,10 @@ def commands(made: dict[str, Path], tmp_path: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("command", ["score", "generate", "export", "data"])
+@pytest.mark.parametrize(
+    "command",
+    ["export", *(pytest.param(name, marks=pytest.mark.long) for name in ("score", "generate", "data"))],
+)
 def test_a_command_opens_a_family_given_as_a_file(
     command: str, made: dict[str, Path], plugin: Path, tmp_path: Path
 ) -> None:
@@ -72,6 +75,7 @@ def test_a_command_opens_a_family_given_as_a_file(
         assert isinstance(CliRunner().invoke(cli.app, typed).exception, InputError)
 
 
+@pytest.mark.long  # the last test here finds every door
 def test_the_reward_model_of_a_stage_is_opened_with_its_plugins(
     made: dict[str, Path], plugin: Path, tmp_path: Path
 ) -> None:
@@ -99,7 +103,11 @@ def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    "opened", [lambda made: load_model(made["lm"]), lambda made: Scorer.load(made["score"])]
+    "opened",
+    [
+        lambda made: load_model(made["lm"]),
+        pytest.param(lambda made: Scorer.load(made["score"]), marks=pytest.mark.long),
+    ],
 )
 def test_python_opens_installed_families_without_a_registry(
     opened: Callable[[dict[str, Path]], Any], made: dict[str, Path]

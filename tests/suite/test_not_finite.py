@@ -80,6 +80,7 @@ def test_a_loss_that_is_not_finite_names_update_row_and_example(
         short.train("reward", listeners=(Poison(),), inputs={"train_dataset": str(file)}, **options)
 
 
+@pytest.mark.long  # the places of a rollout: tests/grpo/test_updates.py
 def test_a_policy_loss_that_is_not_finite_names_the_prompt(
     tiny: ModuleType, short_runs: ModuleType, short: Any, tmp_path: Path
 ) -> None:

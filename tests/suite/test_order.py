@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +42,13 @@ def killed() -> None:
 
 def asked_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
+    """Nothing that is patched here is traced: unlike other tests, these share their programs."""
+    with pytest.MonkeyPatch.context() as patches:
+        yield patches
 
 
 @pytest.fixture
@@ -105,7 +112,13 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, *, at: Callable[[
     monkeypatch.setattr(HeldOut, "evaluator", evaluator)
 
 
-@pytest.mark.parametrize("error", [RunError("the judge is away"), ZeroDivisionError("division by zero")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(RunError("the judge is away"), marks=pytest.mark.long),
+        ZeroDivisionError("division by zero"),
+    ],
+)
 def test_an_evaluation_that_fails_is_left_out_and_costs_nothing(
     train: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -196,11 +196,12 @@ def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) ->
     assert "begun on" in said
 
 
+@pytest.mark.long  # of processes that do not train: tests/runtime/test_peers.py
 @pytest.mark.parametrize(
     ("event", "process"),
     [
         ("SIGKILL step 3", 0),  # the process that the others have joined, which cannot say anything
-        pytest.param("raise step 3", 1, marks=pytest.mark.long),
+        ("raise step 3", 1),
         pytest.param("SIGKILL step 3", 1, marks=pytest.mark.exhaustive),
         pytest.param("raise step 3", 0, marks=pytest.mark.exhaustive),
     ],
@@ -219,6 +220,7 @@ def test_one_fails_in_training(place: Path, event: str, process: int) -> None:
         assert "plugin 'signals.py' raised OSError: the disk is gone" in ended[process][1]
 
 
+@pytest.mark.long  # in use: tests/runtime/test_directory_lock.py; not shared: test_processes_agree.py
 def test_a_directory_that_is_in_use_or_not_shared(place: Path) -> None:
     (place / "run").mkdir()
     with open(place / "run/.lock", "w") as file:

@@ -97,8 +97,18 @@ def test_who_differs_and_in_what_is_said_by_all(place: Path, second: list[str], 
     assert not (place / "run" / "base").exists()
 
 
-@pytest.mark.long
 def test_a_run_directory_that_is_not_shared_is_said(place: Path) -> None:
+    soon = "from rlhf_core.runtime import agreement\nagreement.SHARED_SECONDS = 0.5"
+    one_message(
+        both(soon + COMMAND, place, arguments(dir="one"), arguments(dir="two")),
+        "dir: process 1 does not find in",
+        "give a run directory that all processes share",
+    )
+    assert not (place / "two").exists()
+
+
+@pytest.mark.long
+def test_a_run_directory_that_is_not_shared_is_said_of_a_finished_run(place: Path) -> None:
     (place / "two" / "base").mkdir(parents=True)
     ended = both(COMMAND, place, arguments(dir="one"), arguments(dir="one"))
     assert [code for code, _ in ended] == [0, 0], ended
@@ -109,6 +119,7 @@ def test_a_run_directory_that_is_not_shared_is_said(place: Path) -> None:
     )
 
 
+@pytest.mark.long  # as two that fail apart: tests/runtime/test_peers.py
 def test_a_problem_of_one_process_ends_both(place: Path) -> None:
     (place / "bad.toml").write_text(PIPELINE.replace("train.jsonl", "missing.jsonl"))
     one_message(both(COMMAND, place, arguments(), arguments("bad.toml")), "train_data: no such file")

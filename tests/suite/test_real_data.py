@@ -96,6 +96,7 @@ def test_rewards_of_degenerate_texts_are_low(rewards: SimpleNamespace) -> None:
     assert rewards.variety(texts) == [1.0, pytest.approx(1 / 3), 0.0, 1.0]
 
 
+@pytest.mark.long
 def test_the_stories_pipeline_can_be_planned(
     repository: Path, prepared: Path, tiny: ModuleType, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_the_stories_pipeline_can_be_planned(
 
 
 @pytest.mark.data
+@pytest.mark.long
 def test_the_conversations_pipeline_can_be_planned(repository: Path, shared: Path, tmp_path: Path) -> None:
     data = shared / "data"
     sets = [f"{stage}.model={data / 'models/stories260K'}" for stage in ("rm", "policy")]

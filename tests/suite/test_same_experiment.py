@@ -25,9 +25,9 @@ BASE: dict[str, Any] = {
     "progress_bar_type": "json",
 }
 TRAINERS = [
-    "dpo",
-    pytest.param("grpo", marks=pytest.mark.long),
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "reward")),
+    "sft",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("dpo", "grpo")),
+    pytest.param("reward", marks=pytest.mark.exhaustive),
 ]
 
 
@@ -187,12 +187,11 @@ def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(
-            {"max_training_steps": 2}, {"max_training_steps": 4}, id="updates", marks=pytest.mark.long
-        ),
+        pytest.param({"max_training_steps": 2}, {"max_training_steps": 4}, id="updates"),
         pytest.param(
             {"max_training_steps": None, "num_train_epochs": 1},
             {"max_training_steps": None, "num_train_epochs": 2},

@@ -148,14 +148,32 @@ def rollout_scores(chain, tiny):
     return score([Reward("model", 1.0, judge)], inputs)
 
 
-def test_rollouts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, monkeypatch):
-    stops, inner = [], sampling.Sampler.__init__
+@pytest.fixture
+def stops(monkeypatch):
+    """The stop tokens of every sampler that is made."""
+    seen, inner = [], sampling.Sampler.__init__
 
     def spy(self, *arguments, **options):
         inner(self, *arguments, **options)
-        stops.append(self.stop_ids)
+        seen.append(self.stop_ids)
 
     monkeypatch.setattr(sampling.Sampler, "__init__", spy)
+    return seen
+
+
+def generate(model, asked):
+    command = ["generate", str(model), str(asked), "--max_completion_length", "2"]
+    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+
+
+def test_texts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, stops):
+    asked = tiny.write_rows(tmp_path / "asked.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
+    generate(chain["sft"][0].path, asked)
+    assert stops == [tuple(tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))]
+
+
+@pytest.mark.long
+def test_rollouts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, stops):
     config = GRPOConfig(
         **{**ONE, "total_batch_size": 4}, num_generations=2, max_completion_length=4, beta=0.0
     )
@@ -164,9 +182,7 @@ def test_rollouts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, monkeypatch
     grpo = tiny.run(
         "grpo", config, tmp_path, model=path, train_dataset=asked, rewards=[str(chain["reward"][0].path)]
     )
-    tiny.write_rows(tmp_path / "asked.jsonl", asked)
-    command = ["generate", str(grpo.path), str(tmp_path / "asked.jsonl"), "--max_completion_length", "2"]
-    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+    generate(grpo.path, tiny.write_rows(tmp_path / "asked.jsonl", asked))
     assert len(stops) == 2
     assert set(stops) == {tuple(tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))}
 

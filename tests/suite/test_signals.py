@@ -33,7 +33,7 @@ def state(stage: str) -> str:
     return str(json.loads(path.read_text())["state"]) if path.exists() else "new"
 
 
-@pytest.mark.parametrize("event", ["saved", "end"])
+@pytest.mark.parametrize("event", [pytest.param("saved", marks=pytest.mark.long), "end"])
 def test_between_two_stages(run: Any, event: str) -> None:
     """What is being written is finished first: the model, and the record."""
     ended = run(f"SIGTERM base {event}")
@@ -46,7 +46,7 @@ def test_between_two_stages(run: Any, event: str) -> None:
     assert state("policy") == "done"
 
 
-@pytest.mark.parametrize("event", ["saved", "end"])
+@pytest.mark.parametrize("event", [pytest.param("saved", marks=pytest.mark.long), "end"])
 def test_in_the_last_stage_nothing_is_left_to_do(run: Any, event: str) -> None:
     assert run(f"SIGTERM policy {event}").code == 0
     assert state("policy") == "done"

@@ -278,7 +278,13 @@ def test_intervals(smollm2: SimpleNamespace) -> None:
     )
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("tool", "preferences") else pytest.param(name, marks=pytest.mark.long)
+        for name in PIPELINES
+    ],
+)
 def test_pipelines_pass_the_check(
     smollm2: SimpleNamespace,
     sizes: Any,
@@ -347,6 +353,7 @@ TWO_UPDATES = (
 )
 
 
+@pytest.mark.long
 def test_the_driver_prints_a_table_and_finds_it_again(
     smollm2: SimpleNamespace, sizes: Any, model: Path, tmp_path: Path
 ) -> None:

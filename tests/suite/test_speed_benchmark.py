@@ -21,9 +21,9 @@ SMALL = {"PAIRS": 2, "PAIR_TOKENS": 8, "PROMPTS": 2, "GROUP": 2, "PROMPT": 4, "C
     ("work", "runner"),
     [
         pytest.param("W1", "run_updates", marks=pytest.mark.long),
-        ("W2", "run_updates"),
+        pytest.param("W2", "run_updates", marks=pytest.mark.long),
         ("W3", "run_rollouts"),
-        ("W4", "run_trainer"),
+        pytest.param("W4", "run_trainer", marks=pytest.mark.long),
         ("W5", "run_log_probs"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Two strangers' packages, installed for real: one that works and one that does not."""
+"""Two strangers' packages, installed for real: one that works and one that does not.
+
+Without an installation: tests/plugins.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +69,7 @@ def listing(installed: Path) -> dict[str, Any]:
     return json.loads(python(LIST, installed))
 
 
+@pytest.mark.long
 def test_the_working_package_is_listed_with_what_it_adds(listing: dict[str, Any]) -> None:
     assert listing["plugins"]["tanh"] == [
         "rlhf-tanh-loss",
@@ -76,6 +80,7 @@ def test_the_working_package_is_listed_with_what_it_adds(listing: dict[str, Any]
     ]
 
 
+@pytest.mark.long
 def test_the_broken_package_is_a_warning_with_cause_and_way_out(listing: dict[str, Any]) -> None:
     distribution, version, state, error, components = listing["plugins"]["brk"]
     assert (distribution, version, state, components) == ("rlhf-broken", "0.3.0", "failed", {})
@@ -85,6 +90,7 @@ def test_the_broken_package_is_a_warning_with_cause_and_way_out(listing: dict[st
     assert listing["warnings"].count(error) == 1
 
 
+@pytest.mark.long
 def test_the_rest_works_beside_the_broken_package(listing: dict[str, Any]) -> None:
     states = {name: plugin[2] for name, plugin in listing["plugins"].items()}
     assert {name for name, state in states.items() if state == "failed"} == {"brk"}
@@ -93,12 +99,14 @@ def test_the_rest_works_beside_the_broken_package(listing: dict[str, Any]) -> No
     }
 
 
+@pytest.mark.long
 def test_a_missing_name_quotes_the_failure(listing: dict[str, Any]) -> None:
     assert listing["missing"].startswith("no policy loss named 'no_such_loss'. Installed: ")
     assert "tanh" in listing["missing"].split("Installed: ")[1].split(".")[0].split(", ")
     assert "no_such_library_for_rlhf" in listing["missing"]
 
 
+@pytest.mark.long
 def test_disabled_packages_are_not_imported(installed: Path) -> None:
     found = json.loads(python(LIST, installed, RLHF_DISABLE_PLUGINS="brk, rlhf_tanh.loss"))
     assert found["plugins"]["brk"][2:] == ["disabled", None, {}]
@@ -106,6 +114,7 @@ def test_disabled_packages_are_not_imported(installed: Path) -> None:
     assert found["warnings"] == []
 
 
+@pytest.mark.long
 def test_the_loss_computes_and_its_options_are_checked(installed: Path) -> None:
     problems = python(LOSS, installed)
     assert "Did you mean 'temperature'?" in problems
@@ -113,6 +122,7 @@ def test_the_loss_computes_and_its_options_are_checked(installed: Path) -> None:
     assert "temperature must be above 0, got 0.0" in problems
 
 
+@pytest.mark.long
 def test_a_version_outside_the_pin_fails_alone(installed: Path, tmp_path: Path) -> None:
     site = shutil.copytree(installed, tmp_path / "site")
     (metadata,) = site.glob("rlhf_tanh_loss-*.dist-info/METADATA")
@@ -125,6 +135,7 @@ def test_a_version_outside_the_pin_fails_alone(installed: Path, tmp_path: Path) 
     assert found["plugins"]["sft"][2] == "loaded"
 
 
+@pytest.mark.long
 def test_two_distributions_with_one_entry_point_name_both(installed: Path, tmp_path: Path) -> None:
     site = shutil.copytree(installed, tmp_path / "site")
     (metadata,) = site.glob("rlhf_tanh_loss-*.dist-info")
@@ -142,11 +153,11 @@ def test_two_distributions_with_one_entry_point_name_both(installed: Path, tmp_p
     assert "tanh" not in found["missing"].split("Installed: ")[1].split(".")[0].split(", ")
 
 
-def test_naming_and_configuring_need_no_jax(installed: Path) -> None:
+def test_naming_and_configuring_need_no_jax(tmp_path: Path) -> None:
     python(
         "import sys, rlhf_core\n"
         "from rlhf_core import config, contracts, plugins, stage, errors\n"
         "from rlhf_core import hookimpl, TrainerConfig, Registry, POLICY_LOSS, PolicyInputs\n"
         "assert not {'jax', 'flax', 'optax', 'transformers', 'datasets', 'wandb'} & set(sys.modules)",
-        installed,
+        tmp_path,
     )

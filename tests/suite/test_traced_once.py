@@ -41,7 +41,7 @@ OTHER: dict[str, dict[str, Any]] = {
     ("trainer", "mesh"),
     [
         ("grpo", {}),
-        ("sft", {"data": 2, "fsdp": 2}),
+        pytest.param("sft", {"data": 2, "fsdp": 2}, marks=pytest.mark.long),
         *(pytest.param(name, {}, marks=pytest.mark.long) for name in ("sft", "reward", "dpo")),
     ],
 )

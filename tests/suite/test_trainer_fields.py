@@ -36,11 +36,12 @@ def checkpoints(directory: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the formulas are in tests/core, how states are sharded in tests/training/test_memory_devices.py
 @pytest.mark.parametrize(
     "name",
     [
         "adafactor",
-        pytest.param("muon", marks=pytest.mark.long),
+        "muon",
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lion", "sgd")),
     ],
 )
@@ -106,6 +107,7 @@ def one_lesson(short: Any) -> list[dict[str, Any]]:
     return [{**row, "chosen": " a", "rejected": " b"} for row in short.rows["reward"]]
 
 
+@pytest.mark.long  # as the next one; which is the best: tests/fit/test_best.py
 def test_the_model_of_the_best_evaluation(short: Any, tmp_path: Path) -> None:
     rows = one_lesson(short)
     inputs = {"train_dataset": rows, "eval_dataset": swapped(rows)}

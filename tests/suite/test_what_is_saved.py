@@ -56,11 +56,12 @@ def train(tiny: ModuleType, name: str, directory: Path, model: Any = None, **fie
     return artifact, last.metrics
 
 
+@pytest.mark.long  # that evaluations read what is saved: tests/training/test_held_out.py, and the next one
 @pytest.mark.parametrize(
     "name",
     [
         "reward",
-        pytest.param("grpo", marks=pytest.mark.long),
+        "grpo",
         *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo")),
     ],
 )
@@ -172,6 +173,7 @@ def test_an_adapters_base_model_is_verified_and_known_again(tiny: ModuleType, tm
         Scorer.load(artifact.path)
 
 
+@pytest.mark.long
 def test_a_damaged_manifest_is_named(tiny: ModuleType, tmp_path: Path) -> None:
     artifact, _ = train(tiny, "sft", tmp_path / "run")
     manifest = artifact.path / artifacts.MANIFEST

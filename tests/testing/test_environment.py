@@ -77,6 +77,12 @@ class Awaited(Guess):
         return Guess.step(self, completion)
 
 
+class Loose(Guess):
+    """The kit does not hold it again, nor in another process, which would take seconds."""
+
+    deterministic = False
+
+
 class Rude(Guess):
     """It answers as it likes, and says so."""
 
@@ -90,7 +96,19 @@ def make_guess(turns: int = 2) -> Guess:
     return Guess(turns)
 
 
-@pytest.mark.parametrize("environment", [Guess, Tool, Awaited, Rude, make_guess], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param(
+            Guess, marks=pytest.mark.long
+        ),  # see test_the_clock_and_random_numbers_are_left_as_they_were
+        pytest.param(Tool, marks=pytest.mark.long),  # see test_a_call_of_every_tool_is_made_up
+        Awaited,
+        Rude,
+        pytest.param(make_guess, marks=pytest.mark.long),
+    ],
+    ids=lambda x: x.__name__,
+)
 def test_a_good_one_passes(environment: Any) -> None:
     check_environment(environment, ROWS)
 
@@ -101,6 +119,7 @@ def test_one_row_completions_and_options() -> None:
         check_environment(Awaited, ROWS[:1], completions=SAYS[:2], turns=4, max_turns=3)
 
 
+@pytest.mark.long  # another name is given to test_ours_has_no_defect
 def test_a_name(tmp_path: Path) -> None:
     file = tmp_path / "made.py"
     file.write_text(
@@ -199,24 +218,24 @@ class Parts(Guess):
         return Turn([{"role": "user", "content": [{"type": "text", "text": "No."}]}], 0.0, done)
 
 
-class Endless(Guess):
+class Endless(Loose):
     def answer(self, right: bool, done: bool) -> Turn:
         return super().answer(right, False)
 
 
-class TakesTheHint(Guess):
+class TakesTheHint(Loose):
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         row["hints"].append("more")
         return super().reset({**row, "hints": ["?"]}, seed)
 
 
-class KeepsTheRow(Guess):
+class KeepsTheRow(Loose):
     def answer(self, right: bool, done: bool) -> Turn:
         self.row["tries"] = self.said  # type: ignore[index]
         return super().answer(right, done)
 
 
-class Signs(Guess):
+class Signs(Loose):
     def step(self, completion: Any) -> Turn:
         completion["seen"] = True
         return super().step(completion)
@@ -312,13 +331,13 @@ class Hashes(Guess):
         return Turn([{"role": "user", "content": "No."}], hash("a text") % 1000 / 1000, done)
 
 
-class FirstWord(Guess):
+class FirstWord(Loose):
     def step(self, completion: Mapping[str, Any]) -> Turn:
         completion["content"].split()[0]
         return super().step(completion)
 
 
-class Short(Guess):
+class Short(Loose):
     def step(self, completion: Mapping[str, Any]) -> Turn:
         if len(completion["content"]) > 1000:
             raise ValueError("too long")
@@ -326,11 +345,13 @@ class Short(Guess):
 
 
 class TrustsCalls(Tool):
+    deterministic = False
+
     def result(self, function: Mapping[str, Any]) -> str:
         return str(2 * function["arguments"]["x"])
 
 
-class TrustsParsing(Guess):
+class TrustsParsing(Loose):
     def step(self, completion: Mapping[str, Any]) -> Turn:
         assert "call_errors" not in completion
         return super().step(completion)
@@ -409,7 +430,7 @@ def test_a_call_of_every_tool_is_made_up() -> None:
     assert called[0] == {"name": "double", "arguments": {"x": 1}}
 
 
-class HoldsALock(Guess):
+class HoldsALock(Loose):
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         self._lock = threading.Lock()
         return super().reset(row, seed)
@@ -423,7 +444,7 @@ def test_what_cannot_be_sent_is_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_environment(HoldsALock, ROWS)
-        check_environment(Guess, ROWS, timeout=5.0)
+        check_environment(Loose, ROWS, timeout=5.0)
 
 
 def test_the_kit_needs_rows_and_completions(failures: Callable[..., Any]) -> None:

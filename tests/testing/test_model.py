@@ -22,8 +22,9 @@ ONE_LAYER = cases.FAMILIES["llama"] | {"num_hidden_layers": 1}
 
 
 def changed(**functions: Any) -> ModelFamily:
-    ours = {"hidden_at": None} if "hidden" in functions else {}
-    return dataclasses.replace(DECODER, **ours, **functions)
+    if "hidden" in functions:
+        functions.setdefault("hidden_at", None)
+    return dataclasses.replace(DECODER, **functions)
 
 
 def half(config: Any, key: Any) -> Any:
@@ -80,11 +81,23 @@ def rounded(config: Any, params: Any, directory: Any, dtype: str) -> None:
     DECODER.save(config, params, directory, "bfloat16")
 
 
+ONE_OF_EACH = changed(
+    hidden=counting_places,
+    hidden_at=the_next,
+    decode_groups=other_groups,
+    score=column,
+    save=rounded,
+)
+"""Several defects, of which the kit finds each; `make test` looks for them in one go."""
 MUTANTS: dict[str, tuple[set[str], Any]] = {
     "no family": ({"component"}, DECODER.init),
     "half": ({"parameters"}, changed(init=half)),
     "unnamed": ({"parameters"}, changed(axes=unnamed)),
     "infinite": ({"finite"}, changed(hidden=infinite)),
+    "one of each": (
+        {"padding", "packing", "some tokens", "cache", "score", "saving"},
+        ONE_OF_EACH,
+    ),
     "counting places": ({"padding", "packing"}, changed(hidden=counting_places)),
     "seeing the row": ({"packing"}, changed(hidden=seeing_the_row)),
     "seeing the end": ({"padding", "packing", "later tokens", "cache"}, changed(hidden=seeing_the_end)),
@@ -97,14 +110,23 @@ MUTANTS: dict[str, tuple[set[str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", MUTANTS)
+AT_ONCE = ("no family", "half", "unnamed", "infinite", "one of each", "seeing the end")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in AT_ONCE else pytest.param(case, marks=pytest.mark.long) for case in MUTANTS]
+)
 def test_the_defect_is_found(case: str, failures: Any) -> None:
     expected, family = MUTANTS[case]
     assert set(found := failures(check_model, family, ONE_LAYER)) == expected, found
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+    "config",
+    [
+        pytest.param(ONE_LAYER, id="one layer"),
+        *(pytest.param(cases.FAMILIES[name], id=name, marks=pytest.mark.long) for name in FAMILIES),
+    ],
 )
-def test_ours_has_none(name: str) -> None:
-    check_model(DECODER, cases.FAMILIES[name])
+def test_ours_has_none(config: Any) -> None:
+    check_model(DECODER, config)

@@ -48,7 +48,9 @@ def make(tiny: ModuleType, model: Model, pairs: data.Pairs) -> Make:
     return make
 
 
-@pytest.mark.parametrize(("limit", "count"), [(None, 13), (2, 10), (9, 13)])
+@pytest.mark.parametrize(
+    ("limit", "count"), [(None, 13), (2, 10), pytest.param(9, 13, marks=pytest.mark.long)]
+)
 def test_every_row_counts_once(
     make: Make, model: Model, pairs: data.Pairs, limit: int | None, count: int
 ) -> None:

@@ -39,8 +39,10 @@ def model_on(tiny: ModuleType, mesh: Any, head: Any = "lm", **sizes: Any) -> Any
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        *((shape, {}) for shape in ((8, 1, 1), (1, 8, 1), (2, 2, 2))),
-        *((shape, UNEVEN) for shape in ((1, 8, 1), (1, 4, 2), (1, 1, 8))),
+        ((2, 2, 2), {}),
+        *((shape, UNEVEN) for shape in ((1, 4, 2), (1, 1, 8))),
+        *(pytest.param(shape, {}, marks=pytest.mark.long) for shape in ((8, 1, 1), (1, 8, 1))),
+        pytest.param((1, 8, 1), UNEVEN, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -46,7 +46,7 @@ def make_batch(**more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_an_update_is_the_gradient_of_the_mean_over_the_whole_batch(tiny: ModuleType, splits: int) -> None:
     model = tiny.make_model("score", scale=4.0)
     batch = make_batch(weight=np.array([1, 0, 2, 1, 0, 0]), scale=np.float32(0.5))
