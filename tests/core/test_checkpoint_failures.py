@@ -55,7 +55,6 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delay", [pytest.param(0.005, marks=pytest.mark.long), 0.11])
 def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, delay: float) -> None:
     process = subprocess.Popen(
@@ -100,13 +99,11 @@ def check_starved(done: subprocess.CompletedProcess[str], directory: Path) -> No
     assert [path.name for path in directory.iterdir()] == ["1"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("encoded_at_once", [2**28, pytest.param(1, marks=pytest.mark.long)])
 def test_a_file_that_cannot_grow_is_one_message(tmp_path: Path, encoded_at_once: int) -> None:
     check_starved(run(STARVED, tmp_path, 2**20, encoded_at_once), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
     mount = tmp_path / "small"

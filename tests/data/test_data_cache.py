@@ -183,7 +183,6 @@ for i in range(20):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_processes_do_not_disturb_each_other(directory):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

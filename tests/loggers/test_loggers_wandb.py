@@ -45,7 +45,6 @@ def play(logger: Wandb, stage: Stage, steps: range) -> Any:
     return run
 
 
-@pytest.mark.slow
 def test_offline_without_a_key_silent_and_continued(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
     first = play(Wandb(project="demo"), stage, range(1, 4))
     second = play(Wandb(project="demo"), stage, range(4, 6))

@@ -23,7 +23,6 @@ from rlhf_core.plugins.component import load_file
 
 jobs: Any = load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc"),
 ]

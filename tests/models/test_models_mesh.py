@@ -57,7 +57,6 @@ def alone(written: Callable[[str], Path]) -> Callable[[str], Any]:
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -41,7 +41,6 @@ def test_a_run_of_one_update() -> None:
     assert "the run has 1 update, so" in said
 
 
-@pytest.mark.slow
 def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) -> None:
     checked = rlhf("check", "policy.toml", *SETS)
     told = " ".join(checked.out.split())  # which wraps
@@ -57,7 +56,6 @@ def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) 
     assert any(TOP_P in message for message in noted)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_python_door_tells_it(short: Any) -> None:
     with pytest.warns(UserWarning, match=r"stage 'sft'\.warmup_steps=7: the run has 6 updates"):

@@ -22,7 +22,6 @@ from rlhf_core.plugins.component import load_file
 mistakes: Any = load_file(Path(__file__).parents[1] / "shared" / "mistakes.py")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["policy", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("base", "rm"))]
 )
@@ -53,7 +52,6 @@ def assert_whole(directory: Path) -> None:
     assert not [path for path in directory.rglob(".*") if path.suffix in (".tmp", ".replaced")]
 
 
-@pytest.mark.slow
 def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
     place: Any, rlhf: Callable[..., Any]
 ) -> None:
@@ -67,7 +65,6 @@ def test_a_reward_that_is_nan_now_and_then_is_said_and_does_not_apply(
     assert first["advantage"] == 0.0
 
 
-@pytest.mark.slow
 def test_rows_that_do_not_fit_are_left_out_and_counted(place: Any, rlhf: Callable[..., Any]) -> None:
     row = mistakes.FILES["pairs.jsonl"]
     place.rows("pairs.jsonl", row, row, {**row, "prompt": " ".join([row["prompt"]] * 9)}, row)
@@ -87,7 +84,6 @@ def full_disk(limit: int = 2048) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.slow
 @pytest.mark.long  # as in test_order.py, and in tests/core/test_artifacts.py
 def test_a_disk_that_is_full_when_the_model_is_saved(
     place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -110,7 +106,6 @@ def test_a_disk_that_is_full_when_the_model_is_saved(
     assert_whole(place.path / "run/rm")
 
 
-@pytest.mark.slow
 @pytest.mark.long  # as in tests/core/test_checkpoint_failures.py
 def test_a_disk_that_is_full_at_a_checkpoint_leaves_the_one_before(
     place: Any, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,6 @@ def hidden_dtypes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "given"),
     [
@@ -73,7 +72,6 @@ def test_a_run_in_bfloat16(
     assert load_model(artifact, head).stored_dtype == "float32"
 
 
-@pytest.mark.slow
 @pytest.mark.long  # of one pass, and not of a run: tests/models/test_models_compute.py
 @pytest.mark.parametrize("trainer", [pytest.param("sft", marks=pytest.mark.exhaustive), "reward"])
 def test_recomputing_changes_nothing(short: Any, trainer: str) -> None:
@@ -82,7 +80,6 @@ def test_recomputing_changes_nothing(short: Any, trainer: str) -> None:
         np.testing.assert_allclose(again[name], leaf, rtol=0, atol=2e-3 * np.abs(leaf).max(), err_msg=name)
 
 
-@pytest.mark.slow
 def test_a_tied_model_trains_in_bfloat16(short: Any, tiny: ModuleType) -> None:
     """Its unembedding is its embedding, turned over: XLA on CPU cannot run every such product."""
     model = tiny.make_model(tie_word_embeddings=True, scale=4.0)

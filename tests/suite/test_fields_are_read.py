@@ -74,7 +74,6 @@ def everything(trainer: str, tiny: ModuleType, directory: Path) -> dict[str, Any
     return given | (grpo if trainer == "grpo" else {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer", [name if name == "grpo" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 )

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from rlhf_core.plugins import component
 
 processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "processes.py")
-pytestmark = pytest.mark.slow
 
 STAGE = """
 [[stage]]

@@ -41,8 +41,6 @@ except InputError as error:
     print("refused:", error)
 """
 
-pytestmark = pytest.mark.slow
-
 
 def both(program: str, directory: Path, *arguments: list[str]) -> list[tuple[int, str]]:
     """(exit code, what was said) of two processes, each with its arguments."""

@@ -57,7 +57,6 @@ def test_the_keys_of_every_reward_are_the_trainers(page: str) -> None:
     assert set(table(page, "| key | default | meaning |")) == set(WeightedReward.model_fields) - {"name"}
 
 
-@pytest.mark.slow
 def test_its_functions_run_and_its_lists_are_made(
     page: str, registry: Registry, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,6 @@ def kept(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_another_experiment_is_refused_and_changes_nothing(
     name: str, finished: Any, tiny: ModuleType
@@ -108,7 +107,6 @@ def test_another_experiment_is_refused_and_changes_nothing(
     assert kept(run.directory) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_same_experiment_gives_what_it_left(
     name: str, finished: Any, capsys: pytest.CaptureFixture[str]
@@ -124,7 +122,6 @@ def test_the_same_experiment_gives_what_it_left(
     assert kept(run.directory) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_checkpoint_names_its_experiment_where_the_record_is_gone(
     name: str, finished: Any, tmp_path: Path
@@ -156,7 +153,6 @@ def stopped_at(run: Run, step: int, directory: Path) -> None:
     record.write(directory, {**kept_record, "state": "running"})
 
 
-@pytest.mark.slow
 def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path: Path) -> None:
     run = Run("sft", tiny, tmp_path / "whole")
     run.train()
@@ -186,7 +182,6 @@ def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path
     assert again.metrics["loss"] == pytest.approx(run.train().metrics["loss"], rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -213,7 +208,6 @@ def test_a_finished_run_of_grpo_is_extended(
         assert longer.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_a_finished_run_is_extended_where_its_schedule_allows_it(tiny: ModuleType, tmp_path: Path) -> None:
     run = Run("sft", tiny, tmp_path / "run")
     run.train()

@@ -35,7 +35,6 @@ def checkpoints(directory: Path) -> list[int]:
     return sorted(int(each.name) for each in (directory / "checkpoints").iterdir() if each.name.isdecimal())
 
 
-@pytest.mark.slow
 @pytest.mark.long  # the formulas are in tests/core, how states are sharded in tests/training/test_memory_devices.py
 @pytest.mark.parametrize(
     "name",
