@@ -48,6 +48,7 @@ def listed(installed: Path) -> Mapping[str, Any]:
     return {plugin["name"]: plugin for plugin in json.loads(packages.python(installed, "-c", LIST))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", new.KINDS)
 def test_it_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
     name = name_of(kind).replace("-", "_")
@@ -56,6 +57,7 @@ def test_it_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
     assert plugin["components"] == {new.KINDS[kind].name: [name]}
 
 
+@pytest.mark.long
 def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
     assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
     assert listed["tensorboard"]["components"] == {"logger": ["tensorboard"]}
@@ -82,6 +84,7 @@ def test_they_are_clean(sources: Path, repository: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_the_logger_of_the_examples_listens(
     installed: Path, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

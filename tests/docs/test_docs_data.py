@@ -77,6 +77,7 @@ def test_everything_that_is_said_of_rows_is_in_the_table(page):
     assert [re.sub(r"over \d+ ", "over … ", line[2 : line.index(":")]) for line in said] == documented[1:]
 
 
+@pytest.mark.long
 def test_the_code_and_the_command(page, tiny, tmp_path, monkeypatch, capsys):
     (rows,), (shown,), (code,) = (blocks(page, language) for language in ("jsonl", "console", "python"))
     tiny.make_tokenizer().save_pretrained(tmp_path / "path/to/model")

@@ -55,6 +55,7 @@ def test_the_picture_is_small_and_without_a_date() -> None:
     assert "<dc:date>" not in text
 
 
+@pytest.mark.long
 def test_python_of_the_page_on_losses_runs() -> None:
     for language, text in documents.blocks(LOSSES_PAGE):
         if language == "python":

@@ -116,13 +116,16 @@ def test_files_parse(file: str) -> None:
         subprocess.run(["bash", "-n", LAUNCH / file], check=True)
 
 
+@pytest.mark.long
 def test_slurm(place: Path) -> None:
     job = str(free_port(SLURM_PORTS) - SLURM_PORTS.start)
     (place / "job.sbatch").write_text(FILES["job.sbatch"])
     found_each_other(start(["bash", "job.sbatch"], place, JOB=job, SLURM_JOB_ID=job))
 
 
-@pytest.mark.parametrize(("file", "host"), [("hosts.sh", "node"), ("tpu.sh", "nothing")])
+@pytest.mark.parametrize(
+    ("file", "host"), [("hosts.sh", "node"), pytest.param("tpu.sh", "nothing", marks=pytest.mark.long)]
+)
 def test_scripts(file: str, host: str, place: Path) -> None:
     """The coordinator is this machine, on a port that is free."""
     text = (
@@ -185,6 +188,7 @@ def test_kubernetes_starts_a_stopped_job_again_and_not_one_of_bad_input() -> Non
     assert actions == {2: "FailJob", 75: "Ignore"}
 
 
+@pytest.mark.long
 def test_kubernetes(place: Path) -> None:
     service, job = yaml.safe_load_all(FILES["job.yaml"])
     spec, pod = job["spec"], job["spec"]["template"]["spec"]

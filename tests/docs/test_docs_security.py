@@ -52,7 +52,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         yield path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o077])
+@pytest.mark.parametrize("mask", [0o000, pytest.param(0o077, marks=pytest.mark.long)])
 def test_files_of_a_run_have_modes_by_the_umask_but_configurations_are_private(
     tiny: ModuleType,
     rlhf: Callable[..., Any],

@@ -44,7 +44,11 @@ def memory(rlhf: Callable[..., Any], pipeline: str, *more: str) -> tuple[str, di
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "head"), [("base", "lm"), ("rm", "score"), ("policy", "lm"), ("direct", "lm")]
+    ("pipeline", "head"),
+    [
+        ("rm", "score"),
+        *(pytest.param(name, "lm", marks=pytest.mark.long) for name in ("base", "policy", "direct")),
+    ],
 )
 def test_memory_of_each_device(pipeline: str, head: Any, place: Any, rlhf: Any) -> None:
     """Parameters match what eight devices hold; on one device nothing is divided."""

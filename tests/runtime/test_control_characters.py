@@ -47,17 +47,25 @@ def test_views_show_them(view: type[PlainView], tmp_path: Path, capsys: pytest.C
     assert "\x9b" not in err
 
 
-def test_a_terminal_never_gets_the_escapes_of_a_data_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["data", "pairs.jsonl"],
+        pytest.param(["check", "pipe.toml"], marks=pytest.mark.long),
+        pytest.param(["run", "pipe.toml"], marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_a_terminal_never_gets_the_escapes_of_a_data_file(command: list[str], tmp_path: Path) -> None:
     """Print through a real pseudo-terminal, as `rlhf check` and its errors do."""
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"\x1b]0;owned\x07column": "x"}) + "\n")
     (tmp_path / "pipe.toml").write_text(
         'dir = "run"\n[[stage]]\nname = "rm"\ntrainer = "reward\\u001b[2J"\ntrain_data = "pairs.jsonl"\n'
     )
-    for command in (["check", "pipe.toml"], ["data", "pairs.jsonl"], ["run", "pipe.toml"]):
-        seen = _on_a_terminal([sys.executable, "-m", "rlhf_core.cli", *command], tmp_path)
-        assert rb"\x1b" in seen, command
-        for forbidden in (b"\x1b]0", b"\x07", b"\x1b[2J"):
-            assert forbidden not in seen, command
+    seen = _on_a_terminal([sys.executable, "-m", "rlhf_core.cli", *command], tmp_path)
+    assert rb"\x1b" in seen
+    for forbidden in (b"\x1b]0", b"\x07", b"\x1b[2J"):
+        assert forbidden not in seen
 
 
 def _on_a_terminal(command: list[str], directory: Path) -> bytes:

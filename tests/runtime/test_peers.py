@@ -179,6 +179,7 @@ time.sleep(3)
     assert job.ended() == [(0, ""), (0, "")]
 
 
+@pytest.mark.long
 def test_files_are_written_before_an_end(job: Job, tmp_path: Path) -> None:
     file = tmp_path / "written"
     writes = f"with peers.hold_end():\n time.sleep(4)\n open({str(file)!r}, 'w').close()\n{WAITS}"

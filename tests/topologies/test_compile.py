@@ -79,7 +79,9 @@ def planned(name: str) -> tuple[Any, Any]:
     return plan(read(name), host), host
 
 
-@pytest.mark.parametrize("name", ["base", "rm", "policy"])
+@pytest.mark.parametrize(
+    "name", ["rm", *(pytest.param(name, marks=pytest.mark.long) for name in ("base", "policy"))]
+)
 def test_a_run_compiles_the_programs_that_were_described(
     name: str, place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +169,7 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     assert second == results
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) -> None:
     """Arguments and what lies beside them are the stage's residents and what the program alone is given.
 

@@ -230,6 +230,7 @@ def test_the_first_that_fits_ends_the_search(place: Any) -> None:
     json.dumps(found)
 
 
+@pytest.mark.long
 def test_at_most_three_are_compiled_and_each_corrects_the_arithmetic(place: Any) -> None:
     """The compiler counts 40 GB more for the larger program than there is; later candidates are estimated by that."""
     saved: list[dict[str, Any]] = []
@@ -251,6 +252,7 @@ def test_at_most_three_are_compiled_and_each_corrects_the_arithmetic(place: Any)
         assert not any(each["fits"] for each in found["ranked"])
 
 
+@pytest.mark.long
 def test_less_memory_takes_more_devices_and_then_remat(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of 16 bytes per parameter sets how many devices there must be."""
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in {**SIZES, "hidden_size": 512}.items())
