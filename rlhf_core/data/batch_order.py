@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import grain
+
+FEW_ROWS = 4096
+"""Grain walks through about 2^16 numbers to permute any smaller set, so that each of few rows takes milliseconds: their
+permutations are made once per epoch and shared by all readers of the same data."""
 
 
 def count_updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
@@ -41,17 +50,37 @@ def batch_rows(
 
     epochs: passes over the data; the last batch may be smaller. None: endless.
     """
-    import grain
-
     if size < 1:
         raise ValueError("a schedule needs at least one example")
-    examples = grain.MapDataset.source(range(size)).seed(seed)
-    if shuffle:
-        examples = examples.shuffle()
-    examples = examples.repeat(None)
     total = None if epochs is None else int(size * epochs)
     first = start * batch_size
     while total is None or first < total:
         last = first + batch_size if total is None else min(first + batch_size, total)
-        yield np.fromiter((examples[i] for i in range(first, last)), np.int64, last - first)
+        yield _rows(size, seed if shuffle else None, first, last)
         first = last
+
+
+def _rows(size: int, seed: int | None, first: int, last: int) -> NDArray[np.int64]:
+    """Return the rows at positions `first` to `last` − 1 of the endless epochs, int64; without a seed in order."""
+    positions = np.arange(first, last)
+    if seed is None:
+        return positions % size
+    if size > FEW_ROWS:
+        examples = _examples(size, seed)
+        return np.fromiter((examples[int(i)] for i in positions), np.int64, len(positions))
+    epochs = [_epoch(size, seed, epoch) for epoch in range(first // size, -(-last // size))]
+    return np.concatenate(epochs)[positions - first // size * size]
+
+
+def _examples(size: int, seed: int) -> grain.MapDataset[int]:
+    """Return the endless sequence of shuffled epochs."""
+    import grain
+
+    return grain.MapDataset.source(range(size)).seed(seed).shuffle().repeat(None)
+
+
+@lru_cache(maxsize=64)
+def _epoch(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the permutation of an epoch, int64 [size]."""
+    examples = _examples(size, seed)
+    return np.fromiter((examples[epoch * size + i] for i in range(size)), np.int64, size)

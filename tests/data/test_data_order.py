@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import grain
 import numpy as np
 import pytest
 
-from rlhf_core.data import batch_rows, count_updates, visited_rows
+from rlhf_core.data import batch_order, batch_rows, count_updates, visited_rows
 
 
 def take(n, *args, **kwargs):
@@ -18,6 +19,15 @@ def take(n, *args, **kwargs):
 def test_batches_do_not_depend_on_where_the_run_started(start):
     whole = take(9, 10, 4, seed=3)
     assert take(9 - start, 10, 4, seed=3, start=start) == whole[start:]
+
+
+@pytest.mark.parametrize("few", [batch_order.FEW_ROWS, 0], ids=["few", "many"])
+def test_the_order_is_that_of_a_grain_pipeline(few, monkeypatch):
+    monkeypatch.setattr(batch_order, "FEW_ROWS", few)
+    examples = grain.MapDataset.source(range(7)).seed(5).shuffle().repeat(None)
+    assert take(6, 7, 5, seed=5, start=2) == [
+        [examples[i] for i in range(k, k + 5)] for k in range(10, 40, 5)
+    ]
 
 
 def test_every_epoch_is_complete_and_shuffled_anew():
