@@ -7,7 +7,8 @@
     python recipes/mutants.py --list                 print what would be changed; nothing is run
 
 A change turns over a comparison, an operator or a condition, adds 1 to a number, or leaves out a call. The files of
-tests that name its module, then the others of its room, are run in a copy of the tracked files until one fails.
+tests that name its module, then the others of its room, are run in a copy of the tracked files until one fails: first
+their tests that `make test` runs, then those that `make test-long` adds.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ COMPARISONS = {
     ast.NotEq: ("!=", "=="),
 }
 OPERATORS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")}
+
+
+MARKS = {
+    "make test": "not exhaustive and not long and not launchers",
+    "make test-long alone": "long and not exhaustive",
+}
+"""Which tests a target runs."""
 
 
 class Mutant(NamedTuple):
@@ -100,13 +108,14 @@ def tests_of(file: str) -> list[str]:
 
 
 def try_out(mutant: Mutant) -> str:
-    """Run tests with the change until one fails; return which."""
+    """Run tests with the change until one fails, those of `make test-long` last; return which."""
     with copy(None) as root:
         (root / mutant.file).write_bytes(mutant.text())
-        for name in tests_of(mutant.file):
-            outcome = run("tests", name, root)
-            if outcome.state == CAUGHT:
-                return f"caught by {name}: {outcome.why}"
+        for target, marks in MARKS.items():
+            for name in tests_of(mutant.file):
+                outcome = run("tests", name, root, marks=marks)
+                if outcome.state == CAUGHT:
+                    return f"caught by {target}, {name}: {outcome.why}"
     return "SURVIVED"
 
 

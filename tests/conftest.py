@@ -126,6 +126,28 @@ def _few_compiled_programs() -> Iterator[None]:
         gc.collect()  # programs that cycles hold
 
 
+PLACES_OF_SCRIPTS = tuple(
+    f"{place}{os.sep}"
+    for place in (
+        tempfile.gettempdir(),
+        *(REPOSITORY / name for name in ("benchmarks", "docs", "examples", "recipes")),
+    )
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_modules_of_scripts() -> Iterator[None]:
+    """Forget the modules that scripts and pages import from their own directory.
+
+    Several have a `judge`, a `task`, a `rewards`: what one file of tests imports must not be what the next one gets.
+    """
+    yield
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and file.startswith(PLACES_OF_SCRIPTS) and Path(file).stem == name:
+            del sys.modules[name]
+
+
 FAKE_TRAINERS = Path(__file__).parent / "shared" / "fake_trainers.py"
 CHAIN = """
 seed = 7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 
@@ -69,5 +68,4 @@ def test_tutorial_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     shutil.copy(REPOSITORY / "examples/make_data.py", tmp_path)
     documents.on_one_device(monkeypatch)
     documents.follow(TUTORIAL, compare=lambda shown, said: None)  # what it shows is of the whole run
-    sys.modules.pop("reward", None)
     assert (tmp_path / "runs/sort/policy/artifacts/model/config.json").is_file()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     documents.on_one_device(monkeypatch)
     shown: list[int] = []
     documents.follow(PAGE, edit=str, compare=lambda text, said: shown.append(compare(text, said)))
-    sys.modules.pop("forum", None)
     assert sum(shown) > 30  # numbers that the page shows and the run confirms
     manifest = tmp_path / "runs/policy/policy/artifacts/model/rlhf_artifact.json"
     assert manifest.is_file()

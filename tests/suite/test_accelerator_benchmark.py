@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,13 @@ import pytest
 from rlhf_core.plugins.component import load_file
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "accelerator"
-MODULES = ("parts", "predict", "programs", "run", "sizes", "works", "machine")
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Scripts of other benchmarks have these modules' names, too."""
+def folder(monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.syspath_prepend(str(FOLDER.parent / "speed"))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield FOLDER
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return FOLDER
 
 
 def run(folder: Path, out: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ PAGE = REPOSITORY / "docs/results/benchmarks.md"
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(GROWTH))
-    made = load_file(GROWTH / "tables.py")
-    for name in ("machine", "table", "works"):  # others have modules of these names
-        sys.modules.pop(name, None)
-    return made
+    return load_file(GROWTH / "tables.py")
 
 
 def test_the_tables_are_those_of_the_results(

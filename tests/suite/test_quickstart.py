@@ -37,8 +37,6 @@ def quickstart(repository: Path) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
     finally:
         sys.path.remove(directory)
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 def run(quickstart: SimpleNamespace, directory: Path, **options: Any) -> dict[str, Any]:

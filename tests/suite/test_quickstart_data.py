@@ -29,8 +29,6 @@ def quickstart(repository: Path) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in PARTS})
     finally:
         sys.path.remove(str(repository / "examples" / "quickstart"))
-        for name in PARTS:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")

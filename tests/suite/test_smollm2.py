@@ -97,8 +97,6 @@ def smollm2(repository: Path) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
     finally:
         sys.path.remove(directory)
-        for name in MODULES:
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ SMALL = {"PAIRS": 2, "PAIR_TOKENS": 8, "PROMPTS": 2, "GROUP": 2, "PROMPT": 4, "C
 def test_a_work_runs(work: str, runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SPEED))
     monkeypatch.chdir(tmp_path)
-    for name in ("machine", "works"):  # scripts of other benchmarks have these names, too
-        monkeypatch.delitem(sys.modules, name, raising=False)
     steps = load_file(SPEED / "ours_steps.py")
     works: Any = steps.works
     for name, value in {**SMALL, "SEQUENCES": 2, "LENGTH": 8}.items():
