@@ -44,8 +44,14 @@ def sentences() -> Iterator[dict[str, Any]]:
             temperature=task.TEMPERATURE,
             max_completion_length=task.LONGEST_COMPLETION,
         )
-        found = describe(rows, texts)
-        yield {"work": "grpo", "model": name, "count": len(rows), **found["success"], "words": found["words"]}
+        figures = describe(rows, texts)
+        yield {
+            "work": "grpo",
+            "model": name,
+            "count": len(rows),
+            **figures["success"],
+            "words": figures["words"],
+        }
 
 
 def solutions() -> Iterator[dict[str, Any]]:
@@ -68,10 +74,10 @@ def solutions() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the final models of both.")
     parser.add_argument("--work", nargs="+", choices=task.WORKS, default=task.WORKS)
-    given = parser.parse_args()
-    found = {row["work"] for row in task.read(FILE)}
-    for work in given.work:
-        if work not in found:
+    arguments = parser.parse_args()
+    measured = {row["work"] for row in task.read(FILE)}
+    for work in arguments.work:
+        if work not in measured:
             task.append(FILE, {"grpo": sentences, "reward": solutions}[work]())
 
 

@@ -66,11 +66,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train with this suite.")
     parser.add_argument("work", choices=task.WORKS)
     parser.add_argument("directory", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     began = time.time()
-    {"grpo": grpo, "reward": reward}[given.work](given.directory).train()
-    rows = [row for row in task.read(given.directory / "metrics.jsonl") if "loss" in row]
-    curves = {name: [row[key] for row in rows] for name, key in LOGGED[given.work].items()}
+    {"grpo": grpo, "reward": reward}[arguments.work](arguments.directory).train()
+    rows = [row for row in task.read(arguments.directory / "metrics.jsonl") if "loss" in row]
+    curves = {name: [row[key] for row in rows] for name, key in LOGGED[arguments.work].items()}
     print(json.dumps({**task.timing([row["time"] for row in rows], began), **curves}))
 
 

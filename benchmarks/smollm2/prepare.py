@@ -77,12 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Data and initial weights.")
     parser.add_argument("pairs", type=Path)
     parser.add_argument("model", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     generate(task.RUNS / "data", seed=task.SEED)
     with tempfile.TemporaryDirectory() as place:
-        model = str(with_pad(given.model, Path(place) / "model"))
+        model = str(with_pad(arguments.model, Path(place) / "model"))
         opened = load_model(model, "score", seed=task.SEED)
-        write_pairs(encode(task.read(given.pairs), Encoder(opened.tokenizer)))
+        write_pairs(encode(task.read(arguments.pairs), Encoder(opened.tokenizer)))
         opened.save(task.base("reward"))
         load_model(model).save(task.base("grpo"))
 

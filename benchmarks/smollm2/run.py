@@ -42,14 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train with both.")
     parser.add_argument("trl_python")
     parser.add_argument("--work", nargs="+", choices=task.WORKS, default=task.WORKS)
-    given = parser.parse_args()
-    found = {(row["work"], row["trainer"]) for row in task.read(FILE)}
-    for work in given.work:
+    arguments = parser.parse_args()
+    done = {(row["work"], row["trainer"]) for row in task.read(FILE)}
+    for work in arguments.work:
         for name, python, script in (
             ("ours", sys.executable, "ours.py"),
-            ("trl", given.trl_python, "trl_runner.py"),
+            ("trl", arguments.trl_python, "trl_runner.py"),
         ):
-            if (work, name) not in found:
+            if (work, name) not in done:
                 task.append(FILE, [trained(python, script, work, name)])
 
 

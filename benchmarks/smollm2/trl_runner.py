@@ -113,14 +113,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train with TRL.")
     parser.add_argument("work", choices=task.WORKS)
     parser.add_argument("directory", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     began, clock = time.time(), Clock()
-    trainer = {"grpo": grpo, "reward": reward}[given.work](given.directory, clock)
+    trainer = {"grpo": grpo, "reward": reward}[arguments.work](arguments.directory, clock)
     trainer.train()
-    trainer.save_model(str(given.directory))
+    trainer.save_model(str(arguments.directory))
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    curves = {name: [row[key] for row in rows] for name, key in LOGGED[given.work].items()}
+    curves = {name: [row[key] for row in rows] for name, key in LOGGED[arguments.work].items()}
     print(json.dumps({**task.timing(clock.over, began), **curves}))
 
 
