@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -20,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint._src.futures import future
 
 from rlhf_core import checkpoint
 from rlhf_core.checkpoint import Checkpoints
@@ -479,6 +481,20 @@ def test_what_a_checkpoint_relies_on_is_on_the_disk_before_it(
     with pytest.raises(RunError, match="no space left"):
         opened.wait()
     assert opened.steps() == [1]
+
+
+def test_what_a_thread_of_a_save_raises_is_not_logged_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    """The save raises it; other messages of the same logger are kept."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    thread = future._SignalingThread(target=full, send_signals=(), receive_signals=())
+    thread.start()
+    with pytest.raises(OSError, match="No space left"):
+        thread.join()
+    logging.getLogger("absl").error("the %s thread", "other")
+    assert caplog.messages == ["the other thread"]
 
 
 def test_writes_that_end_after_another_failed_are_not_reported_again() -> None:

@@ -84,7 +84,7 @@ def abstract_state_of(made: Definition, mesh: Any) -> TrainState:
         ),
         ("mixtral", "one device"),
         pytest.param("mixtral", "eight devices", marks=pytest.mark.long),
-        ("llama, adapters", "eight devices"),
+        pytest.param("llama, adapters", "eight devices", marks=pytest.mark.long),
     ],
 )
 def test_the_train_step(name: str, devices: str) -> None:

@@ -120,6 +120,20 @@ def test_raw_columns_are_read_when_they_are_asked_for(tiny, tokenizer, disk):
     assert prompts.columns["number"][1:3] == [rows[i]["number"] for i in kept[1:3]]
 
 
+def test_few_rows_are_kept_and_those_that_were_not_are_parsed_again(tiny, disk, monkeypatch):
+    monkeypatch.setattr(lazy_rows, "RECENT", 3)
+    written = tiny.prompts(8)
+    rows = data.load(tiny.write_rows(disk / "p.jsonl", written)).sources[0].rows
+    parse, parsed = rows.parse, []
+    monkeypatch.setattr(rows, "parse", lambda record: parsed.append(parse(record)) or parsed[-1])
+    assert [rows[i] for i in range(8)] == written
+    parsed.clear()
+    assert [rows[i] for i in (5, 6, 7)] == written[5:]
+    assert parsed == []
+    assert [rows[i] for i in (4, 7, 5)] == [written[4], written[7], written[5]]
+    assert parsed == [written[4], written[5]]  # 5 was read longest ago when 4 came
+
+
 def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
     rows = [{**row, "chosen": None if i % 5 == 0 else row["chosen"]} for i, row in enumerate(tiny.pairs(40))]
     path = tiny.write_rows(disk / "rows.jsonl", rows)
@@ -131,6 +145,7 @@ def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
     assert list(error.value.problems[5:]) == ["… and 3 more rows like these"]
 
 
+@pytest.mark.long
 def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
     """Memory per row stays below 300 bytes, less than the row's text."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))

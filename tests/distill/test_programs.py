@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import pytest
 from rlhf_distill import DistillConfig
-from rlhf_distill.forecast import programs
+from rlhf_distill.forecast import forecast, programs
 
 from rlhf_core.mesh import make_mesh
+from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.testing.fixtures import a_stage
 
 
@@ -58,3 +59,23 @@ def test_a_teacher_that_is_not_here_is_not_compiled(tiny: ModuleType, tmp_path: 
     made = described(tiny, Path("someone/large"), tmp_path)
     assert made.programs == ()
     assert made.note == "not compiled: its model or tokenizer is not on this machine yet"
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_a_forecast_counts_what_is_sampled_or_what_is_given(
+    tiny: ModuleType, teacher: Any, teacher_path: Path, tmp_path: Path, fraction: float
+) -> None:
+    config = DistillConfig(
+        model=tiny.SIZES,
+        teacher_model=str(teacher_path),
+        total_batch_size=8,
+        on_policy_fraction=fraction,
+        max_completion_length=6,
+    )
+    inputs = {"tokenizer": tiny.make_tokenizer(), "train_dataset": tiny.texts(16)}
+    lines = forecast(config, a_stage(tmp_path, inputs=inputs)).lines
+    assert ("16 completions, at most 96 sampled tokens" in lines) == (fraction == 1)
+    assert ("2 updates of 8 texts, 1.00 epochs" in lines) == (fraction == 0)
+    assert not any("given completions" in line for line in lines)
+    held = format_bytes(sum(x.nbytes for x in jax.tree.leaves(teacher.params)))
+    assert f"teacher {held}" in lines[-1]

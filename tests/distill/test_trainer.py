@@ -73,6 +73,7 @@ def train(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> l
     return watch.rows
 
 
+@pytest.mark.long
 def test_a_mixture_resumes_within_a_rollout(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
     """Three updates per rollout, stopped after the fourth: metrics and previews go on as they would have."""
     options = {

@@ -152,8 +152,14 @@ def test_scripts_end_with_the_most_telling_code(
     assert job.returncode == told, said
 
 
-@pytest.mark.parametrize("file", ["hosts.sh", "tpu.sh"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("file", ["hosts.sh", pytest.param("tpu.sh", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
 def test_scripts_stop_the_processes_and_wait_for_them(file: str, number: int, place: Path) -> None:
     command = place / "bin" / "rlhf"
     command.write_text(

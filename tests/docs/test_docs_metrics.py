@@ -107,7 +107,7 @@ def everything(trainer: str, short: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:2 rounds of")
 @pytest.mark.parametrize(
-    "trainer", ["reward", "grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "dpo"))]
+    "trainer", ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "reward", "dpo"))]
 )
 def test_what_is_logged_is_in_the_table_and_the_other_way_round(
     trainer: str, short: Any, tables: dict[str, dict[str, Row]], monkeypatch: pytest.MonkeyPatch

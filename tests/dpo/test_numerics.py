@@ -130,8 +130,10 @@ def test_value_and_gradient_equal_float64(reference, params, pairs, packed, kind
 
 @pytest.mark.parametrize(
     ("layout", "shared", "reverse", "devices"),
-    [(SHORT, True, True, 1), (PADDED, False, False, 8)],
-    ids=["packed otherwise, reversed", "8 devices, padded"],
+    [
+        pytest.param(SHORT, True, True, 1, marks=pytest.mark.long, id="packed otherwise, reversed"),
+        pytest.param(PADDED, False, False, 8, id="8 devices, padded"),
+    ],
 )
 def test_the_layout_changes_nothing(params, pairs, packed, layout, shared, reverse, devices):
     loss, grads = packed("ipo")

@@ -6,9 +6,11 @@ import warnings
 import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
+from rlhf_dpo.train import forecast
 
 from rlhf_core import create_state, data, hookimpl, load_model, optimizers
 from rlhf_core.errors import InputError
+from rlhf_core.testing.fixtures import a_stage
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 NAMES = REWARDS | {"logps/chosen", "logps/rejected", "loss"}
@@ -148,6 +150,7 @@ def test_it_learns(tiny, tmp_path):
     assert last["eval_loss"] < np.log(2)
 
 
+@pytest.mark.long
 def test_with_adapters_the_reference_is_what_the_stage_began_with(tiny, tmp_path):
     tiny.make_model(scale=4.0).save(tmp_path / "base")
     lora, start = {"rank": 2, "alpha": 8.0, "dropout": 0.2}, str(tmp_path / "base")
@@ -228,6 +231,18 @@ def test_the_reference_of_a_pair_that_was_mended_is_read(tiny, tmp_path, capsys)
     ours, theirs = (tiny.leaves(load_model(x.path, mesh=tiny.one_device()).params) for x in (parts, whole))
     for name, leaf in theirs.items():
         np.testing.assert_allclose(ours[name], leaf, atol=1e-6, err_msg=name)
+
+
+def test_a_forecast_tells_that_robust_needs_the_share_of_flipped_labels(tiny, tmp_path):
+    rows = [{key: x for key, x in row.items() if key != "margin"} for row in tiny.pairs(8)]
+    stage = a_stage(tmp_path, inputs={"tokenizer": tiny.make_tokenizer(), "train_dataset": rows})
+    cautions = []
+    for loss in ("sigmoid", "robust", {"name": "robust", "label_smoothing": 0.1}):
+        made = forecast(DPOConfig(model=tiny.SIZES, loss=loss, total_batch_size=4), stage)
+        assert made.lines[1] == "2 updates of 4 pairs, 1.00 epochs"
+        cautions.append([line for line in made.warnings if "label_smoothing" in line])
+    line = "loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"
+    assert cautions == [[], [line], []]
 
 
 def test_config_names():

@@ -147,12 +147,13 @@ def test_the_reference_is_read_by_the_same_rule(model, sequences):
     assert metrics["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
         {"side": "left", "extra": 5},
-        pytest.param({"side": "right", "extra": 5}, marks=pytest.mark.long),
+        {"side": "right", "extra": 5},
     ],
     ids=["left", "left and wider", "right and wider"],
 )
@@ -173,6 +174,7 @@ def assert_close(tiny, before, params, others):
         np.testing.assert_allclose(leaf, theirs[name], rtol=5e-6, atol=5e-6 * largest, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.exhaustive), 8])
 def test_splits_and_order_change_nothing(tiny, model, sequences, splits):
     batch, state = make_batch(sequences), make_state(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from rlhf_core.contracts import Turn
+from rlhf_core.environments import EnvironmentOptions
+from rlhf_core.environments.calls import EnvironmentCalls
+from rlhf_core.environments.checks import MADE_UP, try_episode
 from rlhf_core.environments.conversation import ConversationEncoder
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
@@ -438,3 +443,34 @@ def test_sentencepiece_without_a_token_that_ends_replies() -> None:
             assert encoder.observation(said, added, ended_by=ended_by).tolist() == whole[start:]
         cut = encoder.observation(said, added, ended_by=None).tolist()
         assert cut != tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class Asks:
+    """Ends after `turns` completions; its lock keeps it in this process."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.lock = turns, threading.Lock()
+
+    def reset(self, row: Any, seed: int) -> list[dict[str, Any]]:
+        return [chat.user(row["question"])]
+
+    def step(self, completion: dict[str, Any]) -> Turn:
+        assert completion == MADE_UP
+        self.turns -= 1
+        return Turn([chat.user("and then ?")], 0.5, done=self.turns == 0)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_what_an_episode_answers_first_is_measured_before_a_run(turns: int) -> None:
+    """With the end of the reply and the header of the next turn; an episode that ends has no answer."""
+    tokenizer = chat.byte_level()
+    ends = "{{ eos_token if m.role == 'assistant' else '\\n' }}{% endfor %}"
+    tokenizer.chat_template = HEADED + ends + OPENED
+    calls = EnvironmentCalls(EnvironmentOptions(), lambda: Asks(turns), "here")
+    said = try_episode(calls, ConversationEncoder(tokenizer), {"question": "what ?"}, "row 1", 64)
+    prompt, answer = (
+        len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for text in ("user: what ?\nassistant:", "</s>user: and then ?\nassistant:")
+    )
+    begins = f"row 1 begins with {prompt} tokens"
+    assert said == (begins if turns == 1 else f"{begins}; the answer to a made-up completion has {answer}")

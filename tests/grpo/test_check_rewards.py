@@ -21,6 +21,9 @@ def words(completions):
 
 def last(completions, *, target=3):
     return [len(c[-1]["content"]) - target for c in completions]
+
+def needs(completions, target):
+    return [float(x) for x in target]
 """
 PIPELINE = """
 dir = "run"
@@ -48,8 +51,8 @@ def check(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    def check(rewards: str) -> list[str]:
-        Path("p.toml").write_text(PIPELINE.format(rewards=rewards))
+    def check(rewards: str, more: str = "") -> list[str]:
+        Path("p.toml").write_text(PIPELINE.format(rewards=rewards) + more)
         host = plugins.load()
         return stage_forecasts(plan(read(Path("p.toml")), host), host)["policy"].printed()
 
@@ -73,3 +76,14 @@ def test_what_is_worth_knowing_is_a_line(check: Any) -> None:
     assert "reward 'mine.py:last': its option target = 4 is used, and the column 'target' is not" in lines
     assert "warning: " in told
     assert "row 4: reward 'numeric_answer': the answer 'four' is not a number" in told
+
+
+def test_held_out_prompts_have_the_columns_too(check: Any) -> None:
+    text = Path("prompts.jsonl").read_text()
+    Path("held_out.jsonl").write_text(text.replace('"target"', '"goal"'))
+    with pytest.raises(InputError) as caught:
+        check('{ name = "mine.py:needs" }', 'eval_data = "held_out.jsonl"')
+    assert caught.value.problems == (
+        "stage 'policy'.rewards: reward 'mine.py:needs' needs the column 'target', which the prompts do not have; "
+        "they have answer, goal",
+    )

@@ -256,7 +256,10 @@ def test_episodes_of_a_group_begin_alike(collect):
     assert rollout.metrics["episodes/failed"] == 8
 
 
-@pytest.mark.parametrize(("options", "turns"), [({"max_turns": 2}, 2), ({"max_seconds": 1e-9}, 1)])
+@pytest.mark.parametrize(
+    ("options", "turns"),
+    [pytest.param({"max_turns": 2}, 2, marks=pytest.mark.long), ({"max_seconds": 1e-9}, 1)],
+)
 def test_limits_cut_episodes(collect, options, turns):
     _, rollout = collect(options=options)
     assert {len(each) for each in rollout.conversations.turns} == {turns}

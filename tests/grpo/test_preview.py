@@ -146,9 +146,8 @@ def test_every_evaluation_keeps_what_a_preview_of_its_state_would(tiny, train):
     assert [row["prompt"] for row in tiny.read_rows(directory / "samples" / AFTER)] == prompts
 
 
-@pytest.mark.parametrize(
-    ("evaluates", "stop_at"), [pytest.param(False, 1, marks=pytest.mark.long), (True, 2)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("evaluates", "stop_at"), [(False, 1), (True, 2)])
 def test_a_run_that_was_interrupted_leaves_the_same_files(train, evaluates, stop_at):
     settings = {"evaluates": evaluates, "evaluation_steps": 1 if evaluates else None, "num_iterations": 2}
     whole, rows = train("whole", **settings)

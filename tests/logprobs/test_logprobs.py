@@ -70,7 +70,7 @@ def test_values_and_gradients_equal_float64(
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 10}], ids=str)
+@pytest.mark.parametrize("cut", [{"chunk": 3}, pytest.param({"block": 10}, marks=pytest.mark.long)], ids=str)
 def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(cut: dict[str, int]) -> None:
     hidden, kernel, targets, g, _ = problem()
 

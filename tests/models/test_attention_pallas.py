@@ -197,7 +197,9 @@ def test_visits_are_what_is_seen(blocks: Blocks) -> None:
             assert sorted(order[row, block]) == list(range(each.shape[2]))
 
 
-@pytest.mark.parametrize(("parts", "platform"), [(False, "gpu"), (True, "tpu")])
+@pytest.mark.parametrize(
+    ("parts", "platform"), [pytest.param(False, "gpu", marks=pytest.mark.long), (True, "tpu")]
+)
 def test_each_device_computes_its_rows_and_heads(parts: bool, platform: str) -> None:
     """On a mesh of all three axes, and within `over_parts`; nothing is gathered."""
     mesh, draw = make_mesh(2, 2, 2), np.random.default_rng(4)

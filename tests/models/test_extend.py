@@ -34,8 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-KEPT = ("gemma2", "gemma3")
-"""Windows and soft caps; several rotary embeddings: what `extend` passes on by itself."""
+KEPT = ("gemma3",)
+"""Windows and several rotary embeddings: what `extend` passes on by itself."""
 
 
 def empty(definition: Definition, params: Any, rows: int) -> Any:

@@ -49,8 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-KEPT = ("gemma2", "phi3, partial", "mixtral")
-"""Windows and soft caps; fused projections; experts. Several rotary embeddings are decoded in test_extend.py."""
+KEPT = ("gemma2", "phi3, partial")
+"""Windows and soft caps; fused projections. Several rotary embeddings are decoded in test_extend.py."""
 hidden = jax.jit(decoder.hidden, static_argnums=0)
 prefill = jax.jit(decoder.prefill, static_argnums=0)
 ring = jax.jit(decoder.ring, static_argnums=(0, 2))
@@ -110,3 +110,26 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
         expected = expected[0, end - steps : end]
         for each in (found, of_groups):
             np.testing.assert_allclose(np.stack(each, 1)[row], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2 with windows", "mixtral"])
+def test_projections_that_one_device_joins_compute_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels and biases of one input; experts stay apart."""
+    config = parse(SIZES | FAMILIES[name] | {"num_hidden_layers": 1})
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), decoder.abstract(config))
+    apart = decoder.prepare(config, params)
+    monkeypatch.setattr(decoder, "device_count", lambda: 1)
+    joined = decoder.prepare(config, params)
+    (before,), (layer,) = apart["layers"], joined["layers"]
+    assert set(layer["self_attn"]) == {"qkv_proj", "o_proj"}
+    if name == "mixtral":
+        jax.tree.map(np.testing.assert_array_equal, layer["mlp"], before["mlp"])
+    else:
+        assert set(layer["mlp"]) == {"gate_up_proj", "down_proj"}
+    tokens, until = draw.integers(0, 31, (2, 5)).astype(np.int32), np.full((2, 5), 5, np.int32)
+    positions = np.tile(np.arange(5, dtype=np.int32), (2, 1))
+    states, expected = (prefill(config, each, tokens, positions, until)[0] for each in (joined, apart))
+    np.testing.assert_allclose(states, expected, rtol=1e-5, atol=1e-6)

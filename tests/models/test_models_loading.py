@@ -178,6 +178,7 @@ def test_calls_of_one_shape_are_traced_once() -> None:
     assert model._logits._cache_size() == before
 
 
+@pytest.mark.long
 def test_a_mesh_gives_what_one_device_gives() -> None:
     """Initial values exactly; logits, a loss and its gradient to float32 rounding."""
     table = TABLE | IDS | {"model_type": "qwen2", "num_key_value_heads": 2, "initializer_range": 0.2}

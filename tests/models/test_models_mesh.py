@@ -27,10 +27,9 @@ BOTH = [
 ]
 
 
-COVERING = [("mixtral", SPLIT), ("llama, adapters", (2, 2, 2))]
-"""Experts; adapters: what differs in how it is spread."""
-LONG = [("gemma2", SPLIT)]
-"""Windows and soft caps, of which nothing is spread."""
+COVERING = [("llama, adapters", (2, 2, 2))]
+LONG = [("mixtral", SPLIT), ("gemma2", SPLIT)]
+"""Experts; windows and soft caps, of which nothing is spread."""
 
 
 @pytest.fixture(scope="module")

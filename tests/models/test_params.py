@@ -57,6 +57,7 @@ def objective(definition):
     return compute
 
 
+@pytest.mark.long
 def test_what_is_fixed_is_neither_copied_nor_changed(model):
     state = create_state(model, optax.adamw(1e-2, weight_decay=0.5), frozen=["embed", "mlp"])
     everywhere = create_state(model, optax.adamw(1e-2, weight_decay=0.5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -133,6 +134,31 @@ model = "rm.model"
         "language_model",
         "stage 'policy'.rewards[0].model: base.model is a language_model; a reward needs a reward_model",
     ]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "kind"),
+    [
+        ('{"kind": "reward_model"}', "reward_model"),
+        ('{"kind": "language_model"}', None),
+        ('{"kind": ["reward_model"]}', None),
+        ('["reward_model"]', None),
+        ('{"kind": "reward_mo', None),
+        (None, None),
+    ],
+)
+def test_a_directory_is_checked_for_the_kind_that_its_manifest_says(
+    manifest: str | None, kind: str | None, fake: ModuleType
+) -> None:
+    """A directory without one is a plain model; a damaged one is told when it is read."""
+    Path("model").mkdir()
+    if manifest is not None:
+        Path("model/rlhf_artifact.json").write_text(manifest)
+    text = "[[stage]]\nname = 'a'\ntrainer = 'fake'\nmodel = 'model'"
+    if kind is None:
+        assert make(text, fake).stages[0].config.model == str(Path("model").absolute())
+    else:
+        assert f"stage 'a'.model: {Path('model').absolute()} is a {kind}" in problems(text, fake)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +297,16 @@ def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: M
     assert planned.stages[2].config.model == str(Path("runs/a/base/artifacts/model").absolute())
     assert planned.stages[2].written.model == "base.model"
     assert planned.stages[2].config.rewards[0].options["model"].endswith("runs/a/rm/artifacts/model")
+
+
+def test_a_trainer_need_not_forecast(pipeline: Path, fake: ModuleType) -> None:
+    host = plugins.load(objects=[fake])
+    planned = plan(read(pipeline, dir="runs/a"), host)
+    first, *others = planned.stages
+    silent = replace(first, trainer=replace(first.trainer, forecast=None))
+    lines = stage_forecasts(replace(planned, stages=(silent, *others)), host)
+    assert lines["base"] == Forecast()
+    assert lines["rm"].lines
 
 
 def test_what_trainers_find_is_told_with_the_stage(pipeline: Path, fake: ModuleType) -> None:

@@ -81,7 +81,7 @@ def make_evaluation(pairs, config, model):
     [
         pytest.param({"data": 1}, 1, None, marks=pytest.mark.long),
         pytest.param({"data": 1}, 64, None, marks=pytest.mark.long),
-        ({"data": 2, "fsdp": 2}, 5, None),
+        pytest.param({"data": 2, "fsdp": 2}, 5, None, marks=pytest.mark.long),
         ({"data": 2, "fsdp": 2}, 5, 2),
     ],
     ids=str,

@@ -84,7 +84,7 @@ def numbers(metrics: Any) -> dict[str, float]:
     [
         pytest.param(None, None, 0.7732235185, 1, {}, marks=pytest.mark.long),
         (MARGIN, None, 1.0335334531, 3, {"side": "left", "pad": 999}),
-        (None, 0.01, 0.8298901852, 1, {"side": "left", "width": 9}),
+        pytest.param(None, 0.01, 0.8298901852, 1, {"side": "left", "width": 9}, marks=pytest.mark.long),
         pytest.param(None, 0.1, 1.3398901852, 3, {"side": "left", "pad": 999}, marks=pytest.mark.long),
     ],
     ids=str,

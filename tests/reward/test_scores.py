@@ -41,7 +41,7 @@ def assert_same(found, alone):
     assert (np.abs(found - alone) <= 1e-5 * (1 + np.abs(alone))).all(), np.abs(found - alone).max()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", [pytest.param("left", marks=pytest.mark.long), "right"])
 @pytest.mark.parametrize("width", [24, pytest.param(40, marks=pytest.mark.long)])
 def test_padding_on_either_side_and_any_neighbours(model, sequences, alone, side, width):
     ids, mask = np.full((8, width), 17, np.int32), np.zeros((8, width), np.int32)

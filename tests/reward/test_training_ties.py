@@ -59,6 +59,7 @@ def test_reward(tiny: ModuleType, pairs: Any) -> None:
     assert found["accuracy"] <= differ(pairs) / len(trees)
 
 
+@pytest.mark.long
 def test_dpo(tiny: ModuleType, pairs: Any) -> None:
     model = tiny.make_model("lm", scale=4.0)
     known = PairSet.of(pairs)

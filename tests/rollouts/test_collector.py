@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import data
+from rlhf_core import TrainerConfig, data
 from rlhf_core.fit.batches import Update
 from rlhf_core.fit.logged import MetricWindow
-from rlhf_core.rollouts import Reward, RolloutCollector
+from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutUpdates
 from rlhf_core.rollouts.updates import _update_metrics
 from rlhf_core.sampling import Rollouts, SamplingOptions
+from rlhf_core.training.open import OF_EPISODES
 
 G = 3
 DIFFER = {1, 4, 5, 6}  # prompts whose completions get different rewards
@@ -155,3 +156,37 @@ def test_without_rewards_it_only_samples(tiny, prompts, tmp_path):
         "length",
         "finished",
     }
+
+
+@pytest.mark.parametrize("own", [np.nan, 0.5])
+def test_an_environment_without_rewards_has_no_metrics_of_them(tiny, prompts, own):
+    samples = Rollouts(
+        np.full((G, 1), 5), np.ones(G, np.int32), np.zeros((G, 1), np.float32), np.ones(G, bool)
+    )
+    rewards = [Reward(OF_EPISODES, 1.0, lambda completions: []), Reward("r", 1.0, lambda completions: [])]
+    stage = SimpleNamespace(name="policy", mesh=None, is_main=True)
+    collector = RolloutCollector(
+        stage, prompts, tiny.make_tokenizer(), None, rewards, G, SamplingOptions(), episodes=SimpleNamespace()
+    )
+    each = np.array([[own, float(i)] for i in range(G)])
+    metrics = collector.metrics(Rollout(np.array([0]), samples, each, np.nansum(each, 1)))
+    assert metrics["rewards/r/mean"] == 1.0
+    told = {name: x for name, x in metrics.items() if name.startswith("rewards/environment/")}
+    assert told == ({} if np.isnan(own) else {"rewards/environment/mean": 0.5, "rewards/environment/std": 0})
+
+
+def test_the_prompts_that_updates_took_are_those_of_all_rounds():
+    class Updates(RolloutUpdates):
+        shapes = complete = minibatches = None
+
+    stage, collector = SimpleNamespace(seed=3), SimpleNamespace(prompts=range(11), rewards=[])
+    updates = Updates(stage, TrainerConfig(), collector, prompts_per_rollout=2, updates_per_rollout=2)
+    assert updates.drawn(0, updates.snapshot(0)[0]).tolist() == []
+    taken = []
+    for number, rounds in enumerate((1, 3)):
+        next_prompts = updates.order.next_prompts(number)
+        taken += [row for _ in range(rounds) for row in next_prompts()]
+        updates.order.add_rounds(rounds)
+        for step in (2 * number + 1, 2 * number + 2):
+            assert updates.drawn(step, updates.snapshot(step)[0]).tolist() == sorted(taken)
+    assert len(set(taken)) == 8

@@ -6,12 +6,16 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from rlhf_core import hookimpl
+from rlhf_core import TrainerConfig, hookimpl
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import make_mesh
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rollouts import forecast_rollouts
+from rlhf_core.rollouts.layout import group_layout
 from rlhf_core.sampling import SamplingOptions
 
 ppo: Any = load_file(Path(__file__).parents[2] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
@@ -47,3 +51,18 @@ class Registers:
     @hookimpl
     def rlhf_register(self, registry: Any) -> None:
         ppo.rlhf_register(registry)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hidden_size", "devices", "together"),
+    [(10, 16, 2, 1), (300, 16, 2, 2), (10, 4096, 2, 4), (10, 16, 1, 4)],
+)
+def test_a_row_holds_as_many_completions_of_a_group_as_pay(
+    prompt: int, hidden_size: int, devices: int, together: int
+) -> None:
+    """Where attention is dense and most of the work, it repeats the prompt instead."""
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    config = TrainerConfig(total_batch_size=4, max_training_steps=1)
+    layout = group_layout(config, np.full(3, prompt), hidden_size, mesh, group=4, length=200)
+    size = prompt + together * 200
+    assert size <= layout.time[-1] < size + 64

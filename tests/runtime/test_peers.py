@@ -110,8 +110,8 @@ def test_one_is_killed(job: Job, killed: int) -> None:
     ("failing", "error", "code"),
     [
         (0, "RunError('no disk')", 1),
-        (2, "InputError('no file')", 2),
-        (0, "Stopped('no time')", 75),
+        pytest.param(2, "InputError('no file')", 2, marks=pytest.mark.long),
+        pytest.param(0, "Stopped('no time')", 75, marks=pytest.mark.long),
         (2, "OSError(5)", 1),
     ],
 )
@@ -127,6 +127,7 @@ def test_one_fails(job: Job, failing: int, error: str, code: int) -> None:
         assert (("Traceback" in said) == ("OSError" in error)) if process == failing else (said == told)
 
 
+@pytest.mark.long
 def test_a_stopped_process_ends_after_the_first_has_written(job: Job) -> None:
     """A launcher that kills the others when one of them ends would leave the newest checkpoint without its manifest."""
     writes = (
@@ -162,6 +163,7 @@ raise InputError('dir: in use')
     assert "".join(said for _, said in ended).count("dir: in use") == 1
 
 
+@pytest.mark.long
 def test_an_error_that_is_caught_ends_nobody(job: Job) -> None:
     """A script goes on if every process has left the run for the same reason."""
     code = """
@@ -217,6 +219,7 @@ def test_one_does_not_come(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     assert line == "process 1 of 4 ends: process 0 failed, and says why"
 
 
+@pytest.mark.long
 def test_the_first_one_does_not_come(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_JOIN_SECONDS", "2")
     job.start("pass", count=2, first=1)
@@ -249,6 +252,7 @@ def test_one_comes_late(job: Job) -> None:
     assert [code for code, _ in job.ended(within=30)] == [0, 0]
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken(job: Job) -> None:
     with socket.create_server(("", job.port)):
         job.start("pass", "pass")

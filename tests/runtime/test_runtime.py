@@ -91,6 +91,7 @@ def test_what_the_user_chose_stands(tmp_path: Path) -> None:
     assert not (tmp_path / ".cache").exists()
 
 
+@pytest.mark.long
 def test_programs_compile_quickly_on_cpu_unless_the_user_says_how() -> None:
     quick = "--xla_backend_optimization_level=1"
     assert run(FLAGS) == [quick]
@@ -123,7 +124,10 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(sys.platform != "linux", reason="it is glibc that keeps memory")
 @pytest.mark.parametrize(
     ("available", "returned"),
-    [("0", True), pytest.param("None", False, marks=pytest.mark.long), ("2**40", False)],
+    [
+        ("0", True),
+        *(pytest.param(bytes_left, False, marks=pytest.mark.long) for bytes_left in ("None", "2**40")),
+    ],
 )
 def test_kept_memory_is_returned_where_there_is_little_more(available: str, returned: bool) -> None:
     script = f"""

@@ -17,6 +17,7 @@ from rlhf_core import data
 from rlhf_core.errors import Stopped, reading
 from rlhf_core.models import load_model
 from rlhf_core.runtime import signals
+from rlhf_core.runtime.agreement import stop_together
 from rlhf_core.runtime.signals import stop_signals
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -28,6 +29,14 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_run_stops_where_nothing_is_lost_only_if_it_was_asked_to() -> None:
+    stop_together("before its first update")
+    with stop_signals():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped, match="^stopped by SIGTERM before its first update; nothing is lost"):
+            stop_together("before its first update")
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -81,6 +90,7 @@ def test_a_ctrl_c_that_nothing_can_catch_comes_again() -> None:
     script = """
 import signal, time
 from rlhf_core.runtime import signals
+from rlhf_core.runtime.agreement import stop_together
 
 class Collected:
     def __del__(self):

@@ -128,12 +128,13 @@ def test_turns_are_those_of_whole_calls(name: str, options: dict[str, Any], hold
         assert any(reply.replaces for replies in world.added.values() for reply in replies)
 
 
-@pytest.mark.parametrize(("slots", "seed"), [pytest.param(1000, None, marks=pytest.mark.long), (1, 3)])
+@pytest.mark.long
+@pytest.mark.parametrize(("slots", "seed"), [(1000, None), (1, 3)])
 @pytest.mark.parametrize(
     ("name", "axes", "tensor", "options"),
     [
-        pytest.param("llama", {"data": 4, "fsdp": 2}, 1, {}, marks=pytest.mark.long),
-        pytest.param("gemma2", {"fsdp": 8}, 4, {"top_k": 9}, marks=pytest.mark.long),
+        ("llama", {"data": 4, "fsdp": 2}, 1, {}),
+        ("gemma2", {"fsdp": 8}, 4, {"top_k": 9}),
         ("qwen2", {"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3}),
     ],
     ids=str,
@@ -162,6 +163,7 @@ def test_a_family_that_cannot_extend_caches_takes_whole_calls(axes: dict[str, in
     worlds.assert_same(found, hold())
 
 
+@pytest.mark.long
 def test_one_turn_is_a_completion(hold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said = hold("gemma2", world=worlds.MadeUp(VOCAB, turns=1), max_completion_length=40)
     definition = define("gemma2")

@@ -74,10 +74,7 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("phi3", "mixtral", "odd") else pytest.param(name, marks=pytest.mark.long)
-        for name in FAMILIES
-    ],
+    [name if name == "phi3" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES],
 )
 def test_devices_that_share_layers_give_the_same(name: str) -> None:
     """Other tests have qwen2 (`test_conversations.py`), qwen3 and gemma2 on such devices."""
@@ -85,16 +82,12 @@ def test_devices_that_share_layers_give_the_same(name: str) -> None:
     assert_same(sample(name, make_mesh(fsdp=8), tensor=4), one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "tensor", "options"),
     [
-        pytest.param({"fsdp": 4, "tensor": 2}, None, {"top_k": 5, "top_p": 0.9}, marks=pytest.mark.long),
-        pytest.param(
-            {"data": 2, "fsdp": 2, "tensor": 2},
-            2,
-            {"repetition_penalty": 1.3, "min_p": 0.05},
-            marks=pytest.mark.long,
-        ),
+        ({"fsdp": 4, "tensor": 2}, None, {"top_k": 5, "top_p": 0.9}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 2, {"repetition_penalty": 1.3, "min_p": 0.05}),
         ({"tensor": 8}, 4, {"temperature": 0.0}),
     ],
     ids=str,

@@ -91,7 +91,7 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
         pytest.param({"temperature": 0.7}, marks=pytest.mark.long),
         {"temperature": 1.4, "top_p": 0.8},
         pytest.param({"top_k": 5, "min_p": 0.05}, marks=pytest.mark.long),
-        {"temperature": 0.0},
+        pytest.param({"temperature": 0.0}, marks=pytest.mark.long),
     ],
     ids=str,
 )

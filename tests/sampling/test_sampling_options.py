@@ -66,11 +66,12 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
     np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("likeliest", "penalty"),
     [
         ({"temperature": 0.0}, 0.6),
-        pytest.param({"temperature": 0.7, "top_k": 1}, 5.0, marks=pytest.mark.long),
+        ({"temperature": 0.7, "top_k": 1}, 5.0),
     ],
     ids=str,
 )
@@ -174,6 +175,7 @@ def test_further_stop_tokens(model: Any) -> None:
     assert_same(out, both(model.params, prompts, KEY))
 
 
+@pytest.mark.long
 def test_a_mesh_of_eight_devices_gives_the_same(model: Any) -> None:
     prompts = make_prompts(model, "a b", "c d e f", "g", "a a a", "z")
     (word,) = {decoded(model, row[1:3]) for row in make_sampler(model)(model.params, prompts, KEY).tokens[:1]}

@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("options", "cases"),
     [
-        ("plain", ((4, ALL), (8, 1))),
+        pytest.param("plain", ((4, ALL), (8, 1)), marks=pytest.mark.long),
         pytest.param("plain", ((1, ALL), (20, 2), (ALL, 1)), marks=pytest.mark.long),
         pytest.param("penalty", ((4, 1), (ALL, 1)), marks=pytest.mark.long),
         ("strings", ((4, 1), (ALL, 1))),
@@ -88,12 +88,13 @@ def test_the_number_of_slots_changes_nothing(
         assert_same(ask(model, monkeypatch, slots, last=last, **OPTIONS[options]), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("slots", "last"),
     [
-        pytest.param(2, ALL, marks=pytest.mark.long),
+        (2, ALL),
         (4, 1),
-        pytest.param(ALL, 1, marks=pytest.mark.long),
+        (ALL, 1),
     ],
 )
 def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.stage import code_identity, identity
+from rlhf_core.stage import code_identity, differences, experiment, identity
 from rlhf_core.stage.identity import SMALL, identify
 
 OLD = 1_600_000_000_000_000_000
@@ -120,6 +120,28 @@ def test_files_named_beside_rows_in_memory_count_by_content(tmp_path: Path) -> N
     assert a == b != c
 
 
+def test_data_is_recorded_by_name_or_by_content() -> None:
+    """As a pipeline's field would name it; what has no name is told by its rows."""
+    import datasets
+    from rlhf_sft import SFTConfig
+
+    from rlhf_core import plugins
+
+    rows, registry = [{"text": "a"}, {"text": "b"}], plugins.installed_registry()
+
+    def record(given: Any) -> dict[str, Any]:
+        return experiment.of_objects("sft", 0, SFTConfig(), {"train_dataset": given}, registry)
+
+    for named in ("a/b", ["a/b", "c/d"], [{"path": "e/f", "weight": 2}]):
+        made = record(named)
+        assert made["config"]["train_data"] == named
+        assert made["inputs"] == {}
+    for unnamed in (rows, datasets.Dataset.from_list(rows), [rows, rows[:1]]):
+        made = record(unnamed)
+        assert made["config"].get("train_data") is None
+        assert made["inputs"]["train_data"]["identity"] == identity.of_rows(unnamed)
+
+
 def test_a_model_counts_by_its_parameters_and_configuration(tiny: types.ModuleType) -> None:
     model = tiny.make_model()
     assert identity.of_model(model) == identity.of_model(tiny.make_model())
@@ -163,6 +185,25 @@ def module(directory: Path, **changes: Any) -> types.ModuleType:
     path = directory / f"code_{len(list(directory.iterdir()))}.py"
     path.write_text(textwrap.dedent(CODE.format(**values)))
     return load_file(path)
+
+
+def test_code_that_changed_is_named_with_its_owner() -> None:
+    """Of another owner, or of a component that was not there, it is a difference that the fields tell."""
+
+    def record(**code: tuple[str, str]) -> dict[str, Any]:
+        empty: dict[str, Any] = {"trainer": "sft", "seed": 0, "config": {}, "inputs": {}, "versions": {}}
+        named = {field: {"name": "mine", "owner": by, "hash": x * 64} for field, (by, x) in code.items()}
+        return {**empty, "code": named}
+
+    before = record(loss=("rlhf-mine", "a"), sampler=("", "a"), trainer=("rlhf-mine", "a"))
+    now = record(loss=("rlhf-mine", "b"), sampler=("", "b"), trainer=("rlhf-other", "b"), more=("", "a"))
+    found = differences.compare(before, now)
+    assert [(each.field, str(each)) for each in found.refused] == [
+        ("loss", "loss: the code of 'mine' (rlhf-mine) has changed since"),
+        ("sampler", "sampler: the code of 'mine' has changed since"),
+    ]
+    assert (found.warned, found.data) == ([], [])
+    assert differences.compare(before, before).refused == []
 
 
 @pytest.mark.parametrize("change", [{"limit": 4}, {"operator": "-"}, {"scale": 2.0}], ids=str)

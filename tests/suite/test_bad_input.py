@@ -22,6 +22,7 @@ from rlhf_core.plugins.component import load_file
 mistakes: Any = load_file(Path(__file__).parents[1] / "shared" / "mistakes.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage", ["policy", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("base", "rm"))]
 )

@@ -80,6 +80,7 @@ def test_recomputing_changes_nothing(short: Any, trainer: str) -> None:
         np.testing.assert_allclose(again[name], leaf, rtol=0, atol=2e-3 * np.abs(leaf).max(), err_msg=name)
 
 
+@pytest.mark.long
 def test_a_tied_model_trains_in_bfloat16(short: Any, tiny: ModuleType) -> None:
     """Its unembedding is its embedding, turned over: XLA on CPU cannot run every such product."""
     model = tiny.make_model(tie_word_embeddings=True, scale=4.0)

@@ -79,9 +79,8 @@ def test_it_is_read_where_its_template_ends(foreign: Path, tiny: Any, tmp_path: 
     )
 
 
-@pytest.mark.parametrize(
-    ("read_at", "kept"), [(None, "template"), pytest.param("eos", "eos", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("read_at", "kept"), [(None, "template"), ("eos", "eos")])
 def test_training_it_on_keeps_where_it_is_read(
     foreign: Path, tmp_path: Path, read_at: Any, kept: str
 ) -> None:

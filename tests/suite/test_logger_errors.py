@@ -56,10 +56,7 @@ def run(fake: ModuleType, pipeline: Path, rlhf: Command) -> Command:
 
 @pytest.mark.parametrize(
     "hook",
-    [
-        name if name in ("rlhf_step_end", "rlhf_stage_end") else pytest.param(name, marks=pytest.mark.long)
-        for name in HOOKS
-    ],
+    [name if name == "rlhf_stage_end" else pytest.param(name, marks=pytest.mark.long) for name in HOOKS],
 )
 def test_a_logger_that_raises_is_named_and_costs_no_row(run: Command, hook: str) -> None:
     ended = run(LOGGER.replace("HOOK", hook), "--set", 'base.logger=["csv_file"]')

@@ -26,9 +26,8 @@ ADAPTERS = {"rank": 2, "dropout": 0.1}
 @pytest.mark.parametrize(
     ("trainer", "lora"),
     [
-        ("sft", None),
         ("grpo", None),
-        *(pytest.param(trainer, None, marks=pytest.mark.long) for trainer in ("reward", "dpo")),
+        *(pytest.param(trainer, None, marks=pytest.mark.long) for trainer in ("sft", "reward", "dpo")),
         pytest.param("grpo", ADAPTERS, marks=pytest.mark.long),  # whose reference is the model without them
         *(
             pytest.param(trainer, ADAPTERS, marks=pytest.mark.exhaustive)

@@ -89,6 +89,7 @@ class Interrupt:
             raise InterruptedError
 
 
+@pytest.mark.long
 def test_a_policy_that_has_not_moved_has_no_kl(based: Any) -> None:
     """The reference is the base model: adapters begin without effect."""
     _, watch = based("grpo", max_training_steps=1, num_iterations=1)

@@ -87,7 +87,7 @@ def one_message(ended: list[tuple[int, str]], *said: str) -> None:
             "process 1: stage 'base'.log_steps is 3, and 10",
             marks=pytest.mark.long,
         ),
-        (arguments("q.toml"), "process 1: stage 'base'.train_data is "),
+        pytest.param(arguments("q.toml"), "process 1: stage 'base'.train_data is ", marks=pytest.mark.long),
     ],
 )
 def test_who_differs_and_in_what_is_said_by_all(place: Path, second: list[str], said: str) -> None:

@@ -33,7 +33,8 @@ def state(stage: str) -> str:
     return str(json.loads(path.read_text())["state"]) if path.exists() else "new"
 
 
-@pytest.mark.parametrize("event", [pytest.param("saved", marks=pytest.mark.long), "end"])
+@pytest.mark.long
+@pytest.mark.parametrize("event", ["saved", "end"])
 def test_between_two_stages(run: Any, event: str) -> None:
     """What is being written is finished first: the model, and the record."""
     ended = run(f"SIGTERM base {event}")

@@ -21,7 +21,7 @@ SMALL = {"PAIRS": 2, "PAIR_TOKENS": 8, "PROMPTS": 2, "GROUP": 2, "PROMPT": 4, "C
     [
         pytest.param("W1", "run_updates", marks=pytest.mark.long),
         pytest.param("W2", "run_updates", marks=pytest.mark.long),
-        ("W3", "run_rollouts"),
+        pytest.param("W3", "run_rollouts", marks=pytest.mark.long),
         pytest.param("W4", "run_trainer", marks=pytest.mark.long),
         ("W5", "run_log_probs"),
     ],

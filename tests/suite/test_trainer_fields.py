@@ -59,6 +59,7 @@ def test_every_optimizer_learns_sharded_and_goes_on_from_its_checkpoint(short: A
         np.testing.assert_array_equal(leaf, again[path], err_msg=path)
 
 
+@pytest.mark.long
 def test_saving_by_time(short: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes on a minute a look."""
     now = iter(range(0, 10**6, 60))
@@ -130,6 +131,7 @@ def test_the_model_of_the_best_evaluation(short: Any, tmp_path: Path) -> None:
     assert any(not np.array_equal(leaf, found[path]) for path, leaf in last.items())
 
 
+@pytest.mark.long
 def test_stopped_after_the_last_evaluation_it_goes_on_to_the_same_model(short: Any, tmp_path: Path) -> None:
     rows = one_lesson(short)
     given: dict[str, Any] = {

@@ -81,7 +81,8 @@ def test_an_evaluation_reads_the_rounded_weights_and_training_does_not(
         np.testing.assert_array_equal(leaf, after[path], err_msg=path)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_reward_models_record_is_of_the_model_that_was_saved(
     tiny: ModuleType, tmp_path: Path, dtype: str
 ) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,10 +18,13 @@ from pydantic import Field
 from rlhf_grpo import GRPOConfig
 from safetensors.numpy import save_file
 
-from rlhf_core import Stage, Trainer, TrainerConfig, artifacts
+from rlhf_core import Artifact, Stage, Trainer, TrainerConfig, artifacts
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
+from rlhf_core.testing.findings import Broken
+from rlhf_core.testing.fixtures import Ran
+from rlhf_core.testing.trainer import _outputs
 
 
 class Config(TrainerConfig):
@@ -130,6 +136,19 @@ def test_the_defect_is_found(case: str, failures: Any) -> None:
 
 def test_the_trainer_that_they_are_made_of_has_none() -> None:
     check_trainer(good, Config(max_training_steps=8), rows=texts(4))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_a_language_model_is_opened_and_read(scale: float, tiny: ModuleType, tmp_path: Path) -> None:
+    """Its weights may be finite and its outputs not."""
+    model = tiny.make_model()
+    for part in ("norm", "lm_head"):
+        model.params[part] = jax.tree.map(lambda x: x * scale, model.params[part])
+    model.save(tmp_path)
+    outputs = {"model": Artifact("model", "language_model", tmp_path)}
+    case: Any = SimpleNamespace(trainer=replace(good, outputs={"model": "language_model"}))
+    with nullcontext() if scale == 1 else pytest.raises(Broken, match=r"'model': its outputs: .* not finite"):
+        _outputs(case, Ran(None, None, announced=["model"], outputs=outputs))
 
 
 def test_what_is_said(failures: Any) -> None:

@@ -79,9 +79,8 @@ def planned(name: str) -> tuple[Any, Any]:
     return plan(read(name), host), host
 
 
-@pytest.mark.parametrize(
-    "name", ["rm", *(pytest.param(name, marks=pytest.mark.long) for name in ("base", "policy"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["rm", "base", "policy"])
 def test_a_run_compiles_the_programs_that_were_described(
     name: str, place: Any, rlhf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +188,21 @@ def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) 
     assert own["apply"] == pytest.approx(held["parameters"], abs=1000)  # gradients, and the metrics
     for name in ("accumulate", "read"):  # rows, and for accumulate no sums yet
         assert 0 < own[name] < held.get("frozen parameters", held["parameters"]) / 2
+
+
+def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> None:
+    place.settings("base.toml", 'lora = { rank = 3, targets = ["q_proj"] }')
+    models = each_stage(
+        *planned("base.toml"), lambda each, stage: planned_model(each.config, stage, "lm"), mesh=make_mesh()
+    )
+    assert models["base"] is not None
+    leaves = jax.tree_util.tree_leaves_with_path(models["base"].params)
+    shapes = {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
+    assert {name: shape for name, shape in shapes.items() if "lora" in name} == {
+        "layers.self_attn.q_proj.adapter.lora_a": (1, 16, 3),
+        "layers.self_attn.q_proj.adapter.lora_b": (1, 3, 16),
+    }
+    assert shapes["layers.self_attn.q_proj.kernel"] == (1, 16, 16)
 
 
 def test_sampling_takes_what_the_chip_has(place: Any) -> None:

@@ -25,6 +25,7 @@ from rlhf_core.topologies.names import Topology, machines, parse
 from rlhf_core.topologies.roofline import expected
 from rlhf_core.topologies.suggest import (
     COMPILED,
+    STEPS,
     Candidate,
     Search,
     StageForecast,
@@ -32,6 +33,7 @@ from rlhf_core.topologies.suggest import (
     more_steps,
     suggest,
 )
+from rlhf_core.topologies.verdicts import judge_stage
 from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
 
 GB = 10**9
@@ -228,6 +230,47 @@ def test_the_first_that_fits_ends_the_search(place: Any) -> None:
     pasted = tomllib.loads("\n".join(found["lines"]))
     assert pasted == {"mesh": ONE, "remat": "none"}
     json.dumps(found)
+
+
+def test_programs_that_did_not_fit_raise_the_estimates_of_their_work() -> None:
+    """By the bytes beside the state that the compiler counted, or a little more than there are where it refused."""
+    search, topology = Search(job("h100:1"), here), parse("h100:1")
+    peaks = {"accumulate": 20 * GB, "apply": 14 * GB, "read": 12 * GB}
+    stage = StageForecast(10 * GB, peaks, 20 * GB, 14 * GB, 1.0, False)
+    candidate = Candidate(topology, ONE, {}, {"base": stage})
+    memory = {"arguments": 0, "outputs": 0, "aliased": 0, "temporary": 110 * GB}
+    (large,) = results(False, name="accumulate", memory=memory)["stages"]["base"]["programs"]
+    refused = {**large, "name": "apply", "work": "update", "error": "RESOURCE_EXHAUSTED"}
+    fits = {**large, "name": "read", "work": "read", "memory": {**memory, "temporary": 11 * GB}}
+    unknown = {**large, "name": "generate", "work": "sample"}
+    facts = {**results(False)["stages"]["base"], "programs": [large, refused, fits, unknown]}
+    verdict = judge_stage("base", facts, topology, ONE)
+    search.correct(candidate, [verdict])
+    least = 1.05 * topology.chip.usable - 10 * GB
+    assert search.corrections == {"train": pytest.approx(10), "update": pytest.approx(least / (4 * GB))}
+    search.correct(candidate, [verdict])  # the forecast was made with the corrections so far
+    assert search.corrections["train"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("memory", "steps", "fits"), [(8, 1, True), (3, 4, True), (0.5, 8, False)])
+def test_rows_that_do_not_fit_come_in_more_micro_batches(
+    memory: float, steps: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they fit, not beyond, and only as long as there are rows to spare. A row takes 1 GB."""
+    definition = model()
+
+    def describe(topology: Any, mesh: Any, settings: Any) -> Any:
+        steps = settings.get("base", {}).get(STEPS, 1)
+        shape = ProgramShape(definition, 8 // steps, 32, memory=8 * GB // steps)
+        accumulate = Program("accumulate", lambda: None, "train", steps, shape=shape)
+        return {"base": (steps, StagePrograms((accumulate,)))}
+
+    with_memory(monkeypatch, round(memory * GB))
+    search = Search(job("h100:1"), here)
+    monkeypatch.setattr(search, "_describe", describe)
+    best = search.candidate(parse("h100:1"), ONE)
+    assert best.settings["base"].get(STEPS, 1) == steps
+    assert best.fits == fits
 
 
 @pytest.mark.long

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 
-from rlhf_core import optimizers
+from rlhf_core import TrainerConfig, optimizers
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
 from rlhf_core.sampling.layout import cache_bytes
+from rlhf_core.testing.fixtures import a_stage
 from rlhf_core.training import memory
+from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes
 
 
@@ -58,6 +60,17 @@ def test_what_describes_a_model(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(InputError, match="Did you mean 'llama'"):
         definition_of(str(tmp_path), "lm", None)
+
+
+def test_only_adapters_have_gradients(tiny, tmp_path):
+    stage = a_stage(tmp_path, inputs={"tokenizer": tiny.make_tokenizer()})
+    config = TrainerConfig(model=tiny.SIZES, lora={"rank": 3, "targets": ["q_proj"]})
+    _, _, parts = training_memory(config, stage, "lm", 1, 64, 64)
+    added = 2 * 3 * (16 + 16) * 4  # layers × rank × (in + out) × bytes
+    assert parts["gradients"] == added
+    whole = training_memory(config.replace(lora=None), stage, "lm", 1, 64, 64)[2]
+    assert parts["parameters"] == whole["parameters"] + added
+    assert training_memory(config.replace(model="owner/name"), stage, "lm", 1, 64, 64) is None
 
 
 def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
