@@ -35,7 +35,7 @@ def test_a_run_stops_where_nothing_is_lost_only_if_it_was_asked_to() -> None:
     stop_together("before its first update")
     with stop_signals():
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Stopped, match="^stopped by SIGTERM before its first update; nothing is lost"):
+        with pytest.raises(Stopped, match=r"^stopped by SIGTERM before its first update; nothing is lost"):
             stop_together("before its first update")
 
 
