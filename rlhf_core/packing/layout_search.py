@@ -24,8 +24,10 @@ MAX_CLASSES = 3
 WORTH_A_CLASS = 0.02
 """Share of the cost that an additional class must save."""
 PROGRAM_UPDATES = 8
-"""Updates that take as long as compiling one program. A class may need two: one for the first micro-batch of an update,
-and one that adds to earlier gradients."""
+"""Updates that take as long as compiling one program, at most. A class may need two: one for the first micro-batch of
+an update, and one that adds to earlier gradients."""
+PROGRAM_WORK = {"cpu": 1e9}
+"""Slots × hidden size² that take a platform as long, where updates of large models take longer than compiling."""
 OVERHEAD = {"cpu": 64}
 """Fixed cost of a micro-batch, in slots: it reads all weights and adds to all gradients."""
 OVERHEAD_ACCELERATOR = 512
@@ -40,13 +42,13 @@ UPDATES = 24  # minimum number of updates that they are tried on
 
 
 def choose_layout(
-    token_counts: Sequence[int] | NDArray[np.integer],
+    token_counts: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer],
     branches_per_tree: int,
     *,
     hidden_size: int,
     max_tokens: int,
     trees_per_update: int | None = None,
-    trained_counts: Sequence[int] | NDArray[np.integer] | None = None,
+    trained_counts: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer] | None = None,
     row_multiple: int = 1,
     longest: int | None = None,
     skips_blocks: bool = False,
@@ -54,22 +56,25 @@ def choose_layout(
 ) -> Layout:
     """Choose the classes of rows that make updates over this data cheapest.
 
-    token_counts: tokens of each tree of the data or a sample, counting the shared prefix once.
+    token_counts: tokens of each tree of the data or a sample, counting the shared prefix once, [trees]; or, where it is
+        not known how long they will be, several cases of all of them, [cases, trees], each as likely as the others. The
+        trees of an update are all of one case.
     branches_per_tree: branches of the largest tree; sequences per row are a multiple of it.
     hidden_size: the model's.
     max_tokens: maximum slots (rows × time) per micro-batch, exceeded only if `row_multiple` rows of the longest tree
         need more.
     trees_per_update: trees packed together; None: all of them.
-    trained_counts: trained tokens of each tree; None if the objective does not read them one by one (reward models).
+    trained_counts: trained tokens of each tree, in the shape of token_counts; None if the objective does not read them
+        one by one (reward models).
     row_multiple: the number of devices that rows are sharded over; rows per micro-batch are a multiple of it.
     longest: tokens of the longest tree to expect, if the data may lack it.
     skips_blocks: attention skips masked blocks, so that long rows cost no more than short ones.
     updates: updates in the run; a short run is not worth compiling several classes. None: many.
     """
-    counts = np.asarray(token_counts, np.int64)
-    if not len(counts):
-        counts = np.array([longest or 1])
-    trained = None if trained_counts is None else np.asarray(trained_counts, np.int64)
+    counts = np.atleast_2d(np.asarray(token_counts, np.int64))
+    if not counts.size:
+        counts = np.array([[longest or 1]])
+    trained = None if trained_counts is None else np.atleast_2d(np.asarray(trained_counts, np.int64))
     top = max(int(counts.max()), longest or 0)
     crossover = NO_CROSSOVER if skips_blocks else 6 * hidden_size
     search = _Search(
@@ -82,6 +87,7 @@ def choose_layout(
         top,
         trees_per_update,
         updates,
+        hidden_size,
     )
     times = search.candidates()
     evaluated = [search.evaluate((t,)) for t in times if t >= top]
@@ -127,13 +133,19 @@ class _Search:
         top: int,
         per_update: int | None,
         updates: int | None,
+        hidden_size: int,
     ) -> None:
-        self.counts, self.trained, self.branches, self.crossover = counts, trained, branches, crossover
+        self.cases, self.counts = len(counts), counts.reshape(-1)
+        self.trained = None if trained is None else trained.reshape(-1)
+        self.branches, self.crossover = branches, crossover
         self.max_tokens, self.row_multiple, self.top = max_tokens, row_multiple, top
-        self.program = 0.0 if updates is None else PROGRAM_UPDATES / max(updates, 1)
         self.overhead = OVERHEAD.get(platform(), OVERHEAD_ACCELERATOR)
-        self.updates = self._sample(per_update or len(counts))
-        self.totals = [int(counts[update].sum()) for update in self.updates]
+        self.updates = self._sample(counts.shape[1], per_update or counts.shape[1])
+        self.totals = [int(self.counts[update].sum()) for update in self.updates]
+        work = max(sum(self.totals) / len(self.totals), 1) * hidden_size**2
+        program_updates = min(PROGRAM_UPDATES, PROGRAM_WORK.get(platform(), np.inf) / work)
+        # Share of an update's cost that compiling one program adds to it.
+        self.program = 0.0 if updates is None else program_updates / max(updates, 1)
         self._fits: dict[tuple[int, ...], list[Fit]] = {}
 
     def candidates(self) -> list[int]:
@@ -143,12 +155,13 @@ class _Search:
         longer = [t for t in (*multiples, *parts) if self.top < t and _round(t) <= self.max_tokens]
         return sorted({_round(t) for t in (*quantiles, self.top, *longer)})
 
-    def _sample(self, per_update: int) -> list[NDArray[np.intp]]:
-        """Draw the tree indices of a few updates by shuffled epochs."""
+    def _sample(self, trees: int, per_update: int) -> list[NDArray[np.intp]]:
+        """Draw the tree indices of a few updates by shuffled epochs, from one case after another."""
         rng, size = np.random.default_rng(0), max(SAMPLE, UPDATES * per_update)
-        epochs = [rng.permutation(len(self.counts)) for _ in range(-(-size // len(self.counts)))]
+        epochs = [rng.permutation(trees) for _ in range(-(-size // trees))]
         order = np.concatenate(epochs)[:size]
-        return [order[i : i + per_update] for i in range(0, len(order), per_update)]
+        starts = range(0, len(order), per_update)
+        return [order[i : i + per_update] + n % self.cases * trees for n, i in enumerate(starts)]
 
     def shape(self, times: tuple[int, ...], rows: tuple[int, ...]) -> Layout:
         sequences = tuple(max(t // 16 // self.branches, 1) * self.branches for t in times)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.data import count_updates
 from rlhf_core.errors import InputError
 from rlhf_core.fit.batches import attention_skips_blocks
 from rlhf_core.mesh import row_multiple
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from rlhf_core.rollouts.collector import RolloutCollector
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
+
+FILLS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Mean lengths of completions to plan for, as shares of the full length."""
 
 
 def choose_rollout_rows(
@@ -77,7 +81,11 @@ def group_layout(
     group: int,
     length: int,
 ) -> Layout:
-    """Choose rows for groups over prompts of these sizes, in tokens, with room for completions of the full length."""
+    """Choose rows for groups over prompts of these sizes, in tokens.
+
+    They have room for completions of the full length; which rows are cheapest depends on how long completions will be,
+    and is judged over `FILLS`.
+    """
     skips = attention_skips_blocks(config, mesh)
     crossover = NO_CROSSOVER if skips else 6 * hidden_size
     mean, together = float(prompt_sizes.mean()), group
@@ -86,19 +94,26 @@ def group_layout(
         # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.
         if (split := _group_cost(mean, length, group, part, crossover)) < 0.9 * cost:
             together, cost = part, split
-    sizes = prompt_sizes + together * length
+    longest = prompt_sizes + together * length
     per_update = config.total_batch_size // together
-    wanted = int(np.ceil(sizes.mean() * per_update)) // config.gradient_accumulation_steps
+    wanted = int(np.ceil(longest.mean() * per_update)) // config.gradient_accumulation_steps
+    written = np.array([[int(np.ceil(fill * together * length))] for fill in FILLS])
     return choose_layout(
-        sizes,
+        prompt_sizes + written,
         together,
         hidden_size=hidden_size,
         max_tokens=min(MICRO_BATCH_TOKENS, max(wanted, 1)),
         trees_per_update=per_update,
-        trained_counts=np.full(len(sizes), together * length),
+        trained_counts=np.broadcast_to(written, (len(FILLS), len(prompt_sizes))),
         row_multiple=row_multiple(mesh),
-        longest=int(sizes.max()),
+        longest=int(longest.max()),
         skips_blocks=skips,
+        updates=count_updates(
+            len(prompt_sizes),
+            config.total_batch_size // group,
+            config.num_train_epochs,
+            config.max_training_steps,
+        ),
     )
 
 

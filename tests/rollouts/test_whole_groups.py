@@ -13,9 +13,11 @@ import pytest
 from rlhf_core import TrainerConfig, hookimpl
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
+from rlhf_core.packing import Layout, choose_layout
+from rlhf_core.packing.rows import pack
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rollouts import forecast_rollouts
-from rlhf_core.rollouts.layout import group_layout
+from rlhf_core.rollouts import layout as layouts
 from rlhf_core.sampling import SamplingOptions
 
 ppo: Any = load_file(Path(__file__).parents[2] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
@@ -58,11 +60,40 @@ class Registers:
     [(10, 16, 2, 1), (300, 16, 2, 2), (10, 4096, 2, 4), (10, 16, 1, 4)],
 )
 def test_a_row_holds_as_many_completions_of_a_group_as_pay(
-    prompt: int, hidden_size: int, devices: int, together: int
+    prompt: int, hidden_size: int, devices: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where attention is dense and most of the work, it repeats the prompt instead."""
     mesh = make_mesh(devices=jax.devices()[:devices])
     config = TrainerConfig(total_batch_size=4, max_training_steps=1)
-    layout = group_layout(config, np.full(3, prompt), hidden_size, mesh, group=4, length=200)
-    size = prompt + together * 200
-    assert size <= layout.time[-1] < size + 64
+    asked: list[Any] = []
+
+    def choose(sizes: Any, branches: int, **options: Any) -> Layout:
+        asked.append((branches, options["longest"]))
+        return choose_layout(sizes, branches, **options)
+
+    monkeypatch.setattr(layouts, "choose_layout", choose)
+    layout = layouts.group_layout(config, np.full(3, prompt), hidden_size, mesh, group=4, length=200)
+    assert asked == [(together, prompt + together * 200)]
+    assert layout.time[-1] >= prompt + together * 200
+
+
+@pytest.mark.parametrize("updates", [16, 2000])
+@pytest.mark.parametrize(
+    ("prompt", "length", "per_update"),
+    [(90, 208, 8), (128, 208, 8), (200, 1024, 4), (60, 32, 8), (60, 256, 32)],
+)
+def test_rows_are_full_whether_completions_are_short_or_long(
+    prompt: int, length: int, per_update: int, updates: int
+) -> None:
+    """Rows are compiled before it is known how much of their length completions will use."""
+    mesh, prompts = make_mesh(devices=jax.devices()[:1]), np.full(64, prompt)
+    config = TrainerConfig(total_batch_size=8 * per_update, max_training_steps=updates)
+    layout = layouts.group_layout(config, prompts, 576, mesh, group=8, length=length)
+    tokens, slots = [], []
+    for part in np.linspace(0.2, 1, 9):
+        groups = layouts.full_groups(prompts[:per_update], group=8, length=int(part * length))
+        tokens.append(sum(group.size for group in groups))
+        slots.append(sum(batch.rows.tokens.size for batch in pack(groups, layout)))
+    assert slots == sorted(slots)
+    assert sum(tokens) >= 0.83 * sum(slots)
+    assert tokens[-1] >= 0.9 * slots[-1]
