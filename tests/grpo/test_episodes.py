@@ -250,6 +250,11 @@ def test_where_all_fail_the_run_ends(collect):
         collect("Talk", max_prompt_length=2)
 
 
+def test_a_prompt_may_be_as_long_as_the_longest(collect):
+    _, rollout = collect("Talk", max_prompt_length=10)
+    assert rollout.metrics["episodes/failed"] == 0
+
+
 def test_episodes_of_a_group_begin_alike(collect):
     with pytest.warns(UserWarning, match="returned other messages than for the first episode of its group"):
         _, rollout = collect("Differs")
