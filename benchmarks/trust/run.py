@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def best_of_n(proxy: np.ndarray, values: np.ndarray, n: int) -> float:
 
 
 def draw(model: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Sample the completions of best-of-n: (a row for each, its text), those of a prompt together."""
+    """Sample the completions for best-of-n. Returns the row of each and its text; a prompt's completions are adjacent."""
     rows = task.read(DATA / "words.heldout.jsonl")[: task.HELD_OUT]
     drawn = complete(
         load_model(model),
@@ -126,7 +125,7 @@ def measure_best_of_n(model: str) -> None:
 
 
 def train_policy(model: str, run: task.Run, scale: Mapping[str, float]) -> None:
-    """Train a policy, with gold logged beside, and append a row per update."""
+    """Train a policy, log its gold grades without rewarding them, and append a row per update."""
     directory = task.RUNS / f"policy-{run.pairs}-{run.beta:g}-{run.limit or 0:g}"
     rewards: list[Any] = [
         {"name": "model", "model": str(reward_model(run.pairs)), "label": "proxy"},
@@ -151,8 +150,11 @@ def train_policy(model: str, run: task.Run, scale: Mapping[str, float]) -> None:
         seed=task.SEED,
         save_directory=str(directory),
     )
-    with suppress(*([RunError] if run.limit else [])):  # a run that its limit stops
+    try:
         GRPOTrainer(config).train()
+    except RunError as error:
+        if run.limit is None or "above limits.kl" not in str(error):
+            raise
     lines = (directory / "metrics.jsonl").read_text("utf-8").splitlines()
     logged = [row for row in map(json.loads, lines) if "kl" in row]
     task.append(

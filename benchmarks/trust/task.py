@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Run:
-        """Return the run that a row of results/policies.jsonl is of."""
+        """Return the run that a row of results/policies.jsonl belongs to."""
         return cls(row["pairs"], row["beta"], row["limit"])
 
 
@@ -78,7 +78,7 @@ def gold(
     least: Sequence[int],
     limit: Sequence[int],
 ) -> list[float]:
-    """Grade completions with the judge: the share of a sentence's four parts that hold."""
+    """Grade completions with the judge: the share of the four demands that a sentence meets."""
     names = ("needed", "banned", "least", "limit")
     rows = [dict(zip(names, row, strict=True)) for row in zip(needed, banned, least, limit, strict=True)]
     verdicts = [judge_sentence(row, said[-1]["content"]) for row, said in zip(rows, completions, strict=True)]
@@ -92,7 +92,7 @@ def right(
     least: Sequence[int],
     limit: Sequence[int],
 ) -> list[float]:
-    """Return 1 for a completion of which all four parts hold, else 0."""
+    """Return 1 for a completion that meets all four demands, else 0."""
     return [float(grade == 1.0) for grade in gold(completions, needed, banned, least, limit)]
 
 
