@@ -259,7 +259,7 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
         fig.x_range = Range1d(0, 2 * max(float(line.points.steps[0]) for line in drawn) or 1.0)
     low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
     if low == high and not log:  # Bokeh would centre it in a range of 2
-        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or 1.0)
+        fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0))
     fig.xaxis.ticker.min_interval = 1
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)

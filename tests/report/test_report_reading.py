@@ -181,6 +181,18 @@ def test_every_metric_is_in_one_chart() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "bounds"), [(0.3, (0.0, 0.6)), (-2e-4, (-4e-4, 0.0)), (0.0, (0.0, 1.0))], ids=str
+)
+def test_a_metric_that_never_changes_is_drawn_in_the_middle(
+    value: float, bounds: tuple[float, float]
+) -> None:
+    points = Points(np.arange(1.0, 4.0), np.full(3, value))
+    figure = charts.lines("kl", "KL", [charts.Line("kl", points, 0)], 10).item
+    axis = next(iter(figure["doc"]["roots"]))["attributes"]["y_range"].get("attributes", {})
+    assert (axis.get("start", 0.0), axis.get("end", 1.0)) == bounds  # Bokeh leaves out its defaults
+
+
+@pytest.mark.parametrize(
     ("value", "written"),
     [(0.99935, "0.9993"), (9709.4, "9,709"), (3e-4, "3.00e-04"), (0.0, "0"), (-1.5, "-1.5"), (None, "–")],
 )
