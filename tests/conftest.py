@@ -71,23 +71,33 @@ def shared() -> Path:
     return path
 
 
-class Patches(pytest.MonkeyPatch):
-    """Patches that are traced: equal runs share their programs, and those of other tests have no patch.
+PLAIN_ROOMS = (
+    *("artifacts", "checkpoint", "cli", "data", "environments", "loggers", "pipeline", "report", "rewards"),
+    *("runtime", "stage", "tokenizer", "topologies", "workers"),
+)
+NEVER_TRACED = {
+    *sys.stdlib_module_names,
+    *("datasets", "huggingface_hub", "orbax", "transformers", "wandb"),
+    *(f"rlhf_core.{room}" for room in PLAIN_ROOMS),
+}
+"""No program is traced of these modules, so patching them changes none; most patches are of these."""
 
-    Nothing traces the standard library, which most patches are of.
-    """
+
+class Patches(pytest.MonkeyPatch):
+    """Patches that are traced: equal runs share their programs, and those of other tests have no patch."""
 
     traced = False
 
     def setattr(self, target: Any, *rest: Any, **options: Any) -> None:
-        name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__module__)
-        if name.partition(".")[0] not in sys.stdlib_module_names:
-            self.trace_anew()
+        if isinstance(target, ModuleType):
+            self.trace_anew(target.__name__)
+        else:
+            self.trace_anew(target if isinstance(target, str) else target.__module__)
         super().setattr(target, *rest, **options)
 
     def setitem(self, target: Any, *rest: Any) -> None:
         if target is not os.environ and target is not sys.modules:
-            self.trace_anew()
+            self.trace_anew("")
         super().setitem(target, *rest)
 
     def undo(self) -> None:
@@ -95,9 +105,11 @@ class Patches(pytest.MonkeyPatch):
         if self.traced:
             sharing.forget()
 
-    def trace_anew(self) -> None:
-        self.traced = True
-        sharing.forget()
+    def trace_anew(self, module: str) -> None:
+        package, room, *_ = *module.split("."), ""
+        if not {package, f"{package}.{room}"} & NEVER_TRACED:
+            self.traced = True
+            sharing.forget()
 
 
 @pytest.fixture
