@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import pluggy
 import pytest
+from rich.console import Console as RichConsole
 
 from rlhf_core.contracts import Artifact
 from rlhf_core.errors import Stopped
@@ -164,6 +166,31 @@ def test_rich_fits_80_columns(
     assert all(line.startswith(" " * 13 + "rewards/") for line in wrapped[1:])
     assert "✓ 10 updates in 0:0" in lines[-1]
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "10/40 0:00 left loss 0.6931 reward 1.250 12.3k tok/s"),
+        (60, "10/40 0:00 left loss 0.6931 reward 1.250"),
+        (30, "10/40 0:00 left"),
+    ],
+)
+def test_the_bar_of_a_narrow_terminal_leaves_out_the_last_words(
+    tmp_path: Path, terminal: Terminal, width: int, shown: str
+) -> None:
+    terminal.attach()
+    console, stage = Console(), make_stage(tmp_path / "policy")
+    console.rlhf_stage_start(stage=stage)
+    (stage.dir / "plan.json").write_text('{"updates": 40}')
+    for step in (5, 10):
+        console.rlhf_step_end(step=step, metrics=METRICS)
+    page = RichConsole(file=io.StringIO(), width=width)
+    page.print(console._view)
+    console.rlhf_stage_end(error=None)
+    (line,) = page.file.getvalue().splitlines()
+    assert len(line) <= width
+    assert " ".join(re.sub("[━╸]", "", line).split()) == shown
 
 
 @pytest.mark.parametrize(
