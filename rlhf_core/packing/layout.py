@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -164,10 +165,9 @@ def first_fit(
 
 def smallest_class(needs: NDArray[np.int64], layout: Layout, chosen: Classes) -> NDArray[np.intp]:
     """Find the smallest of the chosen classes that fits each row of `Fit.needs`, int [rows]."""
-    no_limit = np.iinfo(np.int64).max
     least = np.full(len(needs), chosen[-1], np.intp)
     for c in reversed(chosen[:-1]):
-        limits = np.array([layout.time[c], layout.sequences[c], layout.trained[c] or no_limit])
+        limits = np.array([layout.time[c], layout.sequences[c], layout.trained[c] or sys.maxsize])
         least[(needs <= limits).all(1)] = c
     return least
 
