@@ -15,7 +15,6 @@ BASE = {
     "max_completion_length": 6,
     "max_training_steps": 3,
     "log_steps": 1,
-    "save_steps": 1,
     "beta": 0.0,
 }
 BEFORE, AFTER = "evaluation-000000.jsonl", "evaluation-000003.jsonl"
@@ -135,14 +134,14 @@ def test_completions_are_printed_on_demand(tiny, train, capfd):
 def test_every_evaluation_keeps_what_a_preview_of_its_state_would(tiny, train):
     """The prompts that are read are answered as among all of them: with the same keys, whichever are asked."""
     settings = {"evaluates": True, "evaluation_steps": 2, "num_preview_samples": 3}
-    settings["evaluation"] = {"num_generations": 2}
+    settings["evaluation"] = {"num_generations": 4}  # in the shapes of a rollout
     directory, rows = train("first", **settings)
     files = evaluations(directory)
     assert list(files) == [BEFORE, "evaluation-000002.jsonl", AFTER]
     asked, whole = train("start", eval_on_start=True, **settings)
     assert evaluations(asked) == files  # the first one now by an evaluation of all prompts
     np.testing.assert_equal(whole[1:], rows)
-    prompts = [tiny.prompts(5, seed=4)[i]["prompt"] for i in (0, 0, 2, 2, 4, 4)]
+    prompts = [tiny.prompts(5, seed=4)[i]["prompt"] for i in (0, 2, 4) for _ in range(4)]
     assert [row["prompt"] for row in tiny.read_rows(directory / "samples" / AFTER)] == prompts
 
 
@@ -150,6 +149,7 @@ def test_every_evaluation_keeps_what_a_preview_of_its_state_would(tiny, train):
 @pytest.mark.parametrize(("evaluates", "stop_at"), [(False, 1), (True, 2)])
 def test_a_run_that_was_interrupted_leaves_the_same_files(train, evaluates, stop_at):
     settings = {"evaluates": evaluates, "evaluation_steps": 1 if evaluates else None, "num_iterations": 2}
+    settings["save_steps"] = 1
     whole, rows = train("whole", **settings)
     with pytest.raises(KeyboardInterrupt):
         train("parts", stop_at=stop_at, **settings)
@@ -186,3 +186,20 @@ def test_a_reward_may_apply_to_none_of_the_prompts_that_are_read(tiny, train):
     assert {row["reward"] for row in tiny.read_rows(directory / "samples" / BEFORE)} == {None}
     with pytest.raises(RunError, match="no reward function applies to any completion"):
         train("never", [lambda completions: [None] * len(completions)])
+
+
+def test_evaluations_in_the_shapes_of_rollouts_sample_with_their_program(short, short_runs):
+    """Though updates attend in blocks, which are chosen for their rows alone."""
+    before = len(short_runs.COMPILED)
+    _, watch = short.train(
+        "grpo",
+        inputs={"eval_dataset": short.rows["grpo"][:2]},
+        attention="blocks",
+        max_completion_length=5,  # which no other test has
+        max_training_steps=1,
+        evaluation_steps=1,
+        evaluation={"num_generations": 4},
+        sync_ref_model=False,
+    )
+    assert watch.steps("eval_reward") == [1]
+    assert sum("generate" in name for name in short_runs.COMPILED[before:]) == 1

@@ -54,7 +54,7 @@ def run(config: DistillConfig, stage: Stage) -> None:
     else:
         models, updates = _given_updates(config, stage, models)
     tx, schedule = make_optimizer(config, stage.registry, updates.total)
-    evaluate, preview = _evaluation(config, stage, models, divergence, collector)
+    evaluate, preview = _evaluation(config, stage, student, models, divergence, collector)
     frozen = {TEACHER: ".*", **({STUDENT: config.frozen_parameters} if config.frozen_parameters else {})}
     fitted = fit(
         stage,
@@ -119,6 +119,7 @@ def _given_updates(
 def _evaluation(
     config: DistillConfig,
     stage: Stage,
+    student: Model,
     models: Mapping[str, Model],
     divergence: Divergence,
     collector: RolloutCollector | None,
@@ -126,8 +127,9 @@ def _evaluation(
     """Return what evaluates, and what writes completions to be read; None where there is nothing to.
 
     What the student samples is evaluated on prompts of `eval_data`; without sampling, its given completions are.
+    student: as `collector` samples from it, so that both samplers share programs. models: as they are trained.
     """
-    student, definitions = models[STUDENT], {name: model.definition for name, model in models.items()}
+    definitions = {name: model.definition for name, model in models.items()}
 
     def stored(params: Any) -> Any:
         return {**params, STUDENT: student.as_stored(params[STUDENT])}
@@ -136,7 +138,7 @@ def _evaluation(
         texts = open_texts(config, stage, student.tokenizer, "eval_data", needed=False)
         if texts is None:
             return None, None
-        rows = HeldOut(student, config, stage, texts, texts.trees(), reads_tokens=True, stored=stored)
+        rows = HeldOut(models[STUDENT], config, stage, texts, texts.trees(), reads_tokens=True, stored=stored)
         return rows.evaluator(objective(definitions, divergence, config)), None
     held_out = open_prompts(config, stage, student, "eval_data")
     if held_out is None:
