@@ -136,8 +136,8 @@ class _Watch:
         self.answers.put(True)  # a process that is gone prints nothing more
         if number not in self.left:
             self.left.add(number)
-            self._send({"ended": 1, "process": number, "killed": True}, but=number)
-            self._end_soon(Cause(number, 1, killed=True))
+            message = {"ended": 1, "process": number, "killed": True}
+            self._end_soon(Cause(number, 1, killed=True), message, number)
 
     def _handle(self, number: int, message: dict[str, Any]) -> None:
         if "bye" in message:
@@ -154,8 +154,8 @@ class _Watch:
             if who == number:
                 self.left.add(number)
             self.printed.update(message.get("said", ()))
-            self._send(message, but=number)
-            self._end_soon(Cause(who, int(message["ended"]), int(message.get("run", 0)), killed=killed))
+            cause = Cause(who, int(message["ended"]), int(message.get("run", 0)), killed=killed)
+            self._end_soon(cause, message, number)
 
     def _send(self, message: Mapping[str, Any], but: int | None = None) -> None:
         """Send to all from the first process, and from another one to the first, which passes it on."""
@@ -163,14 +163,17 @@ class _Watch:
             if number != but:
                 send(link, message)
 
-    def _end_soon(self, cause: Cause) -> None:
+    def _end_soon(self, cause: Cause, message: Mapping[str, Any], sender: int) -> None:
+        """Note the cause, pass it on, and end. In this order: others end at once and say so, which is no cause."""
         with self.lock:
-            past = (
-                not cause.killed and cause.run <= self.left_run
-            )  # all have left that run, and the script goes on
-            if self.cause is not None or self.ended or past:
-                return
-            self.cause = cause
+            # All have left that run, and the script goes on.
+            past = not cause.killed and cause.run <= self.left_run
+            first = self.cause is None and not self.ended and not past
+            if first:
+                self.cause = cause
+        self._send(message, but=sender)
+        if not first:
+            return
         if cause.code == 75:
             signals.request_stop()
         threading.Thread(target=self._end, args=(cause,), daemon=True, name="peer's end").start()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.plugins import component
+from rlhf_core.runtime import peers
 
 processes: Any = component.load_file(Path(__file__).parents[1] / "shared" / "processes.py")
 
@@ -86,7 +87,7 @@ def job() -> Iterator[Job]:
 
 
 def test_all_end_well(job: Job) -> None:
-    job.start("pass", "time.sleep(0.5)", "pass")
+    job.start("pass", "time.sleep(0.2)", "pass")
     assert job.ended() == [(0, ""), (0, ""), (0, "")]
 
 
@@ -245,9 +246,27 @@ def test_numbers_that_do_not_fit(job: Job) -> None:
     assert "says that it is process 2 of 2; give all of them the same" in ended[0][1]
 
 
+def test_what_others_say_at_once_is_not_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that hears of a killed one ends, too; its own message may arrive before the next line is run."""
+    watch = peers._Watch(process=0, count=3)
+    answers = iter([{"ended": 1, "process": 2, "run": 0}])
+
+    def answered(message: Any, but: int | None = None) -> None:
+        for answer in answers:
+            watch._handle(2, answer)
+
+    monkeypatch.setattr(watch, "_send", answered)
+    monkeypatch.setattr(watch, "_end", lambda cause: None)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    watch._listen(1, ours)
+    assert watch.cause is not None
+    assert watch.cause.line(0, 3).startswith("process 0 of 3 ends: process 1 is gone without a word")
+
+
 def test_one_comes_late(job: Job) -> None:
     job.start("pass", count=2, first=1)
-    time.sleep(1)
+    job.until("waits")
     job.start("pass", count=2)
     assert [code for code, _ in job.ended(within=30)] == [0, 0]
 
