@@ -19,7 +19,7 @@ import pytest
 
 from rlhf_core import cli
 from rlhf_core.plugins.component import load_file
-from rlhf_core.runtime import sharing
+from rlhf_core.runtime import peak_memory, sharing
 
 # Tests run their programs for milliseconds: what counts is the time to compile. Without optimisations and with XLA's
 # older emitters it is less than half; programs so small are not worth splitting among threads.
@@ -136,6 +136,14 @@ def _few_compiled_programs() -> Iterator[None]:
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
         gc.collect()  # programs that cycles hold
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs_outlive_stages() -> Iterator[None]:
+    """Keep the programs of this process, which are those of many tests, where a pipeline's next stage frees them."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(peak_memory, "free_memory", lambda: None)
+        yield
 
 
 PLACES_OF_SCRIPTS = tuple(

@@ -15,7 +15,6 @@ from rlhf_core import create_state
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.metrics import Mean
-from rlhf_core.models import fresh_model
 from rlhf_core.models.params import paths
 from rlhf_core.optimizers import adamw, muon
 from rlhf_core.step import Programs, split_step
@@ -30,10 +29,16 @@ def objective(params: Any, batch: Any) -> Any:
     return Mean(sum(x.sum() for x in floats) + 0 * batch.sum(), jnp.float32(1)), {}
 
 
+@jax.jit
+def updated(state: Any) -> Any:
+    """Return the parameters after one update."""
+    return split_step(objective, state, BATCH, 1)[0].params
+
+
 def moves(state: Any) -> dict[str, float]:
     """Return {path: how far one update moves the parameter}."""
     before = {path: np.asarray(leaf) for path, leaf in paths(state.params)}
-    after = jax.jit(lambda state: split_step(objective, state, BATCH, 1)[0].params)(state)
+    after = updated(state)
     far = {path: np.abs(np.asarray(leaf, float) - before[path].astype(float)) for path, leaf in paths(after)}
     for path, each in far.items():
         np.testing.assert_allclose(each, each.max(), atol=1e-6, err_msg=".".join(path))
@@ -130,11 +135,11 @@ def test_weight_decay_and_muon_go_by_the_layer_at_any_depth(make: Any, tiny: Any
     """A nested model is updated exactly as if it were alone."""
     model = tiny.make_model(seed=3)
     tx = make(0.1, weight_decay=0.5)
-    alone = split_step(objective, create_state(model, tx), BATCH, 1)[0].params
+    alone = updated(create_state(model, tx))
     nested = model.with_params({"policy": model.params})
-    inner = split_step(objective, create_state(nested, tx), BATCH, 1)[0].params["policy"]
+    inner = updated(create_state(nested, tx))["policy"]
     jax.tree.map(np.testing.assert_array_equal, inner, alone)
-    named = split_step(objective, create_state({"policy": model}, {"policy": tx}), BATCH, 1)[0].params
+    named = updated(create_state({"policy": model}, {"policy": tx}))
     jax.tree.map(np.testing.assert_array_equal, named["policy"], alone)
 
 
@@ -154,10 +159,10 @@ def test_a_critic_made_from_the_policy_trains_beside_it(tiny: Any) -> None:
 
 def test_each_optimizers_state_lies_where_its_parameters_do(tiny: Any) -> None:
     mesh = make_mesh(fsdp=2, devices=jax.devices()[:2])
-    models = {
-        "policy": fresh_model(tiny.SIZES, "lm", tokenizer=tiny.make_tokenizer(), mesh=mesh),
-        "critic": fresh_model(tiny.SIZES, "score", tokenizer=tiny.make_tokenizer(), mesh=mesh),
-    }
+    models = {}
+    for name, model in (("policy", tiny.make_model()), ("critic", tiny.make_model("score", seed=2))):
+        spread = jax.device_put(model.params, model.definition.shardings(mesh))
+        models[name] = dataclasses.replace(model, params=spread, mesh=mesh)
     state = create_state(models, {name: optax.adam(1e-3) for name in models})
     for name in models:
         wanted = jax.tree.map(lambda x: x.sharding, state.params[name])

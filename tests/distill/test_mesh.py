@@ -30,7 +30,7 @@ def case(shape: tuple[int, int, int], *others: Any) -> Any:
 COVERING = [
     *(case(shape, 32, 32, None, False) for shape in SHAPES),
     *(case(shape, 32, 32, 3, False) for shape in ((1, 8, 1), (1, 2, 4), MIXED)),
-    (MIXED, 32, 32, None, True),
+    pytest.param(MIXED, 32, 32, None, True, marks=pytest.mark.long),
     (MIXED, 31, 31, None, False),
     (MIXED, 32, 40, 3, True),
 ]

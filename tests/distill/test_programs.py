@@ -17,7 +17,7 @@ from rlhf_core.testing.fixtures import a_stage
 
 
 def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> Any:
-    student = tiny.make_model(seed=2)
+    student = tiny.make_model(seed=2, scale=3.0)
     student.save(directory / "student")
     rows = tiny.write_rows(directory / "rows.jsonl", tiny.texts(16))
     config = DistillConfig(

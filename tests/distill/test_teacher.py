@@ -55,19 +55,31 @@ def test_another_tokenizer_is_refused_with_the_first_difference(
     teacher.save(tmp_path / "other", tokenizer=make(tiny.WORDS))
     config = DistillConfig(teacher_model=str(tmp_path / "other"), max_training_steps=1)
     with pytest.raises(InputError) as refused:
-        tiny.run("distill", config, tmp_path / "run", model=tiny.make_model(), train_dataset=tiny.prompts(4))
+        tiny.run(
+            "distill",
+            config,
+            tmp_path / "run",
+            model=tiny.make_model(seed=2, scale=3.0),
+            train_dataset=tiny.prompts(4),
+        )
     assert f"stage 'distill'.teacher_model: {message}: a divergence compares" in str(refused.value)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
 def test_a_missing_teacher_is_named(tiny: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"teacher_model: missing; give a directory, a hub name or an ear"):
-        tiny.run("distill", DistillConfig(), tmp_path, model=tiny.make_model(), train_dataset=tiny.prompts(4))
+        tiny.run(
+            "distill",
+            DistillConfig(),
+            tmp_path,
+            model=tiny.make_model(seed=2, scale=3.0),
+            train_dataset=tiny.prompts(4),
+        )
 
 
 def test_padded_vocabularies_are_one(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
     """48 ids in the tokenizer and the teacher, 64 in the student."""
-    student = tiny.make_model(vocab_size=64)
+    student = tiny.make_model(vocab_size=64, num_hidden_layers=1)
     assert student.definition.vocab_size == 64
     config = DistillConfig(
         teacher_model=str(teacher_path),
@@ -87,7 +99,13 @@ def test_too_few_embeddings_are_refused(tiny: ModuleType, tmp_path: Path) -> Non
     with pytest.raises(
         InputError, match=r"teacher_model: it has 40 embeddings, fewer than the tokenizer's 48 i"
     ):
-        tiny.run("distill", config, tmp_path, model=tiny.make_model(), train_dataset=tiny.prompts(4))
+        tiny.run(
+            "distill",
+            config,
+            tmp_path,
+            model=tiny.make_model(seed=2, scale=3.0),
+            train_dataset=tiny.prompts(4),
+        )
 
 
 @pytest.mark.parametrize(("fraction", "size", "message"), [(0.1, 4, "rounds to 0"), (0.9, 4, "rounds to 4")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,23 +98,41 @@ def test_a_mixture_resumes_within_a_rollout(tiny: ModuleType, teacher_path: Path
     assert len(one.read_text().splitlines()) == 6
 
 
-def test_an_equal_run_traces_nothing_again(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
-    traced: list[str] = []
+@pytest.fixture
+def traced() -> Iterator[list[str]]:
+    """The functions that are lowered or compiled."""
+    found: list[str] = []
 
     def note(event: str, seconds: float, **about: Any) -> None:
         if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
-            traced.append(str(about.get("fun_name")))
+            found.append(str(about.get("fun_name")))
 
-    options = {"on_policy_fraction": 0.0, "max_training_steps": 1}
-    train(tiny, teacher_path, tmp_path / "first", **options)
     jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        train(tiny, teacher_path, tmp_path / "second", **options)
-        assert not traced
-        train(tiny, teacher_path, tmp_path / "third", **options, temperature=1.5)
-        assert any("accumulate" in name for name in traced)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+GIVEN = {"on_policy_fraction": 0.0, "max_training_steps": 1}
+
+
+def test_an_equal_run_traces_nothing_again(
+    tiny: ModuleType, teacher_path: Path, tmp_path: Path, traced: list[str]
+) -> None:
+    train(tiny, teacher_path, tmp_path / "first", **GIVEN)
+    assert any("accumulate" in name for name in traced)
+    traced.clear()
+    train(tiny, teacher_path, tmp_path / "second", **GIVEN)
+    assert not traced
+
+
+@pytest.mark.long  # `suite/test_traced_once.py` has another option of GRPO
+def test_a_run_at_another_temperature_is_traced_anew(
+    tiny: ModuleType, teacher_path: Path, tmp_path: Path, traced: list[str]
+) -> None:
+    train(tiny, teacher_path, tmp_path / "first", **GIVEN)
+    traced.clear()
+    train(tiny, teacher_path, tmp_path / "second", **GIVEN, temperature=1.5)
+    assert any("accumulate" in name for name in traced)
 
 
 def test_conversations_are_prompts_up_to_their_last_reply(

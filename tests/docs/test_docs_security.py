@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,9 +47,16 @@ tokenizer = "tokenizer"
 """
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in [*(REPOSITORY / "rlhf_core").rglob("*.py"), *(REPOSITORY / "plugins").rglob("*.py")]:
-        yield path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def nodes() -> list[tuple[str, ast.Call | ast.keyword]]:
+    """(file, node) of every call and every keyword argument in the code."""
+    paths = [*(REPOSITORY / "rlhf_core").rglob("*.py"), *(REPOSITORY / "plugins").rglob("*.py")]
+    return [
+        (path.relative_to(REPOSITORY).as_posix(), node)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call | ast.keyword)
+    ]
 
 
 @pytest.mark.parametrize("mask", [0o000, pytest.param(0o077, marks=pytest.mark.long)])
@@ -76,11 +83,10 @@ def test_files_of_a_run_have_modes_by_the_umask_but_configurations_are_private(
         assert stat.S_IMODE(path.stat().st_mode) == most & ~mask, path
 
 
-def test_no_code_of_a_model_is_trusted() -> None:
+def test_no_code_of_a_model_is_trusted(nodes: list[tuple[str, ast.Call | ast.keyword]]) -> None:
     trusted = [
         f"{name} line {node.value.lineno}"
-        for name, tree in sources()
-        for node in ast.walk(tree)
+        for name, node in nodes
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
         if not (isinstance(node.value, ast.Constant) and node.value.value is False)
     ]
@@ -88,15 +94,16 @@ def test_no_code_of_a_model_is_trusted() -> None:
     assert '"*.py"' not in (REPOSITORY / "rlhf_core/models/loading.py").read_text()
 
 
-def test_nothing_is_unpickled_but_what_workers_and_their_parents_send() -> None:
+def test_nothing_is_unpickled_but_what_workers_and_their_parents_send(
+    nodes: list[tuple[str, ast.Call | ast.keyword]],
+) -> None:
     names = set()
-    for name, tree in sources():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pickle.load", "pickle.loads"):
-                names.add(name)
-            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-                assert isinstance(node.value, ast.Constant), name
-                assert node.value.value is False, name
+    for name, node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pickle.load", "pickle.loads"):
+            names.add(name)
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert isinstance(node.value, ast.Constant), name
+            assert node.value.value is False, name
     assert names <= PICKLES
 
 

@@ -129,7 +129,7 @@ def test_accumulation_and_batches_change_nothing(tiny, tmp_path):
 
 def test_only_pairs_that_updates_reach_are_read(tiny, tmp_path, capsys):
     config = DPOConfig(**{**SHORT, "max_training_steps": 2})
-    tiny.run("dpo", config, tmp_path, model=tiny.make_model(), train_dataset=tiny.pairs(50))
+    tiny.run("dpo", config, tmp_path, model=tiny.make_model(scale=4.0), train_dataset=tiny.pairs(11))
     assert "log-probabilities of 8 pairs" in capsys.readouterr().err
 
 
@@ -169,7 +169,7 @@ def test_with_adapters_the_reference_is_what_the_stage_began_with(tiny, tmp_path
 
 
 def test_what_is_wrong_is_told(tiny, tmp_path):
-    model = tiny.make_model()
+    model = tiny.make_model(scale=4.0)
     with pytest.raises(InputError, match=r"stage 'dpo'.train_data: missing"):
         DPOTrainer(model=model).train()
     with pytest.raises(InputError, match=r"beta: expected a number above 0"):
@@ -190,14 +190,16 @@ def test_margins_are_not_read_which_is_told(tiny, tmp_path):
     config = DPOConfig(**{**SHORT, "max_training_steps": 1}, save_directory=tmp_path / "a")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plain = DPOTrainer(config, model=tiny.make_model(), train_dataset=rows).train()
+        plain = DPOTrainer(config, model=tiny.make_model(scale=4.0), train_dataset=rows).train()
     rows = [
         {**row, "margin": margin} for row, margin in zip(rows, [0, 1.5, None, -2, 0, 0, 0, 0], strict=True)
     ]
     told = r"stage 'dpo'\.train_data: 8 pairs: 8 kept, 2 whose margin is not read \(dataset rows 2, 4\)"
     with pytest.warns(UserWarning, match=told):
         with_margins = DPOTrainer(
-            config.replace(save_directory=tmp_path / "b"), model=tiny.make_model(), train_dataset=rows
+            config.replace(save_directory=tmp_path / "b"),
+            model=tiny.make_model(scale=4.0),
+            train_dataset=rows,
         ).train()
     assert with_margins.metrics["loss"] == plain.metrics["loss"]
 

@@ -115,7 +115,7 @@ def test_it_goes_on_from_a_checkpoint_as_if_never_stopped() -> None:
 @pytest.fixture
 def kept(tiny: ModuleType, tmp_path: Path) -> Any:
     """States after updates 1, 2 and 3 whose parameters are multiplied by them; the first two are checkpoints."""
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     before = tiny.leaves(model.params)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
 

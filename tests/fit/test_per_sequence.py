@@ -28,12 +28,12 @@ def trees(draw: np.random.Generator) -> list[Tree]:
     return [Tree(ids(prefix), tuple(ids(n) for n in draw.integers(1, 7, count))) for count, prefix in shapes]
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])  # every run reads on one
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_values, "CHUNK", 2)
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     mesh = make_mesh(devices=jax.devices()[:devices])
     definition = model.definition
     params = jax.device_put(model.params, definition.shardings(mesh))

@@ -42,12 +42,12 @@ def trained(tree: Tree, branch: int) -> np.ndarray:
     return np.flatnonzero(weight)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 8])  # every run reads on one
 def test_scores_of_every_branch_as_computed_one_by_one(
     devices: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_values, "CHUNK", 2)
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     mesh = make_mesh(devices) if devices > 1 else make_mesh(1, devices=jax.devices()[:1])
     definition = model.definition
     params = jax.device_put(model.params, definition.shardings(mesh))

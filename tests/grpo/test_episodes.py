@@ -66,7 +66,7 @@ class Differs(Talk):
 BASE = {
     "learning_rate": 1e-2,
     "weight_decay": 0.0,
-    "total_batch_size": 8,
+    "total_batch_size": 16,
     "num_generations": 4,
     "max_prompt_length": 40,
     "max_completion_length": 6,
@@ -74,6 +74,7 @@ BASE = {
     "log_steps": 1,
     "chat_template": "plain",
 }
+"""Rollouts are of four prompts, as in `collect`, whose programs runs then have."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def worlds(tmp_path):
 @pytest.fixture
 def config(worlds):
     def config(name="Talk", options=None, **changes):
-        environment = {"name": f"{worlds}:{name}", "max_turns": 4, **(options or {})}
+        environment = {"name": f"{worlds}:{name}", "max_turns": 4, "max_tokens": 64, **(options or {})}
         return GRPOConfig(**{**BASE, "environment": environment, **changes})
 
     return config
@@ -119,7 +120,7 @@ def train(tiny, model, tmp_path, config):
 def collect(tiny, model, config, tmp_path):
     """Collect one rollout of all four prompts with the model as it is."""
 
-    def collect(name="Talk", options=None, **changes):
+    def collect(name="Talk", options=None, rows=None, **changes):
         made = config(name, options, **changes)
         stage = SimpleNamespace(
             name="policy",
@@ -132,7 +133,7 @@ def collect(tiny, model, config, tmp_path):
             registry=plugins.load().registry,
             devices=tiny.one_device,
             say=lambda line: None,
-            inputs={"train_dataset": tiny.prompts(4), "model": model},
+            inputs={"train_dataset": rows or tiny.prompts(4), "model": model},
         )
         collector = open_collector(
             made,
@@ -165,7 +166,7 @@ def test_it_is_on_policy_and_says_what_happened(train):
         json.loads(line)
         for line in (run.directory / "samples" / "update-000000.jsonl").read_text().splitlines()
     ]
-    assert len(lines) == 8
+    assert len(lines) == 16
     for line in lines:
         roles = [message["role"] for message in line["completion"]]
         assert roles == ["assistant", "user"] * 2 + ["assistant"]
@@ -239,19 +240,29 @@ def test_an_episode_that_fails_is_reported_and_left_out(collect, name, options, 
 
 
 def test_a_failure_can_end_the_run(train):
+    """In a run with rows so long that its attention skips blocks of them."""
     with pytest.raises(RunError, match=r"row 2: environment 'worlds.py:Talk': step raised ValueError"):
-        train(options={"fails_at": 1, "on_error": "stop"})
+        train(options={"fails_at": 1, "on_error": "stop", "max_tokens": 280})
+
+
+WRITTEN = 4
+"""Tokens that the template writes around a prompt."""
+
+
+def long_rows(words):
+    return [{"prompt": " ".join(["a"] * words), "number": i} for i in range(4)]
 
 
 def test_where_all_fail_the_run_ends(collect):
     with pytest.raises(
-        RunError, match=r"every episode of the rollout failed; the first: .* row 1.*a prompt of 10 tokens"
+        RunError, match=r"every episode of the rollout failed; the first: .* row 1.*a prompt of 41 tokens"
     ):
-        collect("Talk", max_prompt_length=2)
+        collect(rows=long_rows(41 - WRITTEN))
 
 
 def test_a_prompt_may_be_as_long_as_the_longest(collect):
-    _, rollout = collect("Talk", max_prompt_length=10)
+    collector, rollout = collect(rows=long_rows(40 - WRITTEN))
+    assert len(collector.episodes.encoder.prompt(rollout.inputs.prompts[0])) == 40
     assert rollout.metrics["episodes/failed"] == 0
 
 
@@ -300,7 +311,13 @@ def test_a_history_that_is_encoded_again_is_a_row_per_turn(collect):
 def test_a_run_that_stops_within_a_rollout_goes_on_to_the_same_bits(
     tiny, train, model, tmp_path, config, history
 ):
-    changes = {"steps_per_generation": 2, "num_iterations": 2, "max_training_steps": 6, "beta": 0.1}
+    changes = {
+        "total_batch_size": 8,
+        "steps_per_generation": 2,
+        "num_iterations": 2,
+        "max_training_steps": 6,
+        "beta": 0.1,
+    }
     options = {"history": history}
     whole = train(at="whole", options=options, **changes)
     assert whole.rows[0]["sampling/logp_difference_max"] < 1e-5
@@ -312,7 +329,7 @@ def test_a_run_that_stops_within_a_rollout_goes_on_to_the_same_bits(
             if step == 3:
                 raise KeyboardInterrupt
 
-    given = config("Talk", options, save_steps=1, **changes)
+    given = config("Talk", options, save_steps=2, **changes)
     with pytest.raises(KeyboardInterrupt):
         tiny.run("grpo", given, part, listeners=[Stop()], model=model, train_dataset=tiny.prompts(4))
     artifact = tiny.run("grpo", given, part, model=model, train_dataset=tiny.prompts(4))
@@ -342,7 +359,8 @@ def test_a_reward_function_reads_the_conversation_in_training_and_evaluation(tin
         return [float(sum(m["role"] == "assistant" for m in each)) for each in completions]
 
     inputs = {"rewards": [turns], "eval_dataset": tiny.prompts(4, seed=1)}
-    run = train(options={"weight": 0.5}, inputs=inputs, max_training_steps=1)
+    evaluation = {"num_generations": 4}  # in the shapes of a rollout
+    run = train(options={"weight": 0.5}, inputs=inputs, evaluation=evaluation, max_training_steps=1)
     metrics = {name: number for row in run.rows for name, number in row.items()}
     for prefix in ("", "eval_"):
         assert metrics[f"{prefix}rewards/turns/mean"] == 3

@@ -156,12 +156,15 @@ def assert_close(tiny, params, others, tolerance=1e-5):
     [
         pytest.param({"loss_type": "dapo", "top_entropy_quantile": 0.5}, 4, marks=pytest.mark.long),
         pytest.param({"loss_type": "grpo"}, 2, marks=pytest.mark.exhaustive),
-        ({"loss_type": "dr_grpo", "max_completion_length": 9}, 4),
+        pytest.param({"loss_type": "dr_grpo", "max_completion_length": 9}, 4, marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_splits_change_nothing(tiny, model, batch, options, splits):
-    """The rows' lengths differ, so a mean of the splits' means would not do."""
+    """The rows' lengths differ, so a mean of the splits' means would not do.
+
+    That of tokens is part of the test of `num_items`, and `test_invariance.py` has parameters after three splits.
+    """
     state = state_of(model)
     whole, metrics = grpo_step(state, batch, beta=0.1, **options)
     parted, others = grpo_step(state, batch, beta=0.1, gradient_accumulation_steps=splits, **options)
@@ -200,6 +203,7 @@ def test_num_items_is_the_divisor_whatever_the_splits(model, batch):
             assert float(half["grad_norm"]) == pytest.approx(float(plain["grad_norm"]) / 2, rel=1e-4)
 
 
+@pytest.mark.long  # `test_invariance.py` has one over three splits
 def test_the_entropy_quantile_is_taken_over_the_whole_batch(model, batch):
     """Half of the tokens, all in rows of high entropy: quantiles of each split would keep others."""
     own, entropies = reference(model, batch)
@@ -219,11 +223,11 @@ def test_the_entropy_quantile_is_taken_over_the_whole_batch(model, batch):
 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(model, batch):
     ids, mask = joined(batch)
-    own = get_per_token_logps(model, ids, mask, P)
+    own = np.asarray(get_per_token_logps(model, ids, mask, P))  # as in the batch, for the same program
     on_policy = {**without(batch, "old_per_token_logps"), "ref_per_token_logps": own}
     state = state_of(model)
     for given in (on_policy, {**on_policy, "old_per_token_logps": own}):
-        metrics = numbers(grpo_step(state, given, beta=0.1)[1])
+        metrics = numbers(grpo_step(state, given)[1])
         a = batch["advantages"][:, None] * batch["completion_mask"]
         assert metrics["loss"] == pytest.approx(-a.sum() / batch["completion_mask"].sum(), rel=1e-5)
         assert {k: v for k, v in metrics.items() if k.startswith("clip_ratio/")} == {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,14 +22,20 @@ CONTRACT = {
     "sampling/logp_difference_max", "sampling/logp_difference_mean",
 }  # fmt: skip
 BASE = {
-    "learning_rate": 1e-2,
+    "learning_rate": 0.05,
     "weight_decay": 0.0,
     "total_batch_size": 8,
     "num_generations": 4,
+    "num_iterations": 2,
     "max_completion_length": 6,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "beta": 0.1,
     "max_training_steps": 4,
     "log_steps": 1,
 }
+"""Most runs have these, and so the same programs."""
+PLAIN = {"num_iterations": 1, "temperature": 1.0, "top_p": 1.0}
 
 
 def early(completions):
@@ -41,31 +48,36 @@ def model(tiny):
     return tiny.make_model("lm", scale=4.0)
 
 
+def trained(tiny, model, directory, rewards=(early,), rows=None, **changes):
+    seen = []
+
+    class Keep:
+        @hookimpl
+        def rlhf_step_end(self, step, metrics):
+            seen.append(dict(metrics))
+
+    artifact = tiny.run(
+        "grpo",
+        GRPOConfig(**{**BASE, **changes}),
+        directory,
+        listeners=[Keep()],
+        model=model,
+        rewards=list(rewards),
+        train_dataset=tiny.prompts(6) if rows is None else rows,
+    )
+    after = load_model(artifact.path, mesh=tiny.one_device())
+    return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=directory)
+
+
 @pytest.fixture
 def train(tiny, model, tmp_path):
-    def train(rewards=(early,), rows=None, at="run", **changes):
-        seen = []
+    return partial(trained, tiny, model, tmp_path / "run")
 
-        class Keep:
-            @hookimpl
-            def rlhf_step_end(self, step, metrics):
-                seen.append(dict(metrics))
 
-        config = GRPOConfig(**{**BASE, **changes})
-        data = tiny.prompts(6) if rows is None else rows
-        artifact = tiny.run(
-            "grpo",
-            config,
-            tmp_path / at,
-            listeners=[Keep()],
-            model=model,
-            rewards=list(rewards),
-            train_dataset=data,
-        )
-        after = load_model(artifact.path, mesh=tiny.one_device())
-        return SimpleNamespace(rows=seen, params=tiny.leaves(after.params), directory=tmp_path / at)
-
-    return train
+@pytest.fixture(scope="module")
+def one_rollout(tiny, model, tmp_path_factory):
+    """Four updates over one rollout."""
+    return trained(tiny, model, tmp_path_factory.mktemp("rollout"), num_iterations=4)
 
 
 def moved(tiny, model, run):
@@ -82,7 +94,7 @@ def test_the_python_door(tiny, model, tmp_path):
     async def patient(completion_ids):
         return [-len(ids) / 6 for ids in completion_ids]
 
-    config = GRPOConfig(**{**BASE, "max_training_steps": 2}, save_directory=tmp_path / "out", beta=0.02)
+    config = GRPOConfig(**{**BASE, "max_training_steps": 2}, save_directory=tmp_path / "out")
     trainer = GRPOTrainer(
         args=config,
         model=model,
@@ -153,10 +165,10 @@ def judge(completions):
 
 def test_a_reward_that_fails_late_costs_none_of_the_updates_before_it(train, tmp_path):
     """The judge is down at the fourth rollout; the same command then goes on, to the same bits."""
-    rest = {"num_preview_samples": 0, "save_interval_minutes": 1e6}
+    rest = {"num_preview_samples": 0, "save_interval_minutes": 1e6, "max_training_steps": 8}
     with pytest.raises(RunError, match="reward 'judge' raised ConnectionError: no route"):
         train(rewards=[judge], **rest)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["3"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["6"]
     calls, SERVER["down"] = SERVER["calls"], False
     continued = train(rewards=[judge], **rest)
     assert SERVER["calls"] == calls + 1
@@ -175,10 +187,9 @@ def test_an_answer_that_cannot_be_read_is_named_before_training(train, tiny, tmp
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_first_update_is_on_policy(tiny, train):
+def test_the_first_update_is_on_policy(tiny, one_rollout):
     """The reference and the old log-probabilities are the policy's own: the loss is minus the mean advantage."""
-    run = train(beta=0.1, num_iterations=2)
-    first = run.rows[0]
+    first = one_rollout.rows[0]
     assert {name for name in first if "terminated" not in name} == CONTRACT | {
         "rewards/early/mean",
         "rewards/early/std",
@@ -187,17 +198,13 @@ def test_the_first_update_is_on_policy(tiny, train):
         first["clip_ratio/region_mean"] == first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0
     )
     assert first["kl"] == pytest.approx(0, abs=1e-9)
-    assert run.rows[1]["kl"] > 1e-7
-    rows = tiny.read_rows(run.directory / "samples" / "update-000000.jsonl")
+    assert one_rollout.rows[1]["kl"] > 1e-7
+    rows = tiny.read_rows(one_rollout.directory / "samples" / "update-000000.jsonl")
     total = sum(row["advantage"] * row["length"] for row in rows)
     assert first["loss"] == pytest.approx(-total / sum(row["length"] for row in rows), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param({}, marks=pytest.mark.long), {"num_iterations": 2, "temperature": 0.7, "top_p": 0.9}],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [pytest.param(PLAIN, marks=pytest.mark.long), {}], ids=str)
 def test_the_sampler_and_the_trainer_agree(train, changes):
     """Decoding with a cache, one token at a time, against one packed pass over whole groups."""
     run = train(**changes, max_training_steps=2)
@@ -205,21 +212,20 @@ def test_the_sampler_and_the_trainer_agree(train, changes):
     assert run.rows[0]["entropy"] > 0.1
 
 
-def test_many_iterations_over_one_rollout_reach_the_clip(train):
-    run = train(num_iterations=4, learning_rate=0.05, beta=0.0)
-    regions = [row["clip_ratio/region_mean"] for row in run.rows]
+def test_many_iterations_over_one_rollout_reach_the_clip(one_rollout):
+    regions = [row["clip_ratio/region_mean"] for row in one_rollout.rows]
     assert regions[0] == 0
     assert max(regions) > 0.05
-    for row in run.rows:
+    for row in one_rollout.rows:
         assert row["clip_ratio/low_mean"] + row["clip_ratio/high_mean"] == pytest.approx(
             row["clip_ratio/region_mean"]
         )
-    assert len({row["reward"] for row in run.rows}) == 1  # one rollout
+    assert len({row["reward"] for row in one_rollout.rows}) == 1
 
 
 @pytest.mark.long  # `test_step.py` and `test_invariance.py` have the gradient and the step along it
 def test_it_learns(train):
-    run = train(learning_rate=0.05, max_training_steps=15, beta=0.0)
+    run = train(**PLAIN, max_training_steps=15, beta=0.0)
     rewards = [row["reward"] for row in run.rows]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
 
@@ -227,8 +233,8 @@ def test_it_learns(train):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_iterations": 2, "beta": 0.1, "top_entropy_quantile": 0.5, "entropy_coef": 0.1},
-        pytest.param({"loss_type": "grpo"}, marks=pytest.mark.long),
+        {"max_training_steps": 1, "top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+        pytest.param({**PLAIN, "max_training_steps": 2, "loss_type": "grpo"}, marks=pytest.mark.long),
     ],
     ids=["dapo, every term", "grpo"],
 )
@@ -240,19 +246,23 @@ def test_where_all_completions_are_truncated_and_masked_nothing_moves(tiny, mode
         [first_token],
         max_completion_length=1,
         mask_truncated_completions=True,
-        max_training_steps=2,
         seed=2,
         **changes,
     )
-    assert [row["completions/clipped_ratio"] for row in run.rows] == [1.0, 1.0]
+    assert len(run.rows) == changes["max_training_steps"]
+    assert {row["completions/clipped_ratio"] for row in run.rows} == {1.0}
     assert all(row["reward_std"] > 0 for row in run.rows)
-    assert [row["loss"] for row in run.rows] == [0.0, 0.0]
-    assert [row["grad_norm"] for row in run.rows] == [0.0, 0.0]
+    assert {row["loss"] for row in run.rows} == {0.0}
+    assert {row["grad_norm"] for row in run.rows} == {0.0}
     assert moved(tiny, model, run) == set()
 
 
+MEASURED = {"beta": 0.0, "limits": {"kl": 100.0}}
+"""The distance to the start is measured, and no penalty."""
+
+
 def test_rewards_that_are_all_equal_move_nothing(tiny, model, train):
-    run = train([lambda completions: [0.7] * len(completions)], beta=0.0, max_training_steps=2)
+    run = train([lambda completions: [0.7] * len(completions)], **MEASURED, max_training_steps=2)
     assert [row["frac_reward_zero_std"] for row in run.rows] == [1.0, 1.0]
     assert moved(tiny, model, run) == set()
 
@@ -279,7 +289,7 @@ def test_samples_say_what_was_drawn_and_how_it_was_judged(tiny, train):
         assert [by_number[n] for n in number] == answer
         return [None if n == 0 else float(n) for n in number]
 
-    run = train([early, number_back], rows, steps_per_generation=3, max_training_steps=3)
+    run = train([early, number_back], rows, steps_per_generation=3, num_iterations=1, max_training_steps=3)
     files = sorted(path.name for path in (run.directory / "samples").iterdir())
     assert files == ["evaluation-000000.jsonl", "evaluation-000003.jsonl", "update-000000.jsonl"]
     lines = tiny.read_rows(run.directory / "samples" / files[-1])
@@ -353,20 +363,22 @@ def test_other_losses_and_advantages_train(train, loss_type, advantage):
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("changes", "message"),
     [
         (
-            {"entropy": 100.0},
+            {"limits": {"entropy": 100.0}},
             r"stopped after update 2 of 4: the policy has collapsed: entropy .* below limits",
         ),
-        ({"kl": 1e-9}, r"stopped after update 2 of 4: the policy has left its reference: kl .* above limits"),
+        (
+            {**MEASURED, "limits": {"kl": 1e-9}},
+            r"stopped after update 2 of 4: the policy has left its reference: kl .* above limits",
+        ),
     ],
     ids=["entropy", "kl"],
 )
-def test_a_collapsing_run_stops_with_its_state(train, tmp_path, limits, message):
-    """The distance to the start is measured even where it is no penalty."""
+def test_a_collapsing_run_stops_with_its_state(train, tmp_path, changes, message):
     with pytest.raises(RunError, match=message):
-        train(limits=limits, beta=0.0, log_steps=2)
+        train(log_steps=2, **changes)
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert not (tmp_path / "run" / "artifacts").exists()
 
@@ -381,7 +393,7 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path
 
         def sample(params, prompts, key, ids=None):
             drawn = own(params, prompts, key, ids)
-            return drawn._replace(logps=drawn.logps - 0.1 * (drawn.tokens > 0))
+            return drawn._replace(logps=drawn.logps - 0.1 * (drawn.logps < 0))
 
         return sample
 
@@ -398,9 +410,7 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path
             seen.append(dict(metrics))
 
     for correction in (None, {"level": "token", "mode": "truncate", "max": 1.05}):
-        config = GRPOConfig(
-            **{**BASE, "max_training_steps": 1}, sampler="off", sampler_correction=correction, beta=0.0
-        )
+        config = GRPOConfig(**{**BASE, "max_training_steps": 1}, sampler="off", sampler_correction=correction)
         tiny.run(
             "grpo",
             config,
@@ -412,7 +422,7 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(tiny, model, tmp_path
         )
     plain, corrected = seen
     assert plain["sampling/logp_difference_mean"] == pytest.approx(0.1, abs=1e-4)
-    # Every ratio is exp(0.1), cut at 1.05: the whole policy gradient is 1.05 times as large.
+    # Every ratio is exp(0.1), cut at 1.05: the whole policy gradient is 1.05 times as large. The KL has none yet.
     assert corrected["sampling/importance_ratio_min"] == pytest.approx(1.05)
     assert corrected["grad_norm"] == pytest.approx(1.05 * plain["grad_norm"], rel=1e-4)
 

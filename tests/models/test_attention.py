@@ -203,12 +203,10 @@ def test_rows_of_a_group_see_their_prompt_and_themselves(
     if window is not None:
         near = near & (now.reshape(prompts, group, 1) - before[:, None] < window)
         own = own & (step - np.arange(longest) < window)
-    mixed = attend_groups(
-        jnp.asarray(q),
-        (jnp.asarray(read[0].swapaxes(2, 3)), jnp.asarray(read[1]), jnp.asarray(near)),
-        (jnp.asarray(written[0].swapaxes(2, 3)), jnp.asarray(written[1]), jnp.asarray(own)),
-        softcap,
+    mixed = jax.jit(functools.partial(attend_groups, softcap=softcap))(
+        q, (read[0].swapaxes(2, 3), read[1], near), (written[0].swapaxes(2, 3), written[1], own)
     )
+    mixed = np.asarray(mixed)
     for row in range(prompts * group):
         prompt = row // group
         seen = np.r_[near[prompt, row % group], own]

@@ -39,8 +39,8 @@ KEPT = ("gemma3",)
 
 
 def empty(definition: Definition, params: Any, rows: int) -> Any:
-    one = jnp.zeros((1, 1), jnp.int32)
-    read = definition.prefill(params, one, one, one)[1]
+    one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    read = jax.eval_shape(definition.prefill, params, one, one, one)[1]
     return empty_cache(read, time_axes(definition, read, LENGTH), rows, LENGTH)
 
 
@@ -50,18 +50,19 @@ def empty(definition: Definition, params: Any, rows: int) -> Any:
 def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str) -> None:
     """Three rows at places of their own; padding behind a chunk is overwritten; prepared parameters and plain ones."""
     definition = Definition(DECODER, DECODER.parse({**SIZES, **FAMILIES[name]}, "lm"), "lm")
-    params = definition.init(jax.random.key(0))
+    params = jax.jit(definition.init)(jax.random.key(0))
+    extend, decode = jax.jit(definition.extend), jax.jit(definition.decode)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCAB, (3, LENGTH)).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
-    expected = np.asarray(definition.hidden(params, tokens, positions, np.full_like(tokens, LENGTH)))
+    expected = np.asarray(jax.jit(definition.hidden)(params, tokens, positions, np.full_like(tokens, LENGTH)))
     for weights in (params, definition.prepare(params)):
         cache, start = empty(definition, params, 3), np.zeros(3, np.int32)
         for lengths in ((7, 16, 1), (16, 3, 9), (2, 11, 16)):
             chunk = rng.integers(0, VOCAB, (3, 16)).astype(np.int32)
             for row, n in enumerate(lengths):
                 chunk[row, :n] = tokens[row, start[row] : start[row] + n]
-            hidden, cache = definition.extend(weights, cache, chunk, start)
+            hidden, cache = extend(weights, cache, chunk, start)
             for row, n in enumerate(lengths):
                 states = expected[row, start[row] : start[row] + n]
                 np.testing.assert_allclose(hidden[row, :n], states, atol=2e-5)
@@ -69,7 +70,7 @@ def test_chunks_and_single_tokens_give_the_hidden_states_of_the_whole(name: str)
         for _ in range(3):
             visible = np.arange(LENGTH) <= start[:, None]
             step = tokens[np.arange(3), start]
-            hidden, cache = definition.decode(weights, cache, step, start, visible, jnp.asarray(start))
+            hidden, cache = decode(weights, cache, step, start, visible, start)
             np.testing.assert_allclose(hidden, expected[np.arange(3), start], atol=2e-5)
             start = start + 1
 

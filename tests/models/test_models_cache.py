@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 KEPT = ("gemma2", "phi3, partial")
 """Windows and soft caps; fused projections. Several rotary embeddings are decoded in test_extend.py."""
 hidden = jax.jit(decoder.hidden, static_argnums=0)
+prepare = jax.jit(decoder.prepare, static_argnums=0)
 prefill = jax.jit(decoder.prefill, static_argnums=0)
 ring = jax.jit(decoder.ring, static_argnums=(0, 2))
 decode = jax.jit(decoder.decode, static_argnums=0)
@@ -64,7 +64,7 @@ decode_groups = jax.jit(decoder.decode_groups, static_argnums=0)
 def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str) -> None:
     """In rings with a copy of the prompt, and with one cache per prompt for its three completions."""
     config = parse(SIZES | FAMILIES[name])
-    params = decoder.init(config, jax.random.key(0))
+    params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
     draw = np.random.default_rng(0)
     lengths, time, copies, steps = np.array([5, 2]), 5, 3, 4
     prompts = draw.integers(0, 31, (2, time)).astype(np.int32)
@@ -80,16 +80,16 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
     np.testing.assert_allclose(
         states, hidden(config, params, prompts, positions, until), rtol=1e-5, atol=1e-6
     )
-    cache = ring(config, jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), read), length, np.int32(first))
+    cache = ring(config, jax.tree.map(lambda x: np.repeat(x, copies, axis=0), read), length, np.int32(first))
 
     heads = (2 * copies, config.num_kv_heads)
     own = decoder.Cache(
-        (jnp.zeros((*heads, config.head_dim, steps)),) * 3,
-        (jnp.zeros((*heads, steps, config.head_dim)),) * 3,
-        jnp.zeros((2 * copies, steps), jnp.int32),
+        (np.zeros((*heads, config.head_dim, steps), np.float32),) * 3,
+        (np.zeros((*heads, steps, config.head_dim), np.float32),) * 3,
+        np.zeros((2 * copies, steps), np.int32),
     )
 
-    found, of_groups, used = [], [], params
+    found, of_groups, used, prepared = [], [], params, prepare(config, params)
     for i in range(steps):
         slot = (first + i) % length
         at = np.repeat(lengths, copies).astype(np.int32) + i
@@ -98,7 +98,7 @@ def test_prefill_and_both_ways_to_decode_equal_the_whole_forward_pass(name: str)
         found.append(np.asarray(state))
         state, own = decode_groups(config, used, read, mask, own, completions[:, i], at, np.int32(i))
         of_groups.append(np.asarray(state))
-        used = decoder.prepare(config, params)  # only the first token goes through plain parameters
+        used = prepared  # only the first token goes through plain parameters
     for each in (decode, decode_groups):
         assert each._cache_size() <= 2 * len(FAMILIES)  # the slot is traced: no compilation a step
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rlhf_core import optimizers
 from rlhf_core.contracts import ModelFamily
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Definition, Model, fresh_model, load_model
+from rlhf_core.models import DECODER, Definition, Model, load_model
 from rlhf_core.models.definition import define
 from rlhf_core.plugins.component import load_file
 from rlhf_core.training.memory import definition_of, training_bytes
@@ -38,11 +40,16 @@ def one_device() -> Any:
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    for name in NAMES:
-        cases.write(name, root / name)
-    return root
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's directory, by its name."""
+
+    @functools.cache
+    def of(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        cases.write(name, directory)
+        return directory
+
+    return of
 
 
 def distance(one: np.ndarray, two: np.ndarray) -> float:
@@ -51,11 +58,11 @@ def distance(one: np.ndarray, two: np.ndarray) -> float:
 
 @pytest.mark.long  # test_models_reference.py tries bfloat16 with less, test_products.py what its gradients are
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_differs_from_float32_by_its_rounding(name: str, directories: Path) -> None:
+def test_bfloat16_differs_from_float32_by_its_rounding(name: str, written: Callable[[str], Path]) -> None:
     """Logits and the change of every parameter: as far apart as with weights that are rounded once, in float32."""
 
     def opened() -> Model:  # every time anew: an update overwrites the parameters
-        return cases.opened(name, directories / name, one_device())
+        return cases.opened(name, written(name), one_device())
 
     half, rounded = opened().computing(dtype="bfloat16"), opened()
     rounded = rounded.with_params(
@@ -71,8 +78,8 @@ def test_bfloat16_differs_from_float32_by_its_rounding(name: str, directories: P
         assert 0.5 < ratio < 4, (key, ratio)
 
 
-def test_heads_adapters_and_merging_keep_it(directories: Path) -> None:
-    model = load_model(directories / "llama, adapters", mesh=one_device())
+def test_heads_adapters_and_merging_keep_it(written: Callable[[str], Path]) -> None:
+    model = load_model(written("llama, adapters"), mesh=one_device())
     half = model.computing(dtype="bfloat16").computing(remat="full")
     adapted = half.with_lora(rank=2)
     for each in (half, adapted, half.with_head("score"), adapted.with_head("score"), adapted.merged()):
@@ -95,7 +102,10 @@ def gradient(remat: str, dtype: str = "float32") -> tuple[Any, int]:
         hidden = definition.hidden(params, ids, places, jnp.full(TOKENS, TOKENS[1], jnp.int32))
         return jnp.square(hidden.astype(jnp.float32)[..., :3]).sum()
 
-    params = fresh_model(DEEP, seed=1).params
+    draw = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda x: draw.normal(0, 0.1, x.shape).astype(np.float32), definition.abstract_params()
+    )
     compiled = jax.jit(jax.grad(loss)).lower(params).compile()
     return compiled(params), compiled.memory_analysis().temp_size_in_bytes
 

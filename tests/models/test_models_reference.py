@@ -154,7 +154,7 @@ def test_query_blocks_change_nothing(time: int) -> None:
     k, v = (draw.standard_normal((2, 2, time, 4)).astype(np.float32) for _ in range(2))
     until = draw.integers(0, time + 1, (2, time)).astype(np.int32)
     positions = np.tile(np.arange(time, dtype=np.int32), (2, 1))
-    found = np.asarray(attend(*map(jnp.asarray, (q, k, v, positions, until))))
+    found = np.asarray(jax.jit(attend)(q, k, v, positions, until))
     index = np.arange(time)
     seen = (index[None] <= index[:, None]) & (index[:, None] < until[:, None])  # [B, query, key]
     weights = np.exp(np.einsum("bkgth,bksh->bkgts", q.astype(np.float64), k)) * seen[:, None, None]
@@ -216,13 +216,14 @@ def test_a_packed_tree_equals_its_sequences_apart(name: str) -> None:
         other = two[1]
         for entry in path:
             other = other[entry.key]
-        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-4 * float(jnp.abs(other).max() + 1e-6))
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-4 * (np.abs(other).max() + 1e-6))
 
 
 def test_rows_that_see_nothing_have_a_finite_gradient() -> None:
     config, params = make("llama")
     zeros = np.zeros((2, 6), np.int32)
-    value, gradient = jax.value_and_grad(lambda p: hidden(config, p, zeros, zeros, zeros).sum())(params)
+    loss = jax.jit(jax.value_and_grad(lambda p: decoder.hidden(config, p, zeros, zeros, zeros).sum()))
+    value, gradient = loss(params)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
@@ -245,7 +246,7 @@ def test_recomputation_changes_no_gradient() -> None:
 
 def test_the_reward_head_and_the_initial_values() -> None:
     config = parse(CONFIGS["llama"] | {"initializer_range": 0.05}, "score")
-    params = decoder.init(config, jax.random.key(0))
+    params = jax.jit(decoder.init, static_argnums=0)(config, jax.random.key(0))
     assert "lm_head" not in params
     assert params["score"]["kernel"].shape == (24, 1)
     states = np.random.default_rng(0).standard_normal((3, 2, 24)).astype(np.float32)
@@ -266,11 +267,15 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters() -> None:
     config, params = make("qwen3", dtype="bfloat16")
     tokens = np.arange(9, dtype=np.int32)[None]
     until = np.full((1, 9), 9, np.int32)
-    half = hidden(config, params, tokens, tokens, until)
+
+    def loss(p: Any) -> tuple[jax.Array, jax.Array]:
+        states = decoder.hidden(config, p, tokens, tokens, until)
+        return states.sum().astype(jnp.float32), states
+
+    gradient, half = jax.jit(jax.grad(loss, has_aux=True))(params)
     whole = hidden(dataclasses.replace(config, dtype="float32"), params, tokens, tokens, until)
     assert half.dtype == jnp.bfloat16
     assert whole.dtype == jnp.float32
     difference = np.abs(np.asarray(half, np.float32) - np.asarray(whole))
     assert 0 < difference.max() < 0.2
-    gradient = jax.grad(lambda p: hidden(config, p, tokens, tokens, until).sum().astype(jnp.float32))(params)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}

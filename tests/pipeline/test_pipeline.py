@@ -19,9 +19,16 @@ from rlhf_core import artifacts, plugins
 from rlhf_core.errors import InputError, RunError, Stopped
 from rlhf_core.pipeline import Results, read, run
 from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime import peak_memory
 from rlhf_core.runtime.files import seal, unseal
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.record import write as write_record
+
+
+@pytest.fixture(autouse=True)
+def freed(monkeypatch: pytest.MonkeyPatch, fake: ModuleType) -> None:
+    """That memory is freed between stages is an event, and nothing more."""
+    monkeypatch.setattr(peak_memory, "free_memory", lambda: fake.EVENTS.append(("freed", None)))
 
 
 def go(pipeline: Path, fake: ModuleType, *sets: str, dir: str = "runs/a") -> Results:
@@ -33,8 +40,8 @@ def test_chain_runs_in_order_with_its_events(pipeline: Path, fake: ModuleType) -
     results = go(pipeline, fake)
     events: list[Any] = []
     for name in ("base", "rm", "policy"):
-        events += [("start", name), ("run", name), ("saved", f"{name}.model"), ("end", None)]
-    assert events == fake.EVENTS
+        events += [("start", name), ("run", name), ("saved", f"{name}.model"), ("end", None), ("freed", None)]
+    assert events[:-1] == fake.EVENTS  # before each stage but the first
     assert results.dir == Path("runs/a").absolute()
     assert list(results.stages) == ["base", "rm", "policy"]
     policy = results.stages["policy"]

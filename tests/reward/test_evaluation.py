@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from rlhf_reward import RewardConfig, RewardTrainer, pairwise_loss
+from rlhf_reward import RewardConfig, pairwise_loss
 from rlhf_reward.evaluation import Evaluation, finite
 from rlhf_reward.losses import BradleyTerry
 from rlhf_reward.metrics import measures
 from rlhf_reward.objective import pair_loss
 
-from rlhf_core import artifacts, create_state, data
+from rlhf_core import artifacts, create_state, data, hookimpl
 from rlhf_core.mesh import make_mesh
 from rlhf_core.training import HeldOut
 
@@ -135,13 +135,20 @@ def test_the_artifact_keeps_the_last_evaluation_and_the_scores_statistics(tiny, 
     base = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 2, "loss": {"name": "hinge"}}
 
     def train(at, **inputs):
-        config = RewardConfig(**base, save_directory=tmp_path / at)
-        result = RewardTrainer(config, model=model, train_dataset=tiny.pairs(9), **inputs).train()
-        return result, artifacts.open_artifact(result.artifact.path).metadata["contract"]
+        logged = {}
 
-    result, contract = train("with", eval_dataset=rows)
+        class Keep:
+            @hookimpl
+            def rlhf_step_end(self, metrics):
+                logged.update(metrics)
+
+        inputs |= {"model": model, "train_dataset": tiny.pairs(9)}
+        made = tiny.run("reward", RewardConfig(**base), tmp_path / at, listeners=[Keep()], **inputs)
+        return logged, artifacts.open_artifact(made.path).metadata["contract"]
+
+    logged, contract = train("with", eval_dataset=rows)
     kept = contract["evaluation"]
-    assert kept == {k.removeprefix("eval_"): v for k, v in result.metrics.items() if k.startswith("eval_")}
+    assert kept == {k.removeprefix("eval_"): v for k, v in logged.items() if k.startswith("eval_")}
     assert {"loss", "accuracy", "auc", "chosen/std", "accuracy/chat"} <= set(kept)
     assert contract["mean"] == pytest.approx(kept["mean_reward"], rel=1e-5)
     _, without = train("without")

@@ -79,7 +79,7 @@ def test_the_reward_model(tiny, artifact, held_out, plain, normalize):
 
 
 def test_without_statistics_it_says_what_to_do(tiny, tmp_path):
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=6.0)
     model.save(tmp_path)
     with pytest.raises(
         InputError, match=r"cannot normalize: no mean .* DIR/STAGE/artifacts/model, has them"

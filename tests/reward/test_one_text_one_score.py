@@ -124,6 +124,7 @@ class Trained:
     ids: list[list[int]]
     alone: np.ndarray
     """float64 [2 · pairs]: each sequence's score in a batch of its own."""
+    scorer: Scorer
 
 
 KEPT = ("texts", "chat, tools, pad is EOS")
@@ -155,7 +156,7 @@ def trained(request, tiny, tmp_path_factory):
     alone = [float(judge.scores(x, mask)[0]) for x, mask in zip(filled, masks, strict=True)]
     assert len(ids) == 2 * len(case.rows)
     assert np.std(alone) > 0.02
-    return Trained(case, path, ids, np.array(alone))
+    return Trained(case, path, ids, np.array(alone), Scorer.load(path))
 
 
 @pytest.fixture
@@ -186,11 +187,11 @@ def both(scores: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def preferences(trained, tiny, tmp_path):
-    return both(Scorer.load(trained.path).score_rows(data.load(trained.case.rows)))
+    return both(trained.scorer.score_rows(data.load(trained.case.rows)))
 
 
 def completions(trained, tiny, tmp_path):
-    return Scorer.load(trained.path).score_rows(data.load(singles(trained.case)))["score"]
+    return trained.scorer.score_rows(data.load(singles(trained.case)))["score"]
 
 
 def conversations(trained, tiny, tmp_path):
@@ -200,13 +201,13 @@ def conversations(trained, tiny, tmp_path):
         else {"text": row["prompt"] + row["completion"]}
         for row in singles(trained.case)
     ]
-    return Scorer.load(trained.path).score_rows(data.load(rows))["score"]
+    return trained.scorer.score_rows(data.load(rows))["score"]
 
 
 def python(trained, tiny, tmp_path):
     rows = singles(trained.case)
     columns = ([row.get(name) for row in rows] for name in ("prompt", "completion", "tools"))
-    return Scorer.load(trained.path).score_completions(*columns)
+    return trained.scorer.score_completions(*columns)
 
 
 def command(trained, tiny, tmp_path):
@@ -274,7 +275,7 @@ def test_padding_by_eos_is_no_token(trained, tiny, side):
 )
 def test_order_and_neighbours_change_nothing(trained, group):
     order = np.random.default_rng(2).permutation(len(trained.ids))
-    scorer = Scorer.load(trained.path)
+    scorer = trained.scorer
     found = scorer.score_ids([np.array(trained.ids[i]) for i in order], group=group)
     assert_same(found[np.argsort(order)].astype(np.float64), trained.alone)
     few = [scorer.score_ids([np.array(trained.ids[i])])[0] for i in (0, 3)]

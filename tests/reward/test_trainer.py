@@ -94,7 +94,12 @@ def test_it_learns(tiny, tmp_path):
         rows.append({"prompt": "A B", "chosen": f" {letters[low]}", "rejected": f" {letters[high]}"})
     config = RewardConfig(learning_rate=5e-3, total_batch_size=32, max_training_steps=100)
     artifact = tiny.run(
-        "reward", config, tmp_path, model=tiny.make_model("score"), train_dataset=rows, eval_dataset=rows
+        "reward",
+        config,
+        tmp_path,
+        model=tiny.make_model("score"),
+        train_dataset=rows,
+        eval_dataset=rows,
     )
     # 0.92 to 0.94 over seeds, rates and schedules: what so small a model can do. Chance is a half.
     assert artifact.metadata["contract"]["evaluation"]["accuracy"] > 0.85
@@ -102,11 +107,11 @@ def test_it_learns(tiny, tmp_path):
 
 def test_what_is_missing_or_unknown_is_told(tiny):
     with pytest.raises(InputError, match=r"stage 'reward'.train_data: missing"):
-        RewardTrainer(model=tiny.make_model("score")).train()
+        RewardTrainer(model=tiny.make_model("score", scale=4.0)).train()
     with pytest.raises(InputError, match=r"stage 'reward'.model: missing"):
         RewardTrainer(train_dataset=tiny.pairs(4)).train()
     with pytest.raises(InputError, match="dataset: unknown argument"):
-        RewardTrainer(model=tiny.make_model("score"), dataset=tiny.pairs(4))
+        RewardTrainer(model=tiny.make_model("score", scale=4.0), dataset=tiny.pairs(4))
     with pytest.raises(InputError, match="tokenizer is given twice"):
         RewardTrainer(tokenizer=tiny.make_tokenizer(), processing_class=tiny.make_tokenizer())
 

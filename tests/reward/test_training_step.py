@@ -1,5 +1,7 @@
 """training_step and evaluation_step: padding, splits, margin, and nothing donated."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import optax
@@ -57,12 +59,13 @@ def test_the_loss_is_that_of_the_models_scores(model, sequences):
         model.scores(batch[f"input_ids_{s}"], batch[f"attention_mask_{s}"]) for s in ("chosen", "rejected")
     ]
     assert np.std(scores) > 0.01
-    loss, expected = pairwise_loss(*scores, center_rewards_coefficient=0.1)
+    loss, expected = jax.jit(partial(pairwise_loss, center_rewards_coefficient=0.1))(*scores)
     state = make_state(model)
     evaluated = numbers(evaluation_step(state, batch))
     assert set(evaluated) == METRICS
     assert evaluated == pytest.approx({**numbers(expected), "loss": float(loss)}, rel=1e-5, abs=1e-6)
-    _, stepped = training_step(state, batch)
+    # What is no margin is one of 0, with which all tests have the same program.
+    _, stepped = training_step(state, make_batch(sequences, margin=np.zeros(8)))
     assert set(stepped) == METRICS | {"grad_norm"}
     assert {k: float(v) for k, v in stepped.items() if k in METRICS} == pytest.approx(
         evaluated, rel=1e-5, abs=1e-6
@@ -74,14 +77,17 @@ def test_the_loss_is_that_of_the_models_scores(model, sequences):
     "options",
     [
         pytest.param({"side": "left"}, marks=pytest.mark.exhaustive),
-        {"side": "left", "extra": 5},
+        pytest.param({"side": "left", "extra": 5}, marks=pytest.mark.long),
         pytest.param({"side": "right", "extra": 5}, marks=pytest.mark.long),
     ],
     ids=["left", "left and wider", "right and wider"],
 )
 def test_padding_changes_nothing(tiny, model, sequences, options):
+    """`test_reference_values.py` has padding on the left, `test_scores.py` scores on both sides."""
     state = make_state(model)
-    results = [training_step(state, make_batch(sequences, **o)) for o in ({}, options)]
+    results = [
+        training_step(state, make_batch(sequences, margin=np.linspace(0, 1, 8), **o)) for o in ({}, options)
+    ]
     assert numbers(results[0][1]) == pytest.approx(numbers(results[1][1]), rel=1e-5, abs=1e-6)
     assert_close(tiny, *(s.params for s, _ in results))
 
@@ -92,8 +98,11 @@ def assert_close(tiny, params, others):
         np.testing.assert_allclose(leaf, theirs[name], atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("splits", [pytest.param(2, marks=pytest.mark.exhaustive), 8])
+@pytest.mark.parametrize(
+    "splits", [pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(8, marks=pytest.mark.long)]
+)
 def test_splits_change_nothing(tiny, model, sequences, splits):
+    """`test_reference_values.py` has splits of a whole run, `training/test_padded.py` their gradient."""
     batch = make_batch(sequences, margin=np.linspace(0, 1, 8))
     state = make_state(model)
     whole, metrics = training_step(state, batch)
@@ -105,7 +114,7 @@ def test_splits_change_nothing(tiny, model, sequences, splits):
 
 def test_the_step_is_the_gradient_of_the_loss(tiny, model, sequences):
     """With plain descent at rate 1 the parameters move by the gradient of `evaluation_step`'s loss."""
-    batch, state = make_batch(sequences), make_state(model)
+    batch, state = make_batch(sequences, margin=np.zeros(8)), make_state(model)
     following, metrics = training_step(state, batch, center_rewards_coefficient=0.1)
     moved = jax.tree.map(lambda a, b: np.asarray(a - b, np.float64), state.params, following.params)
     size = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))

@@ -44,7 +44,7 @@ def test_a_group_is_never_split(size: int, tiny: ModuleType, tmp_path: Path) -> 
             num_generations=4,
             sampling=SamplingOptions(),
         )
-    given = {"model": tiny.make_model(), "rewards": [reward], "train_dataset": tiny.prompts(4)}
+    given = {"model": tiny.make_model(scale=4.0), "rewards": [reward], "train_dataset": tiny.prompts(4)}
     with pytest.raises(InputError, match=message):
         tiny.run("ppo", config, tmp_path, listeners=[Registers()], **given)
 
@@ -77,10 +77,21 @@ def test_a_row_holds_as_many_completions_of_a_group_as_pay(
     assert layout.time[-1] >= prompt + together * 200
 
 
-@pytest.mark.parametrize("updates", [16, 2000])
+FULL = [(90, 208, 8), (128, 208, 8), (200, 1024, 4), (60, 32, 8), (60, 256, 32)]
+
+
 @pytest.mark.parametrize(
-    ("prompt", "length", "per_update"),
-    [(90, 208, 8), (128, 208, 8), (200, 1024, 4), (60, 32, 8), (60, 256, 32)],
+    ("prompt", "length", "per_update", "updates"),
+    [
+        (200, 1024, 4, 16),
+        (60, 32, 8, 2000),
+        *(
+            pytest.param(*each, updates, marks=pytest.mark.long)
+            for each in FULL
+            for updates in (16, 2000)
+            if (*each, updates) not in ((200, 1024, 4, 16), (60, 32, 8, 2000))
+        ),
+    ],
 )
 def test_rows_are_full_whether_completions_are_short_or_long(
     prompt: int, length: int, per_update: int, updates: int

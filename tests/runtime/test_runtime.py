@@ -7,11 +7,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlhf_core import runtime
 from rlhf_core.runtime import peak_memory
+from rlhf_core.runtime.peak_memory import free_memory  # which runs of other tests leave out
 
 HEAP = """
 import ctypes, sys
@@ -78,10 +80,22 @@ def test_cache_is_in_the_users_cache_directory(tmp_path: Path) -> None:
     for _ in range(2):  # the second time it reads what the first one wrote, and says nothing
         assert run(CACHE, XDG_CACHE_HOME=tmp_path) == [str(expected), "0.05", "3"]
     assert list(expected.iterdir())
+
+
+@pytest.mark.long  # where it is without XDG_CACHE_HOME: test_relative_cache_home_counts_as_unset
+def test_cache_is_in_the_home_directory_otherwise(tmp_path: Path) -> None:
     assert run(CACHE, HOME=tmp_path)[0] == str(tmp_path / ".cache" / "rlhf" / "compilation")
 
 
 def test_what_the_user_chose_stands(tmp_path: Path) -> None:
+    """The directory by the environment, and the seconds by jax's config, which the script sets."""
+    chosen = {"JAX_COMPILATION_CACHE_DIR": tmp_path / "env"}
+    assert run(CACHE, tmp_path / "env", HOME=tmp_path, **chosen)[:2] == [str(tmp_path / "env"), "0.25"]
+    assert not (tmp_path / ".cache").exists()
+
+
+@pytest.mark.long
+def test_what_the_user_chose_in_one_place_stands(tmp_path: Path) -> None:
     chosen = {
         "JAX_COMPILATION_CACHE_DIR": tmp_path / "env",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1.0",
@@ -144,6 +158,16 @@ del arrays
 print(peak_memory.return_freed_memory(), before - peak_memory.resident_bytes() > 2**28, used[0])
 """
     assert run(script) == [str(returned), str(returned), "1.0"]
+
+
+def test_what_a_stage_leaves_behind_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays in cycles, then programs; not those of this process, which other tests would compile again."""
+    done: list[str] = []
+    monkeypatch.setattr(peak_memory, "gc", SimpleNamespace(collect=lambda: done.append("arrays")))
+    monkeypatch.setattr(peak_memory, "jax", SimpleNamespace(clear_caches=lambda: done.append("programs")))
+    monkeypatch.setattr(peak_memory, "return_freed_memory", lambda: done.append("memory"))
+    free_memory()
+    assert done == ["arrays", "programs", "memory"]
 
 
 def test_what_is_available_is_less_than_the_machine_has() -> None:

@@ -90,7 +90,6 @@ def test_a_ctrl_c_that_nothing_can_catch_comes_again() -> None:
     script = """
 import signal, time
 from rlhf_core.runtime import signals
-from rlhf_core.runtime.agreement import stop_together
 
 class Collected:
     def __del__(self):

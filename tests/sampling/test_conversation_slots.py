@@ -148,9 +148,9 @@ def test_a_slot_is_never_idle_while_a_conversation_waits(
     for seed in (None, 7):
         running.clear()
         world = make_world(seed)
-        make_sampler(4, monkeypatch).converse(params, make_prompts(), KEY, None, world)
+        make_sampler(3, monkeypatch).converse(params, make_prompts(), KEY, None, world)
         assert len(running) > 10
-        assert {active for active, waiting in running if waiting} == {4}
+        assert {active for active, waiting in running if waiting} == {3}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_nothing_compiles_after_warm_up(
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(str(about.get("fun_name")))
 
-    make_sampler(4, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
+    make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
     sampler = make_sampler(5, monkeypatch, options, mesh)
     jax.monitoring.register_event_duration_secs_listener(note)

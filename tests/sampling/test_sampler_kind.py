@@ -40,8 +40,11 @@ class LastTokenSampler:
         longest = inputs.options.max_completion_length
         vocab = inputs.definition.vocab_size
         tokens = np.arange(vocab, dtype=np.int32)[:, None]
-        hidden = inputs.definition.hidden(params, tokens, np.zeros_like(tokens), np.ones_like(tokens))[:, 0]
-        logits = np.asarray(hidden @ inputs.definition.unembedding(params)[0], np.float64)
+        hidden = jax.jit(inputs.definition.hidden)(
+            params, tokens, np.zeros_like(tokens), np.ones_like(tokens)
+        )
+        kernel = np.asarray(inputs.definition.unembedding(params)[0], np.float64)
+        logits = np.asarray(hidden, np.float64)[:, 0] @ kernel
         log_p = logits / inputs.options.temperature
         log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
         count = len(prompts) * group

@@ -18,6 +18,7 @@ from rlhf_core.models import DECODER, Definition
 from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, bucket, loop
 
 VOCAB, NEW = 40, 12
+STOPS = (3, 9, 11)
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 16,
@@ -35,7 +36,7 @@ CONFIG = {
 @functools.cache
 def model() -> tuple[Definition, Any]:
     definition = Definition(DECODER, DECODER.parse(CONFIG, "lm"), "lm")
-    return definition, definition.init(jax.random.key(1))
+    return definition, jax.jit(definition.init)(jax.random.key(1))
 
 
 def make_prompts(*lengths: int) -> list[np.ndarray]:
@@ -74,8 +75,9 @@ def full_logits(tokens: np.ndarray) -> np.ndarray:
 
 def teacher_forced(prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
     logits = full_logits(np.concatenate([prompt, completion]))[len(prompt) - 1 : -1]
-    logps = jax.nn.log_softmax(jnp.asarray(logits) / temperature)
-    return np.asarray(logps)[np.arange(len(completion)), completion]
+    logits = logits.astype(np.float64) / temperature
+    logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return np.asarray(logps[np.arange(len(completion)), completion])
 
 
 def assert_same(a: Rollouts, b: Rollouts) -> None:
@@ -130,19 +132,18 @@ def test_greedy_is_the_argmax_of_the_full_forward() -> None:
 
 
 def test_each_stop_token_ends_a_completion_and_counts() -> None:
-    prompts = make_prompts(*range(2, 18))
-    stops = (3, 9, 11)
-    sampler = make_sampler(stop_ids=stops, num_generations=4, prompts_per_call=16)
+    prompts = make_prompts(*range(2, 18), *range(2, 18))
+    sampler = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=3)
     out = sampler(model()[1], prompts, jax.random.key(0))
-    unstopped = make_sampler(num_generations=4, prompts_per_call=16)(model()[1], prompts, jax.random.key(0))
+    unstopped = make_sampler()(model()[1], [prompts[j // 2] for j in range(64)], jax.random.key(0))
     seen = set()
     for j in range(64):
-        ends = np.flatnonzero(np.isin(unstopped.tokens[j], stops))
+        ends = np.flatnonzero(np.isin(unstopped.tokens[j], STOPS))
         assert out.finished[j] == bool(len(ends))
         assert out.lengths[j] == (ends[0] + 1 if len(ends) else NEW)
         np.testing.assert_array_equal(out.tokens[j, : out.lengths[j]], unstopped.tokens[j, : out.lengths[j]])
-        seen |= {int(out.tokens[j, out.lengths[j] - 1])} & set(stops)
-    assert seen == set(stops)
+        seen |= {int(out.tokens[j, out.lengths[j] - 1])} & set(STOPS)
+    assert seen == set(STOPS)
     assert not out.finished.all()
 
 
@@ -150,8 +151,8 @@ def test_each_stop_token_ends_a_completion_and_counts() -> None:
 def test_results_depend_neither_on_the_calls_nor_on_the_neighbours(at_once: int) -> None:
     prompts = make_prompts(3, 39, 8, 20, 33)
     key = jax.random.key(5)
-    whole = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
-    sampler = make_sampler(stop_ids=(3,), num_generations=2, prompts_per_call=at_once)
+    whole = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=5)(model()[1], prompts, key)
+    sampler = make_sampler(stop_ids=STOPS, num_generations=2, prompts_per_call=at_once)
     assert_same(sampler(model()[1], prompts, key), whole)
     ids = np.arange(10)
     order = [4, 2, 0]
@@ -240,14 +241,14 @@ def test_a_prompt_is_computed_once_and_decoding_stops_with_the_last_sequence() -
 
 
 def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = make_sampler(temperature=0.9)
+    sampler = make_sampler()
     sampler(model()[1], make_prompts(3), jax.random.key(0))
     programs = loop.generate._cache_size()
     fetched = []
     get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(1) or get(x))
     sampler(model()[1], make_prompts(32, 1, 8, 9, 2), jax.random.key(1), np.arange(100, 105))
-    make_sampler(temperature=0.9)(model()[1], make_prompts(8), jax.random.key(2))
+    make_sampler()(model()[1], make_prompts(8), jax.random.key(2))
     assert loop.generate._cache_size() == programs
     assert len(fetched) == 3
     sampler(model()[1], make_prompts(34), jax.random.key(1))

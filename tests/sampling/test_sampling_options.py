@@ -26,7 +26,7 @@ def model(tiny: ModuleType) -> Any:
 def make_sampler(model: Any, *, stop_ids: tuple[int, ...] = (), **given: Any) -> Sampler:
     own = {name: given.pop(name) for name in ("num_generations", "prompts_per_call", "mesh") if name in given}
     options = SamplingOptions(**{"max_completion_length": NEW, **given})
-    arguments = {"mesh": model.mesh, "num_generations": 4, "prompts_per_call": 4, **own}
+    arguments = {"mesh": model.mesh, "num_generations": 16, "prompts_per_call": 4, **own}
     return Sampler(
         model.definition,
         options,
@@ -133,10 +133,10 @@ def decoded(model: Any, tokens: np.ndarray) -> str:
 
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(model: Any) -> None:
     prompts = make_prompts(model, "a b", "c d e f", "g")
-    plain = make_sampler(model, num_generations=16)(model.params, prompts, KEY)
+    plain = make_sampler(model)(model.params, prompts, KEY)
     texts = [decoded(model, row) for row in plain.tokens]
     strings = (texts[0][8:13], texts[20][4:7] + " ", "Q")  # of three words, of two and a half, of one
-    out = make_sampler(model, num_generations=16, stop_strings=strings)(model.params, prompts, KEY)
+    out = make_sampler(model, stop_strings=strings)(model.params, prompts, KEY)
     assert out.finished[0]
     assert out.finished[20]
     assert not out.finished.all()
@@ -163,16 +163,25 @@ def test_stop_strings_are_not_looked_for_in_the_prompt_nor_across_its_end(model:
     assert_same(out, plain)
 
 
-def test_further_stop_tokens(model: Any) -> None:
+@pytest.mark.parametrize(
+    "further", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)]
+)
+def test_further_stop_tokens(further: int, model: Any) -> None:
+    """Of two stop tokens none, one and both are further ones: they end a completion and count all the same."""
     prompts = make_prompts(model, "a b", "c d e f")
     plain = make_sampler(model)(model.params, prompts, KEY)
-    first, second = int(plain.tokens[0, 2]), int(plain.tokens[5, 3])
-    out = make_sampler(model, stop_token_ids=[first, second])(model.params, prompts, KEY)
+    stops = int(plain.tokens[0, 2]), int(plain.tokens[17, 3])
+    own = len(stops) - further
+    sampler = make_sampler(model, stop_ids=stops[:own], stop_token_ids=stops[own:])
+    out = sampler(model.params, prompts, KEY)
     assert out.finished[0]
-    assert out.finished[5]
-    assert_same(out, make_sampler(model, stop_ids=(first, second))(model.params, prompts, KEY))
-    both = make_sampler(model, stop_ids=(first,), stop_token_ids=(second,))
-    assert_same(out, both(model.params, prompts, KEY))
+    assert out.finished[17]
+    found = np.isin(plain.tokens, stops)
+    finished = found.any(1)
+    lengths = np.where(finished, found.argmax(1) + 1, NEW)
+    written = np.arange(NEW) < lengths[:, None]
+    cut = Rollouts(np.where(written, plain.tokens, 0), lengths, np.where(written, plain.logps, 0), finished)
+    assert_same(out, cut)
 
 
 @pytest.mark.long
@@ -223,8 +232,8 @@ def test_nothing_compiles_after_warm_up(model: Any) -> None:
             compiled.append(str(about.get("fun_name")))
 
     options = {"temperature": 0.81, "stop_strings": ("a b",), "repetition_penalty": 1.1}
-    make_sampler(model, **options, max_completion_length=2)(model.params, make_prompts(model, "a"), KEY)
-    sampler = make_sampler(model, **options)
+    make_sampler(model)(model.params, make_prompts(model, "a"), KEY)
+    sampler = make_sampler(model, num_generations=4, **options)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         sampler.warm_up(model.params, [1, 33, 2, 40, 32])
@@ -233,9 +242,8 @@ def test_nothing_compiles_after_warm_up(model: Any) -> None:
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert len(compiled) == 2  # one a padded length; the calls waited for them and compiled nothing
-    assert_same(
-        out, make_sampler(model, **options)(model.params, prompts, jax.random.key(9), np.arange(50, 74))
-    )
+    again = make_sampler(model, num_generations=4, **options)
+    assert_same(out, again(model.params, prompts, jax.random.key(9), np.arange(50, 74)))
     with pytest.raises(InputError, match="max_prompt_length=40"):
         sampler.warm_up(model.params, [41])
 

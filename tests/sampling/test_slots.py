@@ -114,7 +114,10 @@ def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pyt
     assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
 
 
-def test_a_slot_is_given_to_the_next_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "slots", [pytest.param(1, marks=pytest.mark.long), 4, pytest.param(8, marks=pytest.mark.long)]
+)
+def test_a_slot_is_given_to_the_next_at_once(slots: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     written: list[Written] = []
     monkeypatch.setattr(
@@ -122,16 +125,15 @@ def test_a_slot_is_given_to_the_next_at_once(model: Any, monkeypatch: pytest.Mon
         "read_completions",
         lambda *results: written.append(results[0]) or read_completions(*results),
     )
-    lengths = ask(model, monkeypatch, ALL).lengths
-    for slots in (1, 4, 8):
-        ask(model, monkeypatch, slots)
-        order = np.argsort([1, 5, 33, 2, 17, 40, 8, 3, 11], kind="stable")
-        busy = [0] * slots
-        for each in lengths.reshape(-1, GROUP)[order].reshape(-1):
-            heapq.heappush(busy, heapq.heappop(busy) + int(each))
-        used = np.flatnonzero((written[-1].ends > 0).any(1))
-        assert used[-1] + 1 == max(busy)
-        assert len(written[-1].ends) == most_steps(len(lengths), slots, NEW)
+    lengths = ask(model, monkeypatch, ALL, **OPTIONS["strings"]).lengths
+    ask(model, monkeypatch, slots, **OPTIONS["strings"])
+    order = np.argsort([1, 5, 33, 2, 17, 40, 8, 3, 11], kind="stable")
+    busy = [0] * slots
+    for each in lengths.reshape(-1, GROUP)[order].reshape(-1):
+        heapq.heappush(busy, heapq.heappop(busy) + int(each))
+    used = np.flatnonzero((written[-1].ends > 0).any(1))
+    assert used[-1] + 1 == max(busy)
+    assert len(written[-1].ends) == most_steps(len(lengths), slots, NEW)
 
 
 def test_what_was_written_is_read_up_to_the_end() -> None:

@@ -78,7 +78,7 @@ def test_a_fresh_model_from_a_table_learns_a_text_by_heart(tiny, tmp_path):
 
 
 def test_other_data_is_refused_in_the_same_directory(tiny, model, tmp_path):
-    config = SFTConfig(**BASE, save_directory=tmp_path, save_steps=1)
+    config = SFTConfig(**{**BASE, "max_training_steps": 1}, save_directory=tmp_path)
     SFTTrainer(config, model=model, train_dataset=tiny.texts(5)).train()
     with pytest.raises(
         InputError, match="train_data: the contents of the list given from Python have changed"

@@ -47,12 +47,11 @@ def one_device() -> Any:
 
 
 @functools.cache
-def _made(head: str, seed: int, scale: float, sizes: str) -> tuple[Model, Any]:
+def _made(head: str, seed: int, sizes: str) -> tuple[Model, Any]:
     """The model without parameters, and its parameters on the host: drawing them again costs a compilation."""
     table = {**SIZES, **json.loads(sizes)}
     model = fresh_model(table, head, tokenizer=make_tokenizer(), mesh=one_device(), seed=seed)
-    params = jax.tree.map(lambda x: np.asarray(x * scale if x.ndim > 1 else x), model.params)
-    return model.with_params({}), params
+    return model.with_params({}), jax.device_get(model.params)
 
 
 def make_model(head: str = "lm", *, seed: int = 1, scale: float = 1.0, **sizes: Any) -> Model:
@@ -60,9 +59,11 @@ def make_model(head: str = "lm", *, seed: int = 1, scale: float = 1.0, **sizes: 
 
     Nothing of it is another model's: parameters are overwritten by updates, tokenizers get tokens added.
     """
-    model, params = _made(head, seed, scale, json.dumps(sizes, sort_keys=True))
+    model, params = _made(head, seed, json.dumps(sizes, sort_keys=True))
     shardings = model.definition.shardings(model.mesh)
-    placed = jax.tree.map(lambda x, s: jax.device_put(x.copy(), s), params, shardings)
+    placed = jax.tree.map(
+        lambda x, s: jax.device_put(x * np.float32(scale) if x.ndim > 1 else x.copy(), s), params, shardings
+    )
     return dataclasses.replace(
         model, params=placed, tokenizer=make_tokenizer(), hf_config=copy.deepcopy(model.hf_config)
     )

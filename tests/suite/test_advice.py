@@ -13,7 +13,11 @@ from rlhf_core.config.warnings import config_warnings
 
 WARMUP = "warmup_steps=9: the run has 2 updates, so that the learning rate ends at 2.22222e-07 of 1e-06"
 TOP_P = "sampling.top_p=0.9: completions come from a filtered distribution"
-SETS = ["--set", "policy.warmup_steps=9", "--set", "policy.top_p=0.9", "--set", "policy.learning_rate=1e-6"]
+SETS = {
+    stage: ["--set", f"{stage}.warmup_steps=9", "--set", f"{stage}.learning_rate=1e-6"]
+    for stage in ("rm", "policy")
+}
+SETS["policy"] += ["--set", "policy.top_p=0.9"]
 
 
 @pytest.mark.parametrize(
@@ -41,19 +45,27 @@ def test_a_run_of_one_update() -> None:
     assert "the run has 1 update, so" in said
 
 
-def test_a_run_shows_it_once_and_notes_it(place: Any, rlhf: Callable[..., Any]) -> None:
-    checked = rlhf("check", "policy.toml", *SETS)
+def test_a_check_shows_it(place: Any, rlhf: Callable[..., Any]) -> None:
+    checked = rlhf("check", "policy.toml", *SETS["policy"])
     told = " ".join(checked.out.split())  # which wraps
     assert f"warning: {WARMUP}" in told
     assert f"warning: {TOP_P}" in told
-    ended = rlhf("run", "policy.toml", *SETS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "advice"), [("rm", [WARMUP]), pytest.param("policy", [WARMUP, TOP_P], marks=pytest.mark.long)]
+)
+def test_a_run_shows_it_once_and_notes_it(
+    place: Any, rlhf: Callable[..., Any], stage: str, advice: list[str]
+) -> None:
+    ended = rlhf("run", f"{stage}.toml", *SETS[stage])
     assert ended.code == 0
     shown = ended.out + ended.warned + ended.message
-    assert (shown.count(WARMUP), shown.count(TOP_P)) == (1, 1)
+    assert [shown.count(each) for each in advice] == [1] * len(advice)
     rows = [json.loads(line) for line in (place.path / "run/events.jsonl").read_text().splitlines()]
     noted = [row["message"] for row in rows if row["event"] == "warning"]
-    assert f"stage 'policy'.{WARMUP}" in noted
-    assert any(TOP_P in message for message in noted)
+    assert f"stage '{stage}'.{WARMUP}" in noted
+    assert all(any(each in message for message in noted) for each in advice)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,13 @@ from rlhf_core.runtime import sharing
 from rlhf_core.step import Programs
 
 ADAPTERS = {"rank": 2, "dropout": 0.1}
+
+
+@pytest.fixture
+def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
+    """Nothing that is patched here is traced: unlike other tests, these share their programs."""
+    with pytest.MonkeyPatch.context() as patches:
+        yield patches
 
 
 @pytest.mark.parametrize(

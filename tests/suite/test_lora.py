@@ -68,10 +68,11 @@ def test_adapters_learn_and_the_base_stays(
 def test_a_run_that_goes_on_ends_with_the_same_bits(based: Any, tiny: ModuleType, trainer: str) -> None:
     """Dropout too: it is drawn from the update's number."""
     lora = {**LORA, "dropout": 0.3}
-    whole, _ = based(trainer, at="whole", lora=lora)
+    given = {"lora": lora, "max_training_steps": 4}
+    whole, _ = based(trainer, at="whole", **given)
     with pytest.raises(InterruptedError):
-        based(trainer, at="parts", lora=lora, save_steps=1, listeners=[Interrupt(3)])
-    parts, watch = based(trainer, at="parts", lora=lora, save_steps=1)
+        based(trainer, at="parts", save_steps=1, listeners=[Interrupt(3)], **given)
+    parts, watch = based(trainer, at="parts", save_steps=1, **given)
     assert watch.steps()[0] > 1
     for name, leaf in whole.items():
         np.testing.assert_array_equal(parts[name], leaf, err_msg=name)
@@ -99,14 +100,16 @@ def test_a_policy_that_has_not_moved_has_no_kl(based: Any) -> None:
 def test_the_next_stage_trains_the_adapter_on_or_merges_it(
     based: Any, short: Any, tiny: ModuleType, tmp_path: Path
 ) -> None:
-    based("sft")
+    based("sft", max_training_steps=2)
     adapter = str(tmp_path / "sft" / "artifacts" / "model")
-    more, _ = short.train("sft", at="on", inputs={"model": adapter}, lora=LORA)
+    more, _ = short.train("sft", at="on", inputs={"model": adapter}, lora=LORA, max_training_steps=1)
     assert any("adapter" in name for name in more)
     base = json.loads((tmp_path / "on/sft/artifacts/model/adapter_config.json").read_text())
     assert base["base_model_name_or_path"] == str((tmp_path / "base.sft").resolve())
     with pytest.warns(UserWarning, match="its adapter is merged and all parameters are trained"):
-        whole, _ = short.train("sft", at="merged", inputs={"model": adapter}, learning_rate=1e-12)
+        whole, _ = short.train(
+            "sft", at="merged", inputs={"model": adapter}, learning_rate=1e-12, max_training_steps=1
+        )
     merged = tiny.leaves(load_model(adapter, mesh=tiny.one_device()).merged().params)
     assert set(whole) == set(merged)
     for name, leaf in whole.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.directory_lock import lock
 from rlhf_core.runtime.files import unseal
-from rlhf_core.stage import record
+from rlhf_core.stage import alone, record
 
 BASE: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -59,6 +60,14 @@ class Run:
 
     def train(self, changes: dict[str, Any] | None = None, **inputs: Any) -> Any:
         return self.trainer(self.config.replace(**(changes or {})), **{**self.inputs, **inputs}).train()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_device(tiny: ModuleType) -> Iterator[None]:
+    """Whose programs take less time to compile."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(alone, "make_mesh", tiny.one_device)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +162,8 @@ def stopped_at(run: Run, step: int, directory: Path) -> None:
     record.write(directory, {**kept_record, "state": "running"})
 
 
-def test_a_row_may_be_mended_until_an_update_draws_it(tiny: ModuleType, tmp_path: Path) -> None:
-    run = Run("sft", tiny, tmp_path / "whole")
-    run.train()
+def test_a_row_may_be_mended_until_an_update_draws_it(finished: Any, tmp_path: Path) -> None:
+    run = finished("sft")
     rows = run.inputs["train_dataset"]
     drawn = set(data.visited_rows(len(rows), 4, seed=0).tolist())
     assert len(drawn) == 4
@@ -208,9 +216,11 @@ def test_a_finished_run_of_grpo_is_extended(
         assert longer.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5, abs=1e-6)
 
 
-def test_a_finished_run_is_extended_where_its_schedule_allows_it(tiny: ModuleType, tmp_path: Path) -> None:
+def test_a_finished_run_is_extended_where_its_schedule_allows_it(
+    finished: Any, tiny: ModuleType, tmp_path: Path
+) -> None:
     run = Run("sft", tiny, tmp_path / "run")
-    run.train()
+    shutil.copytree(finished("sft").directory, run.directory)
     with pytest.raises(
         InputError, match=r"max_training_steps: then 3, now 2: the stage has made its 3 updates"
     ):

@@ -51,13 +51,13 @@ def test_an_equal_run_lowers_and_compiles_nothing(
     def inputs() -> dict[str, Any]:
         return {"mesh": make_mesh(**mesh, devices=jax.devices()[:4])} if mesh else {}
 
-    first, _ = short.train(trainer, at="first", inputs=inputs())
+    first, _ = short.train(trainer, at="first", inputs=inputs(), max_training_steps=4)
     work.clear()
-    second, _ = short.train(trainer, at="second", inputs=inputs())
+    second, _ = short.train(trainer, at="second", inputs=inputs(), max_training_steps=4)
     assert not work
     assert {name: leaf.tobytes() for name, leaf in second.items()} == {
         name: leaf.tobytes() for name, leaf in first.items()
     }
-    short.train(trainer, at="third", inputs=inputs(), **OTHER[trainer])
+    short.train(trainer, at="third", inputs=inputs(), max_training_steps=4, **OTHER[trainer])
     updates = "apply" if trainer == "sft" else "accumulate"
     assert any(updates in name for name in work)

@@ -153,12 +153,12 @@ def test_stopped_after_the_last_evaluation_it_goes_on_to_the_same_model(short: A
 
 
 def test_a_metric_that_is_not_reported_is_told_before_the_first_update(short: Any) -> None:
-    with pytest.raises(InputError, match=r"does not report acuracy\. Did you mean 'eval_accuracy'\?"):
+    with pytest.raises(InputError, match=r"does not report entrpy\. Did you mean 'eval_entropy'\?"):
         short.train(
-            "reward",
-            inputs={"eval_dataset": short.rows["reward"]},
+            "sft",
+            inputs={"eval_dataset": short.rows["sft"]},
             evaluation_steps=2,
-            metric_for_best_model="acuracy",
+            metric_for_best_model="entrpy",
             listeners=(Interrupt(1),),
         )
 

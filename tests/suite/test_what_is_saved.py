@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -42,13 +43,15 @@ class Last:
         self.metrics.update(metrics)
 
 
-def train(tiny: ModuleType, name: str, directory: Path, model: Any = None, **fields: Any) -> Any:
-    """(artifact, the last metrics) of a short run with held-out rows."""
+def train(
+    tiny: ModuleType, name: str, directory: Path, model: Any = None, *, evaluates: bool = True, **fields: Any
+) -> Any:
+    """(artifact, the last metrics) of a short run, which evaluates held-out rows."""
     rows = getattr(tiny, ROWS[name])
     inputs: dict[str, Any] = {
         "model": model or tiny.make_model("score" if name == "reward" else "lm", scale=20.0)
     }
-    inputs |= {"train_dataset": rows(8), "eval_dataset": rows(8, seed=1)}
+    inputs |= {"train_dataset": rows(8)} | ({"eval_dataset": rows(8, seed=1)} if evaluates else {})
     if name == "grpo":
         inputs["rewards"] = [lambda completion_ids: [float(sum(ids) % 7) for ids in completion_ids]]
     last = Last()
@@ -98,12 +101,27 @@ def test_a_reward_models_record_is_of_the_model_that_was_saved(
     assert metrics["eval_mean_reward"] == pytest.approx(float(scores.mean()), abs=1e-5)
 
 
-def test_the_stored_dtype_is_that_of_the_files_unless_it_is_given(tiny: ModuleType, tmp_path: Path) -> None:
-    model = tiny.make_model()
-    train(tiny, "sft", tmp_path / "bf16", model, stored_dtype="bfloat16")
-    source = str(tmp_path / "bf16" / "artifacts" / "model")
-    kept, _ = train(tiny, "sft", tmp_path / "kept", source)
-    asked, _ = train(tiny, "sft", tmp_path / "asked", source, stored_dtype="float32")
+@pytest.fixture(scope="module")
+def trained(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of a language model, which nobody changes."""
+    artifact, _ = train(tiny, "sft", tmp_path_factory.mktemp("trained"), evaluates=False)
+    return Path(artifact.path)
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that, to be damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "copied"))
+
+
+def test_the_stored_dtype_is_that_of_the_files_unless_it_is_given(
+    tiny: ModuleType, trained: Path, tmp_path: Path
+) -> None:
+    model = load_model(trained, mesh=tiny.one_device())
+    dataclasses.replace(model, stored_dtype="bfloat16").save(tmp_path / "bf16")
+    source = str(tmp_path / "bf16")
+    kept, _ = train(tiny, "sft", tmp_path / "kept", source, evaluates=False)
+    asked, _ = train(tiny, "sft", tmp_path / "asked", source, evaluates=False, stored_dtype="float32")
     assert load_model(kept.path).stored_dtype == "bfloat16"
     assert load_model(asked.path).stored_dtype == "float32"
 
@@ -131,7 +149,7 @@ def test_rounding_is_what_saving_and_loading_do(tiny: ModuleType, tmp_path: Path
 
 
 def test_a_reward_model_is_scored_in_the_dtype_it_was_trained_in(tiny: ModuleType, tmp_path: Path) -> None:
-    artifact, _ = train(tiny, "reward", tmp_path / "run", dtype="bfloat16")
+    artifact, _ = train(tiny, "reward", tmp_path / "run", evaluates=False, dtype="bfloat16")
     assert artifact.metadata["contract"]["compute_dtype"] == "bfloat16"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -146,38 +164,36 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_flipped_bit_in_an_artifacts_weights_is_named(tiny: ModuleType, tmp_path: Path) -> None:
-    artifact, _ = train(tiny, "sft", tmp_path / "run")
-    file = artifact.path / "model.safetensors"
-    load_model(artifact.path)
-    flip(file)
+def test_a_flipped_bit_in_an_artifacts_weights_is_named(
+    tiny: ModuleType, copied: Path, tmp_path: Path
+) -> None:
+    load_model(copied)
+    flip(copied / "model.safetensors")
     with pytest.raises(InputError, match=r"model\.safetensors was changed since it was written"):
-        load_model(artifact.path)
-    assert load_model(artifact.path, verify=False).source == artifact.path
+        load_model(copied)
+    assert load_model(copied, verify=False).source == copied
     with pytest.raises(InputError, match=r"model\.safetensors was changed"):
-        train(tiny, "sft", tmp_path / "next", str(artifact.path))
-    train(tiny, "sft", tmp_path / "anyway", str(artifact.path), verify=False)
+        train(tiny, "sft", tmp_path / "next", str(copied), evaluates=False)
+    train(tiny, "sft", tmp_path / "anyway", str(copied), evaluates=False, verify=False)
 
 
-def test_an_adapters_base_model_is_verified_and_known_again(tiny: ModuleType, tmp_path: Path) -> None:
-    base, _ = train(tiny, "sft", tmp_path / "base")
+def test_an_adapters_base_model_is_verified_and_known_again(
+    tiny: ModuleType, copied: Path, tmp_path: Path
+) -> None:
     lora = {"rank": 2, "targets": ["q_proj"]}
-    artifact, _ = train(tiny, "reward", tmp_path / "rm", str(base.path), lora=lora)
+    artifact, _ = train(tiny, "reward", tmp_path / "rm", str(copied), evaluates=False, lora=lora)
     Scorer.load(artifact.path)
     assert artifact.metadata["contract"]["base"]
-    weights = base.path / "model.safetensors"
-    flip(weights)
+    flip(copied / "model.safetensors")
     with pytest.raises(InputError, match=r"model\.safetensors was changed"):
         Scorer.load(artifact.path)
-    (base.path / artifacts.MANIFEST).unlink()  # of a directory without hashes, the contract still knows
+    (copied / artifacts.MANIFEST).unlink()  # of a directory without hashes, the contract still knows
     with pytest.raises(InputError, match="has other weights than those that it was trained on"):
         Scorer.load(artifact.path)
 
 
 @pytest.mark.long
-def test_a_damaged_manifest_is_named(tiny: ModuleType, tmp_path: Path) -> None:
-    artifact, _ = train(tiny, "sft", tmp_path / "run")
-    manifest = artifact.path / artifacts.MANIFEST
-    manifest.write_text(json.dumps({"files": 3}))
+def test_a_damaged_manifest_is_named(copied: Path) -> None:
+    (copied / artifacts.MANIFEST).write_text(json.dumps({"files": 3}))
     with pytest.raises(InputError, match=r"rlhf_artifact\.json is damaged"):
-        load_model(artifact.path)
+        load_model(copied)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rlhf_core import ModelFamily
@@ -27,8 +29,19 @@ def changed(**functions: Any) -> ModelFamily:
     return dataclasses.replace(DECODER, **functions)
 
 
+@functools.cache
+def of_numpy(config: Any) -> Any:
+    draw = np.random.default_rng(0)
+    return jax.tree.map(lambda x: draw.normal(0, 0.3, x.shape).astype(np.float32), DECODER.abstract(config))
+
+
+def drawn(config: Any, key: Any) -> Any:
+    """Parameters that are there already: the kit would compile for every family how they are drawn."""
+    return jax.tree.map(jnp.asarray, of_numpy(config))
+
+
 def half(config: Any, key: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), DECODER.init(config, key))
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn(config, key))
 
 
 def unnamed(config: Any) -> Any:
@@ -82,6 +95,7 @@ def rounded(config: Any, params: Any, directory: Any, dtype: str) -> None:
 
 
 ONE_OF_EACH = changed(
+    init=drawn,
     hidden=counting_places,
     hidden_at=the_next,
     decode_groups=other_groups,
@@ -92,15 +106,18 @@ ONE_OF_EACH = changed(
 MUTANTS: dict[str, tuple[set[str], Any]] = {
     "no family": ({"component"}, DECODER.init),
     "half": ({"parameters"}, changed(init=half)),
-    "unnamed": ({"parameters"}, changed(axes=unnamed)),
-    "infinite": ({"finite"}, changed(hidden=infinite)),
+    "unnamed": ({"parameters"}, changed(init=drawn, axes=unnamed)),
+    "infinite": ({"finite"}, changed(init=drawn, hidden=infinite)),
     "one of each": (
         {"padding", "packing", "some tokens", "cache", "score", "saving"},
         ONE_OF_EACH,
     ),
     "counting places": ({"padding", "packing"}, changed(hidden=counting_places)),
     "seeing the row": ({"packing"}, changed(hidden=seeing_the_row)),
-    "seeing the end": ({"padding", "packing", "later tokens", "cache"}, changed(hidden=seeing_the_end)),
+    "seeing the end": (
+        {"padding", "packing", "later tokens", "cache"},
+        changed(init=drawn, hidden=seeing_the_end),
+    ),
     "the next": ({"some tokens"}, changed(hidden_at=the_next)),
     "another decode": ({"cache"}, changed(decode=other_decode)),
     "other groups": ({"cache"}, changed(decode_groups=other_groups)),

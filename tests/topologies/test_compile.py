@@ -128,9 +128,25 @@ def test_a_state_of_shapes_is_that_of_arrays(place: Any) -> None:
     assert device_bytes(shapes.params) == held
 
 
+def assert_counted_once(stage: Any) -> None:
+    """Arguments and what lies beside them are the stage's residents and what the program alone is given."""
+    held = stage["resident"]
+    total = sum(held.values())
+    own = {
+        program["name"].split()[0]: program["memory"]["arguments"] + program["beside"] - total
+        for program in stage["programs"]
+    }
+    assert own["bring"] == 0
+    assert own["apply"] == pytest.approx(held["parameters"], abs=1000)  # gradients, and the metrics
+    for name in ("accumulate", "read"):  # rows, and for accumulate no sums yet
+        assert 0 < own[name] < held.get("frozen parameters", held["parameters"]) / 2
+
+
 def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
-    """On eight devices of this machine in place of GPUs: bfloat16 and 256 slots all the same."""
-    place.write("chain.toml", CHAIN)
+    """On eight devices of this machine in place of GPUs: bfloat16 and 256 slots all the same; without any weights."""
+    place.write("chain.toml", f"{CHAIN}num_iterations = 2\n")  # two policies read every rollout
+    for file in (place.path / "model").glob("*.safetensors"):
+        file.unlink()
     job = {"on": "h100:8", "pipeline": "chain.toml", "sets": [], "dir": None, "plugins": []}
     said: list[str] = []
     results = compile_pipeline(job, devices=jax.devices(), say=said.append)
@@ -145,15 +161,16 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     held = results["stages"]["policy"]["resident"]
     assert policy["bring"]["beside"] == sum(held.values()) - held["parameters"]
     assert policy["generate"]["beside"] == sum(held.values())
-    assert policy["read"]["beside"] == sum(held.values()) - held["reference"]
+    assert policy["read"]["beside"] == sum(held.values()) - held["reference"] - held["parameters"]
     assert policy["score"]["beside"] == sum(held.values()) - held["reward model"]
     assert policy["apply"]["beside"] == held["reference"] + held["reward model"]
     assert policy["generate"]["steps"] == 4
     assert policy["generate"]["tokens"] == 8 * 4
-    assert policy["read"]["calls"] == policy["accumulate"]["calls"] == 1
+    assert (policy["read"]["calls"], policy["accumulate"]["calls"]) == (1 / 2, 1)
     assert policy["accumulate"]["once"]["products"].get("bf16", 0) > 0
     assert policy["apply"]["memory"]["aliased"] > 0
     assert any(loop["products"] for loop in policy["generate"]["loops"])
+    assert_counted_once(results["stages"]["policy"])
     direct = [program["name"].split()[0] for program in results["stages"]["direct"]["programs"]]
     assert direct == ["accumulate", "apply", "read"]
     programs = sum(len(stage["programs"]) for stage in results["stages"].values())
@@ -168,26 +185,15 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     assert second == results
 
 
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # `test_every_program_of_every_stage` has a policy, too, without adapters
+@pytest.mark.parametrize("adapters", [False, True])
 def test_what_lies_beside_a_program_is_counted_once(adapters: bool, place: Any) -> None:
-    """Arguments and what lies beside them are the stage's residents and what the program alone is given.
-
-    Two policies read every rollout; with adapters they share the frozen parameters, which are given twice.
-    """
+    """Two policies read every rollout; with adapters they share the frozen parameters, which are given twice."""
     place.settings("policy.toml", "num_iterations = 2" + ("\nlora = { rank = 2 }" if adapters else ""))
     job = {"on": "h100:8", "pipeline": "policy.toml", "sets": [], "dir": None, "plugins": []}
     stage = compile_pipeline(job, devices=jax.devices(), say=lambda _: None)["stages"]["policy"]
-    held = stage["resident"]
-    assert ("frozen parameters" in held) == adapters
-    total = sum(held.values())
-    own = {
-        program["name"].split()[0]: program["memory"]["arguments"] + program["beside"] - total
-        for program in stage["programs"]
-    }
-    assert own["bring"] == 0
-    assert own["apply"] == pytest.approx(held["parameters"], abs=1000)  # gradients, and the metrics
-    for name in ("accumulate", "read"):  # rows, and for accumulate no sums yet
-        assert 0 < own[name] < held.get("frozen parameters", held["parameters"]) / 2
+    assert ("frozen parameters" in stage["resident"]) == adapters
+    assert_counted_once(stage)
 
 
 def test_a_model_of_shapes_has_the_adapters_that_are_asked_for(place: Any) -> None:
@@ -271,6 +277,9 @@ def test_a_reward_model_that_is_not_here_is_named(place: Any) -> None:
     assert described is not None
     assert described.note == "reward model is not compiled: its model is not on this machine yet"
     assert [program.work for program in described.programs] == SAMPLING
+    accumulate, _, reading, *_ = described.programs
+    assert reading.reads == ("reference", "frozen parameters")
+    assert reading.calls == accumulate.calls == 1
 
 
 def test_products_of_a_step_by_hand(place: Any) -> None:
@@ -294,6 +303,7 @@ def test_products_of_a_step_by_hand(place: Any) -> None:
     assert least < counted < 1.5 * (least + 6 * (stage["weights"] - layers) * rows * time)
 
 
+@pytest.mark.long  # `test_every_program_of_every_stage` has none, either
 def test_a_model_without_weights_is_enough(place: Any) -> None:
     for file in (place.path / "model").glob("*.safetensors"):
         file.unlink()
@@ -318,10 +328,10 @@ def test_without_a_compiler_the_commands_that_install_it(
     assert f"or set RLHF_{platform.upper()}_PYTHON" in ended.message
 
 
-def fake_python(directory: Path, answer: str) -> Path:
+def fake_python(directory: Path, answer: str, *, error: str = "", code: int = 0) -> Path:
     """An interpreter that gives one answer."""
     file = directory / "python"
-    file.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    file.write_text(f"#!/bin/sh\necho '{answer}'\necho \"{error}\" >&2\nexit {code}\n")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
     return file
 
@@ -362,14 +372,22 @@ def test_flags_that_do_not_fit(flags: list[str], words: str, place: Any, rlhf: A
 
 
 def test_what_the_other_environment_finds_wrong_is_said(place: Any) -> None:
-    """Its packages are this one's, after its own; a pipeline's problems come back, and so does why it ended."""
+    """Its packages are this one's, after its own; a pipeline's problems come back."""
     with pytest.raises(interpreters.InputError, match="--on h100:8: the compiler does not know"):
         interpreters.run(
             Path(sys.executable),
             {"on": "h100:8", "pipeline": "base.toml", "sets": [], "dir": None, "plugins": []},
         )
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_why_the_other_environment_ended_is_said(real: bool, tmp_path: Path) -> None:
+    """By Python itself, given no job, and by a program that ends as it does then: Python imports JAX for seconds."""
+    python = (
+        Path(sys.executable) if real else fake_python(tmp_path, "nothing", error="KeyError: 'on'", code=1)
+    )
     with pytest.raises(interpreters.RunError, match=r"ended with code 1:\n(.|\n)*KeyError"):
-        interpreters.run(Path(sys.executable), {})
+        interpreters.run(python, {})
 
 
 def compiler(platform: str) -> None:

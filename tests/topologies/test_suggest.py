@@ -79,13 +79,20 @@ def test_full_remat_keeps_the_inputs_of_layers() -> None:
     assert many - few == pytest.approx(0.85 * 4 * kept, abs=2)
 
 
-def test_rows_are_spread_and_layers_shared() -> None:
+@pytest.mark.parametrize(
+    "axes",
+    [
+        *(pytest.param(axes, marks=pytest.mark.long) for axes in ({"data": 4}, {"fsdp": 4})),
+        {"data": 2, "fsdp": 2},
+    ],
+    ids=str,
+)
+def test_rows_are_spread_and_layers_shared(axes: dict[str, int]) -> None:
     shape = (8, 64)
     whole = pass_bytes(model(), shape, ONE, trains=True)
     quarter = pass_bytes(model(), (2, 64), ONE, trains=True)
     assert quarter < whole
-    for axes in ({"data": 4}, {"fsdp": 4}, {"data": 2, "fsdp": 2}):
-        assert pass_bytes(model(), shape, {**ONE, **axes}, trains=True) == quarter
+    assert pass_bytes(model(), shape, {**ONE, **axes}, trains=True) == quarter
     assert quarter < pass_bytes(model(), shape, {**ONE, "tensor": 2}, trains=True) < whole
     assert pass_bytes(model(), shape, ONE, trains=False) < whole
 

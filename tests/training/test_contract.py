@@ -21,7 +21,7 @@ def stage(tmp_path: Path) -> Any:
 
 
 def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     config = TrainerConfig(max_sequence_length=7, truncation_mode="keep_start", chat_template="plain")
     scores = np.array([[1.0, 2.0], [4.0, 5.0]], np.float32)
     made = scoring_contract(config, stage, model, scores=scores, evaluation={"accuracy": 1.0})
@@ -42,7 +42,7 @@ def test_what_a_config_says_about_texts(tiny: ModuleType, stage: Any) -> None:
 
 
 def test_without_scores_nothing_is_normalized(tiny: ModuleType, stage: Any) -> None:
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     contract = Contract.from_dict(scoring_contract(TrainerConfig(), stage, model), "here")
     assert (contract.mean, contract.std, contract.evaluation) == (None, None, None)
     with pytest.raises(InputError, match="cannot normalize"):
@@ -56,7 +56,7 @@ def test_where_conversations_end(
     tiny: ModuleType, stage: Any, tmp_path: Path, read_at: Any, expected: str
 ) -> None:
     """None: as the model that the stage started from, here a foreign one, which was trained on whole templates."""
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     model.save(tmp_path / "start")
     config = TrainerConfig(model=str(tmp_path / "start"))
     assert scoring_contract(config, stage, model, read_at=read_at)["read_at"] == expected

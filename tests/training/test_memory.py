@@ -26,7 +26,7 @@ def size(tree):
 
 
 def test_parameters_optimizer_and_cache_are_exact(tiny):
-    model = tiny.make_model()
+    model = tiny.make_model(scale=4.0)
     parts = training_bytes(model.definition, optimizers.adamw(1e-3), (1, 64))
     assert parts["parameters"] == parts["gradients"] == size(model.params)
     assert parts["optimizer"] == size(optimizers.adamw(1e-3).init(model.params))
@@ -36,7 +36,7 @@ def test_parameters_optimizer_and_cache_are_exact(tiny):
 
 
 def test_activations_grow_with_the_tokens(tiny):
-    definition = tiny.make_model().definition
+    definition = tiny.make_model(scale=4.0).definition
     one, two = (training_bytes(definition, optimizers.sgd(1e-3), (n, 32))["activations"] for n in (8, 16))
     widths = 2 * (8 * 16 + 4 * 16 + 4 * 24) * 4  # layers × (hidden, heads, intermediate) × bytes, roughly
     assert 0.5 < one / (8 * 32 * widths) < 4
@@ -49,7 +49,7 @@ def test_what_describes_a_model(tiny, tmp_path):
     assert found is not None
     definition, hf_config = found
     assert (definition.vocab_size, hf_config["max_position_embeddings"]) == (len(tokenizer), 128)
-    tiny.make_model().save(tmp_path)
+    tiny.make_model(scale=4.0).save(tmp_path)
     loaded = definition_of(str(tmp_path), "score", None)
     assert loaded is not None
     assert loaded[0].abstract_params()["score"]["kernel"].shape == (16, 1)
@@ -74,7 +74,7 @@ def test_only_adapters_have_gradients(tiny, tmp_path):
 
 
 def test_a_reward_model_counts_with_what_scoring_holds(tiny, tmp_path):
-    model = tiny.make_model("score")
+    model = tiny.make_model("score", scale=4.0)
     model.save(tmp_path)
     widths = 16_384 * 16 * 12 * 4  # micro-batch slots × hidden size × arrays per layer × bytes per number
     assert scoring_bytes(str(tmp_path), None, None) == size(model.params) + widths
@@ -124,7 +124,7 @@ print(peak_memory.peak_host_bytes() < before + 100_000_000)
 
 def test_what_is_left_for_sampling(tiny, monkeypatch):
     """Adam's state on four shards, and a copy of the parameters as large as their gradients."""
-    model = tiny.make_model()
+    model = tiny.make_model(scale=4.0)
     mesh = make_mesh(data=2, fsdp=4)
     stage = SimpleNamespace(devices=lambda: mesh, registry=installed_registry())
     config = GRPOConfig(model="m", rewards=["length"])

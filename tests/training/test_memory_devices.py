@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +33,9 @@ def held(tree: Any) -> set[int]:
     return set(on.values())
 
 
+@cache
 def model_on(tiny: ModuleType, mesh: Any, head: Any = "lm", **sizes: Any) -> Any:
+    """A model that all tests share, which change nothing of it."""
     return fresh_model({"vocab_size": 48, **tiny.SIZES, **sizes}, head, mesh=mesh)
 
 
@@ -80,7 +83,7 @@ def test_what_is_not_trained(tiny: ModuleType) -> None:
 
 def test_gradients_of_a_step_are_placed_so(tiny: ModuleType) -> None:
     mesh = make_mesh(1, 4, 2)
-    model = model_on(tiny, mesh)
+    model = model_on(tiny, mesh, **UNEVEN)
 
     def objective(params: Any, tokens: Any) -> tuple[Mean, dict[str, Any]]:
         return Mean.of(model.definition.hidden(params, tokens, tokens, tokens + 8)), {}
@@ -92,7 +95,7 @@ def test_gradients_of_a_step_are_placed_so(tiny: ModuleType) -> None:
 
 
 def test_activations_are_those_of_a_devices_rows(tiny: ModuleType) -> None:
-    definition, tx = model_on(tiny, None).definition, optax.identity()
+    definition, tx = model_on(tiny, make_mesh(2, 2, 2)).definition, optax.identity()
 
     def activations(rows: int, mesh: Any = None) -> int:
         return training_bytes(definition, tx, (rows, 32), mesh=mesh)["activations"]
@@ -106,7 +109,7 @@ def test_activations_are_those_of_a_devices_rows(tiny: ModuleType) -> None:
 def test_devices_that_are_not_here(tiny: ModuleType) -> None:
     many = planned_mesh(4096, fsdp=16)
     assert dict(many.shape) == {"data": 256, "fsdp": 16, "tensor": 1}
-    definition = model_on(tiny, None).definition
+    definition = model_on(tiny, make_mesh(2, 2, 2)).definition
     alone = training_bytes(definition, optax.identity(), (1, 8))
     kernels = training_bytes(definition, optax.identity(), (1, 8), mesh=many)
     assert alone["parameters"] / 16 <= kernels["parameters"] < alone["parameters"] / 12

@@ -52,7 +52,9 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         environment=config.environment,
     )
     assert collector is not None
-    held_out = _held_out(config, stage, model, rewards)  # of the same model, so that equal samplers share programs
+    held_out = _held_out(
+        config, stage, model, rewards
+    )  # of the same model, so that equal samplers share programs
     model, layout = choose_rollout_rows(model, config, stage, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
     policies = PolicyReader(config, logps, reference, layout, mesh)
