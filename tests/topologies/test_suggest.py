@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tomllib
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from rich.console import Console
 
 from rlhf_core import cli, plugins
 from rlhf_core.contracts import Program, ProgramShape, StagePrograms
@@ -33,6 +35,7 @@ from rlhf_core.topologies.suggest import (
     more_steps,
     suggest,
 )
+from rlhf_core.topologies.table import candidate_table
 from rlhf_core.topologies.verdicts import judge_stage
 from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
 
@@ -426,3 +429,20 @@ def test_the_real_compiler(place: Any, rlhf: Any) -> None:
     for name, stage in compiled["stages"].items():
         forecast = compiled["candidate"]["stages"][name]
         assert forecast["resident"] == pytest.approx(sum(stage["resident"].values()), rel=0.1)
+
+
+CANDIDATES = """\
+devices  mesh            settings           memory  an update
+h100:8   data 2, fsdp 4  a: remat full      2.0 GB     500 ms
+h100     data 8                         200.0 GB !       50 s
+"""
+
+
+def test_candidates_are_a_table() -> None:
+    """Text begins, and numbers end, under its title."""
+    chosen = {"mesh": {"data": 2, "fsdp": 4}, "settings": {"a": {"remat": "full"}}}
+    fits = {"on": "h100:8", **chosen, "peak": 2e9, "fits": True, "seconds": 0.5}
+    fails = {"on": "h100", "mesh": {"data": 8}, "settings": {}, "peak": 2e11, "fits": False, "seconds": 50.0}
+    page = io.StringIO()
+    Console(file=page, width=100).print(candidate_table([fits, fails]))
+    assert page.getvalue() == CANDIDATES
