@@ -81,7 +81,7 @@ def best_of_n(proxy: np.ndarray, values: np.ndarray, n: int) -> float:
 
 
 def draw(model: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Sample the completions for best-of-n: the row of each, and its text. Those of a prompt are adjacent."""
+    """Sample the completions for best-of-n; return the row and the text of each, those of a prompt together."""
     rows = task.read(DATA / "words.heldout.jsonl")[: task.HELD_OUT]
     drawn = complete(
         load_model(model),

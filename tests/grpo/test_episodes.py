@@ -246,7 +246,7 @@ def test_a_failure_can_end_the_run(train):
 
 
 WRITTEN = 4
-"""Tokens that the template writes around a prompt."""
+"""Tokens that the chat template adds to a prompt."""
 
 
 def long_rows(words):
@@ -359,7 +359,7 @@ def test_a_reward_function_reads_the_conversation_in_training_and_evaluation(tin
         return [float(sum(m["role"] == "assistant" for m in each)) for each in completions]
 
     inputs = {"rewards": [turns], "eval_dataset": tiny.prompts(4, seed=1)}
-    evaluation = {"num_generations": 4}  # in the shapes of a rollout
+    evaluation = {"num_generations": 4}  # as in training, so that both sample with one program
     run = train(options={"weight": 0.5}, inputs=inputs, evaluation=evaluation, max_training_steps=1)
     metrics = {name: number for row in run.rows for name, number in row.items()}
     for prefix in ("", "eval_"):

@@ -134,7 +134,7 @@ def test_completions_are_printed_on_demand(tiny, train, capfd):
 def test_every_evaluation_keeps_what_a_preview_of_its_state_would(tiny, train):
     """The prompts that are read are answered as among all of them: with the same keys, whichever are asked."""
     settings = {"evaluates": True, "evaluation_steps": 2, "num_preview_samples": 3}
-    settings["evaluation"] = {"num_generations": 4}  # in the shapes of a rollout
+    settings["evaluation"] = {"num_generations": 4}  # as in training, so that both sample with one program
     directory, rows = train("first", **settings)
     files = evaluations(directory)
     assert list(files) == [BEFORE, "evaluation-000002.jsonl", AFTER]

@@ -52,9 +52,8 @@ def run(config: GRPOConfig, stage: Stage) -> None:
         environment=config.environment,
     )
     assert collector is not None
-    held_out = _held_out(
-        config, stage, model, rewards
-    )  # of the same model, so that equal samplers share programs
+    # Before the rows are chosen, which may change the model's attention: equal samplers then share programs.
+    held_out = _held_out(config, stage, model, rewards)
     model, layout = choose_rollout_rows(model, config, stage, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
     policies = PolicyReader(config, logps, reference, layout, mesh)
