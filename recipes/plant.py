@@ -258,7 +258,7 @@ def main() -> None:
         "faults", nargs="*", metavar="FAULT", help="run again; if none is named, those without a result"
     )
     parser.add_argument("--list", action="store_true", help="print the faults")
-    parser.add_argument("--check", action="store_true", help="only tell whether they can be planted")
+    parser.add_argument("--check", action="store_true", help="only check that they can be planted")
     parser.add_argument("--table", action="store_true", help="only print the results there are")
     parser.add_argument("--only", choices=SIDES, help="run the recipes alone, or the tests")
     parser.add_argument(
