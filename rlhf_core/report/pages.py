@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,31 @@ def stretches(curves: int) -> int:
 
 def render(template: str, page: Page, **context: Any) -> str:
     """Render a self-contained HTML page."""
+    data = {
+        chart.id: {
+            "item": chart.item,
+            "x": chart.x,
+            "colours": [line.colour for line in chart.legend],
+            "smooths": chart.smooths,
+            "percent": chart.percent,
+        }
+        for chart in page.charts.values()
+    }
+    page_template = templates().get_template(template)
+    return page_template.render(
+        **context,
+        problems=page.problems,
+        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
+        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        library=library(),
+        data=packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        version=version("rlhf-core"),
+    )
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """Return the pages' templates, and the filters that they use."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE),
         autoescape=True,
@@ -66,25 +92,13 @@ def render(template: str, page: Page, **context: Any) -> str:
         "breaks": breaks,
         "toml": toml,
     }
-    data = {
-        chart.id: {
-            "item": chart.item,
-            "x": chart.x,
-            "colours": [line.colour for line in chart.legend],
-            "smooths": chart.smooths,
-            "percent": chart.percent,
-        }
-        for chart in page.charts.values()
-    }
-    return environment.get_template(template).render(
-        **context,
-        problems=page.problems,
-        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
-        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
-        library=packed("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
-        data=packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
-        version=version("rlhf-core"),
-    )
+    return environment
+
+
+@cache
+def library() -> str:
+    """Return Bokeh's script, compressed, see `packed`; the same for every page."""
+    return packed("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw))
 
 
 def breaks(name: str) -> Markup:
