@@ -1,6 +1,7 @@
 """Read files, hub datasets and objects in memory as token ids; every error names the file and row."""
 
 from rlhf_core.data.batch_order import batch_rows as batch_rows
+from rlhf_core.data.batch_order import count_examples as count_examples
 from rlhf_core.data.batch_order import count_updates as count_updates
 from rlhf_core.data.batch_order import visited_rows as visited_rows
 from rlhf_core.data.encoded import Pairs as Pairs

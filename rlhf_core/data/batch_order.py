@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -17,12 +18,22 @@ FEW_ROWS = 4096
 permutations are made once per epoch and shared by all readers of the same data."""
 
 
+def count_examples(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
+    """Count the examples that a run trains on: those of `max_steps` whole batches if given, else of `epochs` passes
+    over `size` rows, at least one.
+    """
+    if max_steps is not None:
+        return max_steps * batch_size
+    # Rounding down, but 1.1 passes over 10 rows, 11.000000000000002, and 1/3 of a pass over 3 are whole numbers.
+    return max(1, math.floor(size * epochs + 1e-6))
+
+
 def count_updates(size: int, batch_size: int, epochs: float, max_steps: int | None = None) -> int:
     """Count the updates in a run: `max_steps` if given, else as many as `epochs` passes over `size` rows need.
 
     If `max_steps` is more than the epochs need, the run starts over on the data.
     """
-    return max_steps if max_steps is not None else int(-(-(size * epochs) // batch_size))
+    return -(-count_examples(size, batch_size, epochs, max_steps) // batch_size)
 
 
 def visited_rows(size: int, count: int, *, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
@@ -52,7 +63,7 @@ def batch_rows(
     """
     if size < 1:
         raise ValueError("a schedule needs at least one example")
-    total = None if epochs is None else int(size * epochs)
+    total = None if epochs is None else count_examples(size, batch_size, epochs)
     first = start * batch_size
     while total is None or first < total:
         last = first + batch_size if total is None else min(first + batch_size, total)

@@ -185,7 +185,8 @@ class _Run:
         """Write plan.json, start to compile the first update, and evaluate before it where the config asks for that."""
         config, updates = self.config, self.updates
         if self.stage.is_main:
-            plan = {"updates": updates.total, "start": start, "updates_per_epoch": updates.updates_per_epoch}
+            per_epoch = updates.total / updates.epochs(updates.total)
+            plan = {"updates": updates.total, "start": start, "updates_per_epoch": per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
         steps = Programs(self.objective, state, from_zero=uses_several_batches(updates, state))
@@ -304,7 +305,7 @@ class _Run:
         if logs:
             metrics = self.progress.window.read(self.progress.tokens)
             metrics["learning_rate"] = float(self.rate(jnp.int32(count - 1)))
-            metrics["epoch"] = count / self.updates.updates_per_epoch
+            metrics["epoch"] = self.updates.epochs(count)
             metrics |= peak_memory() if self.config.track_memory else {}
             self.progress.window = MetricWindow()
         if evaluates and self.evaluate is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import Rows
-from rlhf_core.data import batch_rows, count_updates, visited_rows
+from rlhf_core.data import batch_rows, count_examples, count_updates, visited_rows
 from rlhf_core.mesh import row_multiple
 from rlhf_core.metrics import Metric
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -63,8 +63,6 @@ class UpdateSource(Protocol):
 
     total: int
     """Updates in the whole run."""
-    updates_per_epoch: float
-    """Divides the number of updates done to give the metric `epoch`."""
     data: EncodedRows
     """The rows that updates are drawn from; a run cannot continue after a row that it has drawn changes."""
 
@@ -78,6 +76,13 @@ class UpdateSource(Protocol):
 
     def update(self, step: int, state: TrainState) -> Update:
         """Return update `step`, the same on every process. state: before it; read only if `needs_state(step)`."""
+        ...
+
+    def epochs(self, step: int) -> float:
+        """Return how many passes over the data the first `step` updates make, the metric `epoch`.
+
+        step: not before the newest update; after it, an estimate where rollouts may take more prompts than one round.
+        """
         ...
 
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
@@ -233,7 +238,6 @@ class DatasetUpdates:
         self.total = count_updates(
             len(trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
         )
-        self.updates_per_epoch = len(trees) / config.total_batch_size
         self._order: Iterator[np.ndarray] | None = None
         self._next = -1
 
@@ -261,6 +265,9 @@ class DatasetUpdates:
             batches, sum(tree.size for tree in trees), lambda example: self.data.where(int(chosen[example]))
         )
 
+    def epochs(self, step: int) -> float:
+        return self._examples(step) / len(self.trees)
+
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
         return visited_rows(
             len(self.trees), self._examples(step), seed=self.seed, shuffle=self.config.shuffle_train_dataset
@@ -272,10 +279,11 @@ class DatasetUpdates:
 
     def _examples(self, step: int) -> int:
         """Count the examples of the first `step` updates: the last update of the epochs takes what is left."""
-        whole = step * self.config.total_batch_size
-        if self.config.max_training_steps:
-            return whole
-        return min(whole, int(len(self.trees) * self.config.num_train_epochs))
+        config = self.config
+        every = count_examples(
+            len(self.trees), config.total_batch_size, config.num_train_epochs, config.max_training_steps
+        )
+        return min(step * config.total_batch_size, every)
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return {"examples": self._examples(step)}, {}

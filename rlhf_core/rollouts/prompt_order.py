@@ -57,12 +57,12 @@ class PromptOrder:
         """Return whether rollout `number` takes the last prompts of all epochs."""
         return number + 1 + self.extra_rounds >= self.epoch_rounds
 
-    def updates_per_epoch(self, done: int) -> float:
-        """Divide the updates done by the epochs whose prompts they took."""
-        number, within = divmod(done - 1, self.updates_per_rollout)
+    def epochs(self, step: int) -> float:
+        """Return how many passes over the prompts the first `step` updates make, those of the newest rollout and on."""
+        number, within = divmod(step - 1, self.updates_per_rollout)
         before = number + self.extra_rounds - (self.rounds - 1)  # rounds of the rollouts before this one
         rounds = before + self.rounds * (within + 1) / self.updates_per_rollout
-        return done / (rounds * self.prompts_per_rollout / self.count)
+        return rounds * self.prompts_per_rollout / self.count
 
     def visited(self, step: int, extra_rounds: int) -> NDArray[np.int64]:
         """Return the prompts that the first `step` updates took, with this many extra rounds."""

@@ -57,7 +57,6 @@ class RolloutUpdates(ABC):
         )
         self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
         self.total = config.max_training_steps or self.order.epoch_rounds * updates_per_rollout
-        self.updates_per_epoch = self.order.updates_per_epoch(updates_per_rollout)
         self.rollout: Rollout | None = None
         self.packed: Sequence[Sequence[Packed]] = []
         self.timing = Timing()  # of a rollout that no update has reported yet
@@ -91,7 +90,6 @@ class RolloutUpdates(ABC):
         within = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
         rows = self.rollout.prompts[np.asarray(within, np.int64)]
         tokens = sum(int(np.count_nonzero(batch.rows.visible_until)) for batch in batches)
-        self.updates_per_epoch = self.order.updates_per_epoch(step + 1)
         metrics = _update_metrics(self.rollout.metrics, first=step % self.updates_per_rollout == 0)
         timing, self.timing = self.timing.metrics(), Timing()
         if not self.collector.rewards:
@@ -135,6 +133,9 @@ class RolloutUpdates(ABC):
                 stacklevel=2,
             )
 
+    def epochs(self, step: int) -> float:
+        return self.order.epochs(step)
+
     def drawn(self, step: int, host: Mapping[str, Any]) -> NDArray[np.int64]:
         return self.order.visited(step, host["extra_rounds"])
 
@@ -148,7 +149,6 @@ class RolloutUpdates(ABC):
     def restore(self, step: int, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         self.order.extra_rounds, self.order.rounds = host["extra_rounds"], host.get("rounds", 1)
         if step:
-            self.updates_per_epoch = self.order.updates_per_epoch(step)
             self._end_with_epochs((step - 1) // self.updates_per_rollout)
         restore(self.collector.rewards, host["rewards"])
         if "rollout" not in host:

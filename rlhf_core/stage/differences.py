@@ -142,7 +142,7 @@ def fixed_length(before: Record, now: Record) -> str | None:
 def planned_updates(config: Mapping[str, Any], per_epoch: float) -> int:
     """Return the updates of a run with this configuration. per_epoch: updates per epoch."""
     limit = config.get("max_training_steps")
-    return int(limit) if limit is not None else math.ceil(config["num_train_epochs"] * per_epoch)
+    return int(limit) if limit is not None else math.ceil(config["num_train_epochs"] * per_epoch - 1e-6)
 
 
 def _changed_input(

@@ -52,13 +52,15 @@ def forecast_lines(
     total = data.count_updates(
         count, config.total_batch_size, config.num_train_epochs, config.max_training_steps
     )
-    epochs = total * config.total_batch_size / count
-    tokens = f"at most {total * config.total_batch_size * config.max_sequence_length:,} tokens"
+    drawn = data.count_examples(
+        count, config.total_batch_size, config.num_train_epochs, config.max_training_steps
+    )
+    tokens = f"at most {drawn * config.max_sequence_length:,} tokens"
     update_tokens, longest = config.total_batch_size * config.max_sequence_length, config.max_sequence_length
     if tokenizer is not None:
         trees = encoded.trees()
         sizes = sizes_of(trees)
-        tokens = f"about {round(epochs * int(sizes.sum())):,} tokens, shared prompts once"
+        tokens = f"about {round(drawn / count * int(sizes.sum())):,} tokens, shared prompts once"
         update_tokens, longest = round(int(sizes.sum()) / count * config.total_batch_size), int(sizes.max())
     memory = Forecast()
     if (found := training_memory(config, stage, head, total, update_tokens, longest)) is not None:
@@ -69,7 +71,7 @@ def forecast_lines(
             with error_context(stage, "model"):
                 data.require_vocabulary(trees, encoded.where, definition.vocab_size)
             examples += _beyond_positions(hf_config.get("max_position_embeddings"), trees)
-    updates = f"{total:,} updates of {config.total_batch_size} {unit}, {epochs:.2f} epochs"
+    updates = f"{total:,} updates of {config.total_batch_size} {unit}, {drawn / count:.2f} epochs"
     return Forecast(
         (examples, updates, tokens, *memory.lines), (*memory.warnings, *config_warnings(config, total))
     )

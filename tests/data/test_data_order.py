@@ -8,7 +8,7 @@ import grain
 import numpy as np
 import pytest
 
-from rlhf_core.data import batch_order, batch_rows, count_updates, visited_rows
+from rlhf_core.data import batch_order, batch_rows, count_examples, count_updates, visited_rows
 
 
 def take(n, *args, **kwargs):
@@ -43,7 +43,23 @@ def test_batches_run_across_epochs_and_the_last_takes_what_is_left():
     assert [len(batch) for batch in batches] == [4, 4, 4, 3]
     assert len(batches) == count_updates(5, 4, 3)
     assert sorted(itertools.chain(*batches)) == sorted([*range(5)] * 3)
-    assert [len(batch) for batch in take(9, 5, 4, seed=0, epochs=0.5)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "epochs", "examples"),
+    [
+        (5, 4, 0.5, 2),
+        (9, 4, 0.5, 4),
+        (100, 10, 1.1, 110),
+        (1025, 512, 0.5, 512),
+        (10, 4, 0.05, 1),
+        (3, 1, 1 / 3, 1),
+    ],
+)
+def test_a_fraction_of_an_epoch_has_as_many_updates_as_are_counted(size, batch, epochs, examples):
+    batches = take(99, size, batch, seed=0, epochs=epochs)
+    assert sum(map(len, batches)) == count_examples(size, batch, epochs) == examples
+    assert len(batches) == count_updates(size, batch, epochs) == -(-examples // batch)
 
 
 def test_without_shuffling_the_order_is_that_of_the_file():

@@ -147,7 +147,7 @@ def test_rollouts_that_teach_nothing_are_told_once(make, recwarn):
 def test_counts(make):
     feed = make(num_train_epochs=2, steps_per_generation=2, num_iterations=3)
     # A rollout has 12 completions of 4 prompts and serves 6 updates; 2 epochs of 8 prompts are 4 rollouts.
-    assert (feed.total, feed.updates_per_epoch) == (24, 12)
+    assert (feed.total, feed.epochs(12)) == (24, 1)
     assert make(max_training_steps=5).total == 5
     assert make(num_train_epochs=1, total_batch_size=9).total == 3  # the third rollout wraps around
 
@@ -277,17 +277,17 @@ def test_equal_kl_gives_no_advantage_whether_completions_finished_or_not(make):
 def test_epochs_count_the_prompts_that_dynamic_sampling_drew(make):
     """Eight prompts, two a round: with two rounds a rollout, two rollouts are an epoch."""
     feed = make(dynamic_sampling={"max_rounds": 2}, num_iterations=2, reward=flat_reward, num_train_epochs=2)
-    assert (feed.total, feed.updates_per_epoch) == (16, 8)
+    assert (feed.total, feed.epochs(16)) == (16, 2)
     epochs = []
     for n in range(8):
         feed.update(n, state(0))
-        epochs.append((n + 1) / feed.updates_per_epoch)
+        epochs.append(feed.epochs(n + 1))
     assert epochs == pytest.approx([0.25 * (n + 1) for n in range(8)])
     assert feed.total == 8  # two epochs were drawn: the run ends here
     host, arrays = feed.snapshot(7)
     again = make(dynamic_sampling={"max_rounds": 2}, num_iterations=2, reward=flat_reward, num_train_epochs=2)
     again.restore(7, host, arrays)
-    assert (again.total, 7 / again.updates_per_epoch) == (8, pytest.approx(1.75))
+    assert (again.total, again.epochs(7)) == (8, pytest.approx(1.75))
     fixed = make(dynamic_sampling={"max_rounds": 2}, reward=flat_reward, max_training_steps=5)
     for n in range(5):
         fixed.update(n, state(0))
@@ -312,7 +312,7 @@ def test_epochs_rise_where_rollouts_take_different_rounds(make):
     for n in range(24):
         if n < feed.total:
             feed.update(n, state(0))
-            epochs.append((n + 1) / feed.updates_per_epoch)
+            epochs.append(feed.epochs(n + 1))
     drawn = np.cumsum(np.repeat([2, 1, 2, 1, 1, 1], 4) / 4) * 2 / 8
     assert epochs == pytest.approx(drawn[: len(epochs)].tolist())
     assert (len(epochs), epochs[-1]) == (24, 2.0)

@@ -223,6 +223,12 @@ def test_the_logged_rate_is_the_one_applied(tiny: ModuleType, short: Any) -> Non
     assert moved == pytest.approx(0.05 * watch.rows[0]["grad_norm"], rel=1e-3)
 
 
+def test_half_an_epoch_ends_with_half_of_the_examples(short: Any) -> None:
+    """Eleven rows, four an update: the second update has one."""
+    _, watch = short.train("sft", max_training_steps=None, num_train_epochs=0.5)
+    assert [row["epoch"] for row in watch.rows] == pytest.approx([4 / 11, 5 / 11])
+
+
 def test_host_metrics(short: Any, tiny: ModuleType, tmp_path: Path) -> None:
     _, watch = short.train("sft", log_steps=4)
     assert watch.steps() == [4, 6]

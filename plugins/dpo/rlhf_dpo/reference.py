@@ -135,7 +135,7 @@ class PairUpdates:
 
     def __init__(self, trees: DatasetUpdates, reference: Reference) -> None:
         self._trees, self._reference = trees, reference
-        self.total, self.updates_per_epoch = trees.total, trees.updates_per_epoch
+        self.total = trees.total
         self.data = trees.data
 
     def shapes(self) -> Sequence[Packed]:
@@ -147,6 +147,9 @@ class PairUpdates:
     def update(self, step: int, state: TrainState) -> Update:
         self._reference.ensure(state)
         return self._trees.update(step)
+
+    def epochs(self, step: int) -> float:
+        return self._trees.epochs(step)
 
     def drawn(self, step: int, host: Mapping[str, Any]) -> np.ndarray:
         return self._trees.drawn(step, host)
