@@ -227,7 +227,8 @@ def make_rewards(
 ) -> list[Reward]:
     """Build the rewards that a config names and those a caller passes.
 
-    given: callables, registered names, or reward model directories. first: rewards that come before them.
+    given: callables, registered names, or reward model directories. weights: of the config's and those, instead of
+    their own. first: rewards that come before them and keep their weights.
     Raises InputError where there is no reward, two share a label, weights do not match in number, or a reward cannot
     have its `timeout` or `processes`.
     """
@@ -265,9 +266,13 @@ def make_rewards(
     if problems:
         raise InputError(*problems)
     if weights is not None:
-        if len(weights) != len(rewards):
-            raise InputError(f"{where}.reward_weights: {len(weights)} weights for {len(rewards)} rewards")
-        for reward, weight in zip(rewards, weights, strict=True):
+        weighted = rewards[len(first) :]
+        if len(weights) != len(weighted):
+            own = "; the environment has its own, environment.weight" if first else ""
+            raise InputError(
+                f"{where}.reward_weights: {len(weights)} weights for {len(weighted)} rewards{own}"
+            )
+        for reward, weight in zip(weighted, weights, strict=True):
             reward.weight = weight
     return rewards
 

@@ -357,7 +357,7 @@ def open_rewards(
     """Make the reward functions of a config's field `rewards`, followed by those passed from Python.
 
     weights: of all functions in this order, instead of those in the config. environment: of the stage's episodes, if
-    any, whose own reward, called "environment", comes before them.
+    any, whose own reward, called "environment" and weighted by its field `weight`, comes before them.
     Raises InputError where there is no function, and for unknown names and options, equal labels, and weights that do
     not match.
     """

@@ -221,9 +221,9 @@ def registry():
     return registry
 
 
-def build(components=(), given=None, weights=None, *, registry):
+def build(components=(), given=None, weights=None, *, registry, first=()):
     named = [WeightedReward(**c) for c in components]
-    return make_rewards(named, given, weights, registry, "stage 'policy'")
+    return make_rewards(named, given, weights, registry, "stage 'policy'", first=first)
 
 
 def test_rewards_by_name_with_options_weight_and_label(registry):
@@ -258,6 +258,16 @@ def test_reward_weights_replace_the_weights(registry):
         [{"name": "brevity", "weight": 9.0}, {"name": "scaled"}], weights=[0.7, 0.3], registry=registry
     )
     assert [each.weight for each in made] == [0.7, 0.3]
+
+
+def test_reward_weights_leave_that_of_the_environment(registry):
+    first = [reward(brevity, "environment", 3.0)]
+    made = build([{"name": "scaled"}], [values], [0.7, 0.3], registry=registry, first=first)
+    assert [each.weight for each in made] == [3.0, 0.7, 0.3]
+    with pytest.raises(
+        InputError, match=r"3 weights for 1 rewards; the environment has its own, environment\.weight"
+    ):
+        build([{"name": "scaled"}], weights=[1.0, 2.0, 3.0], registry=registry, first=first)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ class GRPOConfig(TrainerConfig):
         default=[], description="reward functions by name, `module:function` or `file.py:function`"
     )
     reward_weights: list[float] | None = Field(
-        default=None, description="one weight per reward; none: each reward's own `weight`, 1 by default"
+        default=None,
+        description="one weight per entry of `rewards`; none: each one's own `weight`, 1 by default. The environment's "
+        "is `environment.weight`",
     )
     environment: Annotated[EnvironmentOptions, ENVIRONMENT] | None = Field(
         default=None,
@@ -208,10 +210,6 @@ class GRPOConfig(TrainerConfig):
             raise ValueError(
                 f"evaluation.sampling.temperature=0 draws the same completion {self.evaluation.num_generations} "
                 "times; use a temperature above 0, or evaluation.num_generations=1"
-            )
-        if self.reward_weights is not None and self.rewards and len(self.reward_weights) != len(self.rewards):
-            raise ValueError(
-                f"reward_weights has {len(self.reward_weights)} entries for {len(self.rewards)} rewards"
             )
         return self
 
