@@ -8,6 +8,23 @@ TWICE = {"num_iterations": 2}
 CASES = [
     ({"epsilon": 0.3}, "loss.epsilon: cannot act", TWICE),
     ({"delta": 4.0}, "loss.delta: cannot act", TWICE),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 2.0}, "loss.temperature_neg: cannot act", TWICE),
+    ({"importance_sampling_level": "sequence"}, "loss.importance_sampling_level: cannot act", TWICE),
+    (
+        {"importance_sampling_level": "sequence_token", "beta": 0.1},
+        "loss.importance_sampling_level: cannot act",
+        {"use_bias_correction_kl": True},
+    ),
+    (
+        {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.2},
+        "all of them are trained where one of them is chosen",
+        {"importance_sampling_level": "sequence_token"},
+    ),
+    (
+        {"loss_type": "gspo", "top_entropy_quantile": 0.2, **TWICE},
+        "all of them are trained where one of them is chosen",
+        {"loss_type": "gspo_token"},
+    ),
     ({"delta": 1.1, **TWICE}, "loss.delta=1.1: not above 1 + epsilon_high = 1.2", {"delta": 4.0}),
     ({"dual_clip": 0.5, **TWICE}, "loss.dual_clip=0.5: must be above 1", {"dual_clip": 3.0}),
     ({"loss_type": "cispo"}, "loss.epsilon_high=0.2: for cispo it is the cap", {"epsilon_high": 5.0}),

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 WEIGHTED = ("group", "rloo", "reinforce_pp", "normalize_then_sum")
 """Advantages that ignore a function of weight 0; others may read it all the same."""
 
+RATIO_OPTIONS = ("epsilon", "epsilon_high", "delta", "dual_clip", "temperature_pos", "temperature_neg")
+"""Options of policy losses that change nothing where every ratio is 1; but the cap of `cispo` does."""
+
 
 def config_warnings(
     config: GRPOConfig,
@@ -43,12 +46,21 @@ def _printing(config: GRPOConfig) -> Iterator[str]:
 
 
 def _clipping(config: GRPOConfig) -> Iterator[str]:
+    options, level = config.loss.options, "importance_sampling_level"
+    whole = options.get(level, "sequence" if config.loss.name == "gspo" else "token") == "sequence"
+    if whole and config.top_entropy_quantile < 1:
+        yield (
+            f"top_entropy_quantile={config.top_entropy_quantile:g}: the ratio of a whole sequence depends on all of "
+            "its tokens, so all of them are trained where one of them is chosen; use 'gspo_token' or a loss with "
+            "ratios per token"
+        )
     if config.updates_per_rollout > 1:
         return
-    inert = [
-        name for name in ("epsilon", "epsilon_high", "delta", "dual_clip") if name in config.loss.options
-    ]
-    if inert and config.loss.name != "cispo":
+    inert = [] if config.loss.name == "cispo" else [name for name in RATIO_OPTIONS if name in options]
+    same_for_all = config.top_entropy_quantile == 1 and not config.use_bias_correction_kl
+    if options.get(level, "token") != "token" and same_for_all and config.advantage.name in WEIGHTED:
+        inert.append(level)
+    if inert:
         yield (
             f"loss.{', loss.'.join(inert)}: cannot act: with one update per rollout the ratio is always 1; raise "
             "num_iterations or steps_per_generation, or leave it out"
