@@ -87,7 +87,9 @@ class TrainerConfig(Options):
     )
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     learning_rate_end: float | None = Field(
-        None, ge=0, description="learning rate at the last update, for schedules that decay; none: 0"
+        None,
+        ge=0,
+        description="learning rate that schedules which decay have reached after the last update; none: 0",
     )
     scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(constant)] = Field(
         "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
@@ -104,7 +106,10 @@ class TrainerConfig(Options):
     max_training_steps: int | None = Field(None, ge=1, description="updates, instead of epochs")
     total_batch_size: int = Field(32, ge=1, description="examples per update; for grpo, completions")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="parts that an update is computed in; changes memory, not the result"
+        1,
+        ge=1,
+        description="parts that an update is computed in; changes memory, not the result; lora.dropout drops other "
+        "values",
     )
     max_sequence_length: int = Field(1024, ge=2, description="tokens per example, prompt included")
     overlong: Literal["filter", "truncate"] = Field("filter", description="what happens to longer examples")

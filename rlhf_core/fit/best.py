@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 DEFAULTS = ("eval_accuracy", "eval_reward", "eval_loss")
 """Metrics compared where the config names none: the first of these that an evaluation reports."""
 LOWER = ("loss", "error", "perplexity", "kl")
-"""Endings of metrics that are better when lower; all others are better when higher."""
+"""Endings of metrics that are better when lower. So are the parts of a loss, `loss/NAME`; all others are better when
+higher."""
 
 
 class Best:
@@ -74,7 +75,8 @@ class Best:
         value = float(broadcast_numbers(metrics[self.metric]))
         greater = self.config.greater_is_better
         if greater is None:
-            greater = not self.metric.endswith(LOWER)
+            name = self.metric.removeprefix("eval_")
+            greater = not (name.endswith(LOWER) or name.startswith("loss/"))
         better = not math.isnan(value) and (
             self.value is None or (value > self.value if greater else value < self.value)
         )

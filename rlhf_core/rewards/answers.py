@@ -183,7 +183,7 @@ def final_number(text: str) -> Number | None:
         for part in (tail, line):
             places = [place for place in _places(part) if not place.word]
             if places:
-                return places[-1].number
+                return None if _is_coefficient(part, places[-1].end) else places[-1].number
             if part is line:
                 break
     return None
@@ -229,9 +229,13 @@ def _parse_claim(text: str, start: int) -> Number | None:
                 break
         else:
             hedged = any(_AGAIN.match(text, at) for at in _word_starts(text, place.end, unit.end()))
-            variable = re.match(r" (?![mgshlLaI](?!\w))[A-Za-z](?!\w)", text[place.end : place.end + 3])
-            return None if calculated or hedged or variable else number
+            return None if calculated or hedged or _is_coefficient(text, place.end) else number
     return None
+
+
+def _is_coefficient(text: str, end: int) -> bool:
+    """Check whether a lone letter follows the number that ends here, as in "5 x"; not a unit, an article or "I"."""
+    return re.match(r" (?![mgshlLaI](?!\w))[A-Za-z](?!\w)", text[end : end + 3]) is not None
 
 
 def _word_starts(text: str, start: int, end: int) -> list[int]:

@@ -24,10 +24,10 @@ def advantage_inputs(rollout: Rollout, rewards: Sequence[Reward]) -> AdvantageIn
     """Group a rollout's rewards by prompt."""
     group, inputs = rollout.group, rollout.inputs
     return AdvantageInputs(
-        rewards=rollout.total.reshape(-1, group),
-        rewards_by_function=rollout.rewards.reshape(-1, group, len(rewards)),
-        weights=np.array([reward.weight for reward in rewards], np.float64),
-        lengths=np.asarray(rollout.samples.lengths).reshape(-1, group),
+        rewards=rollout.total.reshape(-1, group).astype(np.float32),
+        rewards_by_function=rollout.rewards.reshape(-1, group, len(rewards)).astype(np.float32),
+        weights=np.array([reward.weight for reward in rewards], np.float32),
+        lengths=np.asarray(rollout.samples.lengths, np.int32).reshape(-1, group),
         labels=tuple(reward.label for reward in rewards),
         columns={} if inputs is None else inputs.columns,
     )
@@ -55,7 +55,7 @@ def compute_advantages(
         prompt, sample, *_ = np.argwhere(~np.isfinite(out))[0]
         raise RunError(
             f"{what} returned {out[prompt, sample]} for sample {sample} of prompt {prompt}, whose rewards are "
-            f"{np.asarray(inputs.rewards)[prompt].tolist()}; advantages are finite, 0 where there is nothing to learn"
+            f"{rollout.total.reshape(shape)[prompt].tolist()}; advantages are finite, 0 where there is nothing to learn"
         )
     if out.ndim == 2:
         return out.reshape(-1)

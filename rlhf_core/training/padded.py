@@ -53,7 +53,7 @@ class PaddedObjective:
         return _update(self, state, self._arrays(batch), splits)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Compute the metrics and `loss` without an update."""
+        """Compute the metrics and `loss` without an update, and so without `grad_norm`."""
         return _evaluate(self, state, self._arrays(batch))
 
     def _arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -82,7 +82,8 @@ def _evaluate(
     objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     loss, metrics = objective.compute(state.model, state.params, batch)
-    return {**results(metrics), "loss": loss.result()}
+    # As an update without a trained token, see `apply`.
+    return {**results(metrics), "loss": jnp.where(loss.count > 0, loss.result(), 0.0)}
 
 
 def named_loss(kind: Kind[Any], losses: Mapping[str, Any], loss: Any, **options: Any) -> tuple[str, Any]:

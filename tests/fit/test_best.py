@@ -41,6 +41,7 @@ def seen(judge: Best, *values: float, name: str = "eval_accuracy") -> list[bool]
         ("eval_loss", None, [True, False, True, False, False]),
         ("eval_calibration_error", None, [True, False, True, False, False]),
         ("eval_loss", True, [True, True, False, False, True]),
+        ("eval_loss/value", None, [True, False, True, False, False]),
     ],
 )
 def test_which_is_better(name: str, greater: bool | None, improved: list[bool]) -> None:

@@ -263,6 +263,14 @@ def test_evaluation_leaves_the_state(model, batch):
     )
 
 
+def test_nothing_to_train_on_is_a_loss_of_0(model, batch):
+    nothing = {**batch, "completion_mask": np.zeros_like(batch["completion_mask"])}
+    for is_training in (True, False):
+        _, metrics = grpo_step(state_of(model), nothing, is_training=is_training)
+        assert float(metrics["loss"]) == 0
+        assert ("grad_norm" in metrics) == is_training
+
+
 def test_padding_reaches_nothing(tiny, model, batch):
     """Wider on both sides, other tokens in the padding, infinities in the arrays there."""
     there = batch["completion_mask"] > 0

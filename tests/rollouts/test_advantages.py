@@ -35,9 +35,12 @@ REWARDS = [Reward("f1", 0.7, None), Reward("f2", 0.3, None)]
 
 def test_inputs_are_grouped_by_prompt(rollout):
     inputs = advantage_inputs(rollout, REWARDS)
-    np.testing.assert_array_equal(inputs.rewards, rollout.total.reshape(2, G))
+    np.testing.assert_array_equal(inputs.rewards, rollout.total.reshape(2, G).astype(np.float32))
     np.testing.assert_array_equal(inputs.rewards_by_function[..., 0], [[0, 1, 2], [3, 4, 5]])
-    assert inputs.weights.tolist() == [0.7, 0.3]
+    np.testing.assert_array_equal(inputs.weights, np.float32([0.7, 0.3]))
+    assert {x.dtype for x in (inputs.rewards, inputs.rewards_by_function, inputs.weights)} == {
+        np.dtype("float32")
+    }
     assert inputs.lengths.tolist() == [[2, 4, 1], [3, 2, 4]]
     assert inputs.labels == ("f1", "f2")
     assert inputs.columns == {"number": [4, 4, 4, 2, 2, 2]}
@@ -78,7 +81,7 @@ def test_what_is_no_advantage(rollout, advantage, message):
 
 def test_an_advantage_per_completion(rollout):
     advantages = rollout.with_advantages(lambda inputs: inputs.rewards - 1, REWARDS, name="mine").advantages
-    np.testing.assert_array_equal(advantages, (rollout.total - 1).astype(np.float32))
+    np.testing.assert_allclose(advantages, rollout.total - 1, rtol=1e-6, atol=1e-6)
     assert advantages.dtype == np.float32
 
 

@@ -53,6 +53,7 @@ def policy_loss(
     gradient. advantages: float32 [N] or [N, T]. mask: [N, T], may have holes. epsilon_high None: epsilon.
     num_items: what a mean over tokens divides by, None: the tokens in the mask; max_completion_length None: T.
     top_entropy_quantile: share of the tokens, by entropy over the mask, that the policy loss keeps (needs `entropies`).
+    Options that `loss_type` does not have are ignored, and "token" leaves `gspo` and `gspo_token` their level.
     Returns the loss, float32 [], and metrics, float32 [] each: clip ratios, kl and entropy where they are known.
     """
     component = loss_by_name(
@@ -240,7 +241,8 @@ def grpo_step(
     [N, C]; advantages float [N]; optionally old_per_token_logps and ref_per_token_logps float [N, C] (nats; the latter
     is needed where beta > 0), and num_items_in_batch, a scalar: the tokens of the whole batch, that means over tokens
     divide by. Normalisers and the entropy quantile are those of the whole batch, whatever
-    `gradient_accumulation_steps` splits it into. is_training=False computes the same without an update.
+    `gradient_accumulation_steps` splits it into. is_training=False computes the same without an update or grad_norm.
+    Options that `loss_type` does not have are ignored, and "token" leaves `gspo` and `gspo_token` their level.
     Returns the next state and metrics: loss, grad_norm (before the optimizer), clip ratios, entropy, kl.
     """
     arrays = _batch(batch, num_generations, beta)
