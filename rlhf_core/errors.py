@@ -73,7 +73,7 @@ def disk_full(error: BaseException) -> bool:
 def error_line(error: BaseException, *callers: str) -> str:
     """Describe in one line what a component raised, with its `code_location`."""
     text = textwrap.shorten(str(error), 300, placeholder=" …")
-    return f"raised {type(error).__name__}: {text}{code_location(error, *callers)}"
+    return f"raised {type(error).__name__}{f': {text}' if text else ''}{code_location(error, *callers)}"
 
 
 def code_location(error: BaseException, *callers: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from rlhf_core.errors import InputError, RunError, Stopped, is_library_error
+from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error
 from rlhf_core.runtime import peers, signals
 from rlhf_core.runtime.disk_errors import DISK, disk_message
 
@@ -67,6 +67,10 @@ class Commands(TyperGroup):
             code = super().main(*arguments, **{**settings, "standalone_mode": False})
         except typer.Abort:
             code = FAILED
+        except SystemExit as error:  # a loss or a logger may call exit(); typer's own ends differ
+            raise RunError(
+                f"code that the command called {error_line(error)}; raise an exception instead"
+            ) from error
         except Exception as error:
             show_usage = getattr(error, "show", None)  # typer does not export the class
             if show_usage is None:

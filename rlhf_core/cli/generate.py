@@ -52,7 +52,7 @@ def generate(
     from rlhf_core.tokenizer.encoding import TextOptions, continuations
     from rlhf_core.tokenizer.text_options import kwargs_problem
 
-    require_writable(output)
+    require_writable(output, file)
     runtime.prepare()
     registry = plugin_loading.load(files=plugins).registry
     source = [{"prompt": text} for text in prompts] if file is None else str(file)

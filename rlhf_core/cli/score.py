@@ -50,7 +50,7 @@ def score(
     from rlhf_core import runtime
     from rlhf_core.scoring import Scorer, warn_unread
 
-    require_writable(output)
+    require_writable(output, file)
     runtime.prepare()
     registry = plugin_loading.load(files=plugins).registry
     records = data.load(str(file), registry=registry)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.config import Component
 from rlhf_core.contracts import TRAINER, Forecast, StagePrograms
-from rlhf_core.errors import InputError, RunError, Stopped, disk_full
+from rlhf_core.errors import InputError, RunError, Stopped, disk_full, suggest_file
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import day_begun
 from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
@@ -114,17 +115,30 @@ def each_stage(
 
 def _forecast(planned: StagePlan, stage: Stage, host: Host) -> Forecast:
     """Call the trainer's `forecast`, whose result may be its lines alone."""
+    elsewhere = _of_the_hub(planned)
     forecast = planned.trainer.forecast
     if forecast is None:
-        return Forecast()
+        return Forecast(elsewhere)
 
     def lines(config: TrainerConfig, stage: Stage) -> Forecast:
         made = forecast(config, stage)
-        if isinstance(made, Forecast):
-            return made
-        return Forecast(tuple(line if isinstance(line, str) else str(line) for line in made))
+        if not isinstance(made, Forecast):
+            made = Forecast(tuple(line if isinstance(line, str) else str(line) for line in made))
+        return replace(made, lines=(*made.lines, *elsewhere))
 
     return _called(planned, host, lines, stage, "forecast", module=forecast)
+
+
+def _of_the_hub(planned: StagePlan) -> tuple[str, ...]:
+    """Say that a model or tokenizer was not looked at, as only the hub can have it."""
+    model = planned.preview.model
+    field = "model.tokenizer" if isinstance(model, Mapping) else "model"
+    name = model.get("tokenizer") if isinstance(model, Mapping) else model
+    by_earlier_stage = model != planned.written.model
+    if by_earlier_stage or not isinstance(name, str) or Path(name).expanduser().is_dir():
+        return ()
+    hint = suggest_file(Path(name)) if Path(name).parent.is_dir() else ""
+    return (f"{field} '{name}' is not a directory here: the stage asks the hub for it when it begins.{hint}",)
 
 
 def _called(

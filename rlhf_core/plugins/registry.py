@@ -199,11 +199,14 @@ class Registry:
             message += f" {article} {kind.name} of yours is module:name or file.py:name."
             if name.endswith(".py"):
                 message += f" Write {name}:NAME."
-        if not ((alike and hint) or elsewhere or self.failures or self.disabled):
-            package = f"rlhf-{name.replace('_', '-')}"
+        is_path = ":" in name or name.endswith(".py")
+        if is_path and not kind.by_path:
             message += (
-                f" Install the package that has it, as a rule {package}, or give its file with --plugin."
+                f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
             )
+        elif not ((alike and hint) or elsewhere or is_path or self.failures or self.disabled):
+            package = f"rlhf-{name.replace('_', '-')}"
+            message += f" Install the package that has it, usually {package}, or give its file with --plugin."
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
         return " ".join([message, *(str(plugin.error) for plugin in self.failures)])

@@ -282,10 +282,12 @@ def _to_json(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
-def require_writable(output: Path | None) -> None:
-    """Raise InputError if the output file could not be written, before its rows are computed."""
+def require_writable(output: Path | None, source: Path | None = None) -> None:
+    """Raise InputError if the output file could not be written, or is its own source, before its rows are computed."""
     if output is None:
         return
+    if source is not None and source.exists() and output.is_file() and output.samefile(source):
+        raise InputError(f"-o {output}: is the file that is read; give another file")
     there = next(folder for folder in output.absolute().parents if folder.exists())
     if output.is_dir():
         raise InputError(f"-o {output}: is a directory; give the file to write in it")

@@ -69,9 +69,8 @@ def load_tokenizer(source: str | Path) -> Any:
                 f"(it has {present})"
             )
     elif not _is_hub_name(str(source)):
-        siblings = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         where = "" if path.parent.is_dir() else f" ({path.parent} does not exist either)"
-        raise InputError(f"no tokenizer at {source}: no such directory{where}.{suggest(path.name, siblings)}")
+        raise InputError(f"no tokenizer at {source}: no such directory{where}.{_suggest_directory(path)}")
     from transformers import AutoTokenizer
 
     unreachable = "" if path.is_dir() else _hub_problem(str(source))
@@ -89,8 +88,8 @@ def load_tokenizer(source: str | Path) -> Any:
             raise InputError(_load_problem(path, error)) from error
         reason = unreachable or (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"no tokenizer '{source}': no such directory here, nor does the hub give it ({reason}). Without "
-            "network, fetch its files elsewhere and give their directory"
+            f"no tokenizer '{source}': there is no such directory, and the hub has none of that name ({reason})."
+            f"{_suggest_directory(path)} Without network, fetch its files elsewhere and give their directory"
         ) from error
     return tokenizer
 
@@ -132,6 +131,12 @@ def _load_problem(path: Path, error: BaseException) -> str:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         reason = "it has no tokenizer.json; put it there"
     return f"the tokenizer in {path} cannot be read: {reason}"
+
+
+def _suggest_directory(path: Path) -> str:
+    """Return ` Did you mean 'x'?` for a directory beside a missing one, or an empty string."""
+    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    return suggest(path.name, beside)
 
 
 def _is_hub_name(source: str) -> bool:

@@ -17,7 +17,15 @@ from rlhf_core import data
 from rlhf_core.config import Component
 from rlhf_core.contracts import SAMPLER, SamplerInputs
 from rlhf_core.errors import InputError
-from rlhf_core.models import Head, Model, check_model, fresh_model, load_model
+from rlhf_core.models import (
+    Head,
+    Model,
+    check_model,
+    fresh_model,
+    load_model,
+    local_directory,
+    stored_head,
+)
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
@@ -57,14 +65,15 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     elif isinstance(source, Mapping):
         table = dict(source)
         named = table.pop("tokenizer", None)
-        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(named)
+        with error_context(stage, "model.tokenizer"):
+            tokenizer = tokenizer if tokenizer is not None else load_tokenizer(named)
         model = fresh_model(
             table, head, tokenizer=tokenizer, mesh=mesh, seed=stage.seed, registry=stage.registry
         )
     else:
         stage.say(f"loading {source}")
         with warnings.catch_warnings():
-            # Training gives it one.
+            # Training gives it one, as is said below.
             warnings.filterwarnings("ignore", message=".*its reward head is new")
             model = load_model(
                 str(source),
@@ -75,6 +84,8 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
                 verify=config.verify,
                 revision=config.model_revision,
             )
+        if head == "score" and stored_head(local_directory(str(source), config.model_revision)) != "score":
+            stage.say(f"{source} is a language model: its reward head is new")
     if config.stored_dtype is not None:
         model = replace(model, stored_dtype=config.stored_dtype)
     with error_context(stage, "model"):

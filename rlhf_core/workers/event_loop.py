@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rlhf_core.workers import stage_end
@@ -49,6 +50,7 @@ class _LoopThread:
     def __init__(self) -> None:
         self.owner = os.getpid()  # a forked copy of the process has no such thread
         self.loop = asyncio.new_event_loop()
+        self.ending = False
         # A daemon, so that a coroutine that never returns does not keep Python from exiting.
         self.thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self.thread.start()
@@ -56,7 +58,12 @@ class _LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            while True:
+                # A task's SystemExit or KeyboardInterrupt also ends the loop, for which every other call would wait.
+                with suppress(SystemExit, KeyboardInterrupt):
+                    self.loop.run_forever()
+                if self.ending:
+                    break
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()
@@ -67,6 +74,8 @@ class _LoopThread:
 
     def close(self) -> None:
         """Cancel the coroutines that still run, and wait up to 5 s for the thread to end."""
+        self.ending = True
         if self.thread is not threading.current_thread():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            with suppress(RuntimeError):  # it has ended by itself
+                self.loop.call_soon_threadsafe(self.loop.stop)
             self.thread.join(timeout=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,6 +214,38 @@ def test_what_libraries_log_is_shown_like_other_messages(
     finally:
         logging.setLogRecordFactory(before)
     assert caplog.messages == [r"**********\x1b[2J"]
+
+
+@pytest.mark.usefixtures("fake")
+def test_code_that_exits_is_a_failure_with_its_place(pipeline: Path, rlhf: Callable[..., Any]) -> None:
+    Path("quits.py").write_text(
+        "import sys\n"
+        "from rlhf_core import LOGGER, hookimpl\n"
+        "class Quits:\n"
+        "    @hookimpl\n"
+        "    def rlhf_stage_start(self):\n"
+        "        sys.exit(9)\n"
+        "@hookimpl\n"
+        "def rlhf_register(registry):\n"
+        "    registry.add(LOGGER, 'quits', Quits)\n"
+    )
+    chosen = (
+        "--dir",
+        "run",
+        "--plugin",
+        str(FAKE_TRAINERS),
+        "--plugin",
+        "quits.py",
+        "--set",
+        "base.logger=['quits']",
+    )
+    ended = rlhf("run", str(pipeline), *chosen)
+    place = rf"\({re.escape(str(Path('quits.py').resolve()))} line 6\)"
+    assert ended.code == 1
+    assert re.fullmatch(
+        rf"code that the command called raised SystemExit: 9 {place}; raise an exception instead",
+        ended.message,
+    )
 
 
 @pytest.mark.usefixtures("fake")

@@ -85,6 +85,11 @@ def test_nothing_is_said_of_the_defaults_and_of_a_sound_config():
     assert told({**TWICE, "epsilon": 0.2, "epsilon_high": 0.28, "delta": 4.0}) == ""
 
 
+def test_nothing_is_said_of_the_options_of_other_peoples_losses():
+    for changes in ({}, TWICE):
+        assert told({"loss": {"name": "gentle", "epsilon": 0.1, "delta": 1.0}, **changes}) == ""
+
+
 @pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
 def test_advantages_without_a_deviation_of_the_group_hear_nothing_of_its_scale(name):
     assert told({"kl": {"place": "reward"}, "advantage": {"name": name}}) == ""

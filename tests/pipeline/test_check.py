@@ -299,6 +299,18 @@ def test_previews_see_the_model_that_is_still_to_be_made(pipeline: Path, fake: M
     assert planned.stages[2].config.rewards[0].options["model"].endswith("runs/a/rm/artifacts/model")
 
 
+def test_what_only_the_hub_can_have_is_said(pipeline: Path, fake: ModuleType) -> None:
+    """A directory beside it suggests that the name was misspelt."""
+    Path("tokenizer").mkdir()
+    sets = ['base.model={model_type="llama", tokenizer="tokeniser"}', 'policy.model="nobody/none"']
+    planned = plan(read(pipeline, sets=sets, dir="runs/a"), plugins.load(objects=[fake]))
+    lines = stage_forecasts(planned, plugins.load(objects=[fake]))
+    said = "is not a directory here: the stage asks the hub for it when it begins."
+    assert lines["base"].lines[-1] == f"model.tokenizer 'tokeniser' {said} Did you mean 'tokenizer'?"
+    assert lines["policy"].lines[-1] == f"model 'nobody/none' {said}"
+    assert len(lines["rm"].lines) == 1
+
+
 def test_a_trainer_need_not_forecast(pipeline: Path, fake: ModuleType) -> None:
     host = plugins.load(objects=[fake])
     planned = plan(read(pipeline, dir="runs/a"), host)

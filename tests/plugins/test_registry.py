@@ -177,7 +177,9 @@ def test_a_reward_that_is_not_there(registry: Registry, rewards: Path, name: str
 
 
 def test_places_are_for_rewards_only(registry: Registry, rewards: Path) -> None:
-    with pytest.raises(InputError, match="no policy loss named 'rewards_of_mine:brevity'"):
+    with pytest.raises(
+        InputError, match=r"no policy loss named 'rewards_of_mine:brevity'.* that file with --plugin\.$"
+    ):
         registry.get(POLICY_LOSS, "rewards_of_mine:brevity")
 
 

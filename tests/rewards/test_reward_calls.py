@@ -286,6 +286,27 @@ def test_a_function_may_raise_a_timeout_error_of_its_own():
         score([Reward("r", 1.0, refuses, timeout=60)], INPUTS)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_function_that_exits_is_one_that_failed(error):
+    """asyncio raises these in the event loop too, which other calls use."""
+
+    def exits(completions):
+        raise error
+
+    async def exits_in_a_task(completions):
+        await asyncio.gather(asyncio.sleep(0), later(completions))
+
+    async def later(completions):
+        exits(completions)
+
+    for function in (exits, exits_in_a_task):
+        with pytest.raises(
+            RunError, match=rf"^reward 'r' raised {type(error).__name__}\b.* \(.*test_reward_calls"
+        ):
+            score([Reward("r", 1.0, function)], INPUTS)
+        assert score([Reward("r", 1.0, ones)], INPUTS)[0] == [1.0]
+
+
 @pytest.mark.parametrize(
     ("function", "timeout", "said"),
     [

@@ -195,6 +195,13 @@ CASES = {
             "scorer",
             "pairs.jsonl",
             "-o",
+            "./pairs.jsonl",
+            expected=("is the file that is read; give another file",),
+        ),
+        score(
+            "scorer",
+            "pairs.jsonl",
+            "-o",
             "pairs.jsonl/o",
             expected=("-o pairs.jsonl/o: not a directory: ", "give another file"),
         ),

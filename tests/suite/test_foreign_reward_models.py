@@ -104,7 +104,9 @@ def test_training_it_on_keeps_where_it_is_read(
     assert again.metadata["contract"]["read_at"] == kept
 
 
-def test_a_model_that_starts_as_a_language_model_is_read_at_the_stop_token(tiny: Any, tmp_path: Path) -> None:
+def test_a_model_that_starts_as_a_language_model_is_read_at_the_stop_token(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "lm"
     model = tiny.make_model("lm")
     dataclasses.replace(model, tokenizer=make_tokenizer()).save(path)
@@ -116,6 +118,7 @@ def test_a_model_that_starts_as_a_language_model_is_read_at_the_stop_token(tiny:
     config = RewardConfig(max_training_steps=1, total_batch_size=1, save_directory=str(tmp_path / "run"))
     trained = RewardTrainer(config, model=str(path), train_dataset=rows).train().artifact
     assert trained.metadata["contract"]["read_at"] == "eos"
+    assert f"{path} is a language model: its reward head is new" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], []])

@@ -158,6 +158,6 @@ def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Pat
         assert refused.returncode == 2
         assert refused.stderr.splitlines() == [
             "stage 'policy'.trainer: no trainer named 'grpo'. Installed: distill, dpo, reward, sft. Install the "
-            "package that has it, as a rule rlhf-grpo, or give its file with --plugin."
+            "package that has it, usually rlhf-grpo, or give its file with --plugin."
         ]
     assert not (tmp_path / "run").exists()

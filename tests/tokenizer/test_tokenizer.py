@@ -194,7 +194,7 @@ def test_hub_names_without_network(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
     with pytest.raises(
-        InputError, match=r"no such directory here, nor does the hub give it \(Name or service"
+        InputError, match=r"there is no such directory, and the hub has none of that name \(Name or service"
     ):
         load_tokenizer("nobody/nothing-of-this-name")
 

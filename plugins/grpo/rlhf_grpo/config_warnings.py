@@ -27,10 +27,13 @@ def config_warnings(
     updates: of the whole run. context: tokens that the model was made for; longest_prompt: tokens. Both are None while
     they are unknown.
     """
+    from rlhf_grpo.losses import LOSSES
+
     prompt = config.max_prompt_length if longest_prompt is None else longest_prompt
+    built_in = config.loss.name in LOSSES  # what the options of others do is not known
     return [
-        *_clipping(config),
-        *_loss(config.loss.name, config.loss.options),
+        *(_clipping(config) if built_in else ()),
+        *(_loss(config.loss.name, config.loss.options) if built_in else ()),
         *_reference(config, updates),
         *_sampling(config),
         *_epochs(config),
