@@ -237,6 +237,10 @@ def test_an_episode_that_fails_is_reported_and_left_out(collect, name, options, 
     assert not rollout.samples.mask[failed].any()
     assert not np.isnan(np.delete(rollout.total, failed)).any()
     assert rollout.metrics["episodes/failed"] == 4
+    assert (
+        rollout.whole_completions()
+        == np.delete(np.array(rollout.inputs.completions, object), failed).tolist()
+    )
 
 
 def test_a_failure_can_end_the_run(train):
