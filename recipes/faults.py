@@ -198,7 +198,7 @@ FAULTS = (
     ),
     Fault(
         "kl-not-in-reward",
-        "the penalty that belongs into the reward is nowhere",
+        "the penalty that belongs in the reward is nowhere",
         GRPO + "updates.py",
         "rollout.total - config.kl.beta * penalty",
         "rollout.total - 0.0 * penalty",

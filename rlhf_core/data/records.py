@@ -168,8 +168,8 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
     kind = kind or format_of(path)
     if kind is None:
         raise InputError(
-            f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); to say which it is: "
-            f'{{ name = "jsonl", path = "{name}" }}'
+            f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); rename it, or in a "
+            f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
     rows, numbers, kinds, fingerprint = read_file(path, name, kind)
     source = Source(name, rows, numbers, fingerprint, kinds)

@@ -143,14 +143,15 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
         with reading(path):
             try:
                 return tomllib.loads(text)
             except tomllib.TOMLDecodeError as error:
                 message, _, at = str(error).partition(" (at ")
                 line = f" {at.rstrip(')')}" if at else ""
-                raise InputError(f"{path}{line}: not valid TOML: {message}") from None
+                fix = "; write [[stage]], with two brackets" if "('stage',) twice" in message else ""
+                raise InputError(f"{path}{line}: not valid TOML: {message}{fix}") from None
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"{path}: no such file.{suggest_file(path)}") from None
     except IsADirectoryError:

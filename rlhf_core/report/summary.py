@@ -99,7 +99,7 @@ def _accuracy(stage: StageRun, pairs: int) -> str:
     if pairs < 1 or not 0 <= last <= 1:
         return ""
     low, high = wilson(last, pairs)
-    chance = "" if low > 0.5 or high < 0.5 else ", which guessing could reach, too"
+    chance = "" if low > 0.5 or high < 0.5 else ", which guessing could reach too"
     return (
         f"After update {points.steps[-1]:,.0f} the chosen reply has the higher score in {last:.1%} of {pairs:,} "
         f"held-out pairs (95 % interval: {low:.1%} to {high:.1%}){chance}."

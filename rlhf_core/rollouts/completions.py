@@ -79,7 +79,7 @@ def empty_warning(completions: Sequence[Turns]) -> str | None:
     if empty * 2 <= len(completions):
         return None
     return (
-        f"{empty:,} of {len(completions):,} completions are empty: the model ends them at once, as chat models do "
+        f"{empty:,} of {len(completions):,} completions are empty: the model stops right away, as chat models do "
         'after plain texts; write prompts as messages, [{"role": "user", "content": …}], so that its chat template is '
         "used"
     )

@@ -212,9 +212,13 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         template = self._with_tools if tools else self.text
         if template is None:
-            raise InputError(
-                'the tokenizer has no chat template: set chat_template = "plain", or give a template file'
+            fix = 'set chat_template = "plain", or give a template file'
+            fix = (
+                'set chat_template to a file that writes tools, not to "plain", which does not'
+                if tools
+                else fix
             )
+            raise InputError(f"the tokenizer has no chat template: {fix}")
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -112,7 +112,7 @@ def test_an_accuracy_has_an_interval(tmp_path: Path) -> None:
     low, high = wilson(0.875, 4)
     expected = (
         "After update 20 the chosen reply has the higher score in 87.5% of 4 held-out pairs "
-        f"(95 % interval: {low:.1%} to {high:.1%}), which guessing could reach, too."
+        f"(95 % interval: {low:.1%} to {high:.1%}), which guessing could reach too."
     )
     assert expected in words(run)
 
