@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 HERE = str(Path(__file__).parent.parent)
 SHOWN = 5
 """Rows that are named; the others are counted."""
+ROWS_LOOKED_AT = 10_000
+"""Rows in which values that a function needs are looked for; a large file is read row by row."""
 SECONDS = 60.0
 MADE_UP = (" The answer is 4.", "4", "")
 """Made-up completions; one is empty, as a policy writes them sooner or later."""
@@ -143,7 +145,7 @@ def forecast_rewards(
     except InputError as error:
         problems += error.problems
     for reward in rewards:
-        lines += _collisions(reward, table.columns)
+        lines += [*_collisions(reward, table.columns), *_without_value(reward, table)]
         callable_now = reward.tried and not reward.asynchronous and not reward.collective
         if not callable_now or not len(table.raw) or reward.check_columns(list(table.columns), ""):
             continue
@@ -181,6 +183,19 @@ def _collisions(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[st
         for name in sorted(takes - needs - set(OWN) - set(reward.chosen))
         if name in columns
     ]
+
+
+def _without_value(reward: Reward, prompts: Any) -> list[str]:
+    """Count the rows without a value that the function needs: null, or not in the row at all."""
+    lines = []
+    for name in sorted(reward.wants()[0] & set(prompts.columns)):
+        rows = range(min(len(prompts.raw), ROWS_LOOKED_AT))
+        if without := [i for i in rows if prompts.columns[name][i] is None]:
+            lines.append(
+                f"reward '{reward.label}': {len(without):,} of {len(rows):,} rows have no '{name}'; the first is "
+                f"{prompts.where(without[0])}"
+            )
+    return lines
 
 
 def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:

@@ -59,6 +59,16 @@ def check(tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return check
 
 
+def test_rows_without_a_value_that_a_reward_needs_are_counted(check: Any) -> None:
+    rows = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
+    rows[4]["answer"] = None
+    del rows[1]["answer"]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (line,) = [line for line in check('{ name = "exact_match" }') if "exact_match" in line]
+    assert line.startswith("reward 'exact_match': 2 of 6 rows have no 'answer'; the first is ")
+    assert line.endswith("prompts.jsonl row 2")
+
+
 def test_all_that_is_wrong_with_rewards_is_told_at_once(check: Any) -> None:
     with pytest.raises(InputError) as caught:
         check(
