@@ -248,6 +248,7 @@ class _Worker:
     def __init__(self) -> None:
         self.unready: tuple[Any, ...] | None = None
         self._mark = secrets.token_hex(16)
+        self._since = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
         self.process = subprocess.Popen(
             [sys.executable, "-P", CHILD],
             stdin=subprocess.PIPE,
@@ -309,8 +310,9 @@ class _Worker:
         """Wait for the process to end, kill the processes that it left behind, and close its pipes."""
         self.process.wait()
         for _ in range(ROUNDS):
-            if not _kill_marked(self._mark):
+            if not _kill_marked(self._mark, self._since):
                 break
+            time.sleep(0.002)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -379,14 +381,27 @@ class _TimeIsUp(Exception):
     pass
 
 
-def _kill_marked(mark: str) -> int:
-    """Kill the processes whose environment, when they began, had this mark; return how many live. Linux only."""
+def _kill_marked(mark: str, since: float) -> int:
+    """Kill the processes whose environment, when they began, had this mark; return how many live. Linux only.
+
+    since: seconds from the machine's start. A process begun since then may have the mark, although its environment is
+    empty: exec replaces it in two steps.
+    """
     variable, living = f"{MARK}={mark}".encode(), 0
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if variable in (entry / "environ").read_bytes().split(b"\0"):
+            environment = (entry / "environ").read_bytes()
+            if variable in environment.split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
+                living += 1
+            elif not environment and os.readlink(entry / "exe") and _began(entry) > since - 1:
                 living += 1
         except OSError:  # it has ended, or belongs to someone else
             continue
     return living
+
+
+def _began(process: Path) -> float:
+    """Return when a process of /proc began, in seconds from the machine's start."""
+    ticks = (process / "stat").read_text().rpartition(")")[2].split()[19]
+    return int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -18,6 +18,7 @@ import pytest
 from rlhf_core import workers
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
+from rlhf_core.workers.pool import _kill_marked
 
 FUNCTIONS = """
 import asyncio, os, re, signal, sys, threading, time
@@ -254,6 +255,17 @@ def test_what_a_function_started_ends_with_its_worker(functions: Any) -> None:
 
     # The kernel ends them in its own time.
     wait_for(lambda: not any(map(sleeps, filter(str.isdecimal, set(os.listdir("/proc")) - before))))
+
+
+def test_a_process_in_the_middle_of_its_exec_is_looked_at_again() -> None:
+    """It has an environment only at the end of it; this one never has."""
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    with subprocess.Popen(["sleep", "1000"], env={}) as process:
+        wait_for(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        assert _kill_marked("a mark", now) >= 1
+        assert _kill_marked("a mark", now + 3600) == 0
+        assert process.poll() is None
+        process.kill()
 
 
 def test_what_is_no_answer_is_not_waited_for(functions: Any) -> None:
