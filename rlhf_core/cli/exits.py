@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import logging
@@ -67,7 +68,10 @@ class Commands(TyperGroup):
             code = super().main(*arguments, **{**settings, "standalone_mode": False})
         except typer.Abort:
             code = FAILED
-        except SystemExit as error:  # a loss or a logger may call exit(); typer's own ends differ
+        except SystemExit as error:
+            if getattr(error.__context__, "errno", None) == errno.EPIPE:  # typer's, of a reader that is gone
+                raise
+            # A loss or a logger may call exit().
             raise RunError(
                 f"code that the command called {error_line(error)}; raise an exception instead"
             ) from error

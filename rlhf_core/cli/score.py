@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from rlhf_core.data.best_of_n import completion_lists
 from rlhf_core.data.column_mapping import prompts_as_turns
 from rlhf_core.errors import UNREADABLE, InputError, suggest
 from rlhf_core.runtime.disk_errors import attempt
-from rlhf_core.runtime.files import flush, make_directory, require_writable
+from rlhf_core.runtime.files import flush, make_directory, open_stream, require_writable
 from rlhf_core.runtime.terminal import echo
 
 if TYPE_CHECKING:
@@ -67,11 +68,15 @@ def score(
     read = Records([prompts_as_turns(source) for source in records.sources]) if chat else records
     _warn_untemplated(read, lists, scorer)
     counts = Counts(column)
-    if output is None:
+    stream = None if output is None else open_stream(output)
+    if output is None or stream is not None:
+        write: Callable[[str], Any] = write_text if stream is None else stream.write
         for part in scorer.score_parts(read, prompt_repeated=prompt_repeated):
             rows = counts.next_rows(records, part)
-            write_text("".join(_lines(rows, part)))
+            write("".join(_lines(rows, part)))
             counts.add(rows, part)
+        if stream is not None:
+            stream.close()
     else:
         settings = [model, normalize, prompt_repeated, chat, column]
         unfinished = Unfinished(output, _identity(scorer, records, settings), counts, scorer)
@@ -83,7 +88,7 @@ def score(
         unfinished.finish()
     warn_unread(counts.unread)
     for line in counts.summary.lines():
-        echo(line, err=output is None)
+        echo(line, err=output is None or stream is not None)
 
 
 def _warn_untemplated(records: Records, lists: Sequence[str | None], scorer: Scorer) -> None:
@@ -126,8 +131,9 @@ class Unfinished:
     def __init__(self, output: Path, identity: str, counts: Counts, scorer: Scorer) -> None:
         """identity: hash of the rows, model and settings; files with another one are not resumed."""
         self.output, self.identity, self.counts, self.scorer = output, identity, counts, scorer
-        self.rows = output.with_name(f".{output.name}.unfinished")
-        self.state = output.with_name(f".{output.name}.unfinished.json")
+        self.target = Path(os.path.realpath(output))  # a link stays one
+        self.rows = self.target.with_name(f".{output.name}.unfinished")
+        self.state = self.target.with_name(f".{output.name}.unfinished.json")
         self.parts = 0
         self.file: Any = None
 
@@ -145,7 +151,7 @@ class Unfinished:
         return self.parts
 
     def _open_rows(self, size: int) -> None:
-        make_directory(self.output.parent)
+        make_directory(self.target.parent)
         self.file = open(self.rows, "r+b" if self.parts else "wb")  # noqa: SIM115  (`finish` closes it)
         self.file.truncate(size)
         self.file.seek(size)
@@ -183,8 +189,10 @@ class Unfinished:
         self._attempt(self._put_in_place)
 
     def _put_in_place(self) -> None:
-        os.replace(self.rows, self.output)
-        flush(self.output.parent)
+        if self.target.exists():
+            shutil.copymode(self.target, self.rows)
+        os.replace(self.rows, self.target)
+        flush(self.target.parent)
         self.state.unlink(missing_ok=True)
 
 

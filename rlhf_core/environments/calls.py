@@ -147,7 +147,10 @@ def outcome(call: Any) -> Any:
     """Return the value of a call, or the exception that it raised, as a value."""
     try:
         return call.result() if isinstance(call, Future) else call
-    except Exception as error:
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # code that calls exit() fails, as it would in a process of its own
         return error
 
 

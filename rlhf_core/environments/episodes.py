@@ -138,13 +138,13 @@ class Episodes:
                     begun.append(
                         self.calls.call(episode.environment, "reset", dict(episode.row), episode.seed)
                     )
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     begun.append(error)
             for episode, call in zip(self.episodes, begun, strict=True):
                 try:
                     messages = self._value(episode, outcome(call))
                     episode.messages = checked_messages(messages, "reset")
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     self._fail(episode, "reset", error)
         self._share()
         for i, episode in enumerate(self.episodes):
@@ -200,7 +200,7 @@ class Episodes:
             return
         try:
             call = self.calls.call(episode.environment, "step", dict(episode.messages[-1]))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             call = error
         if isinstance(call, Future):
             self._pending[call] = conversation
@@ -218,7 +218,7 @@ class Episodes:
             self._ready.append(self._continue(conversation, episode, turn) or over)
         except TemplateError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._fail(episode, "step", error)
             self._ready.append(over)
 

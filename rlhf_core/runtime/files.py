@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.disk_errors import GOES_ON, attempt
@@ -72,6 +72,17 @@ def _replace(
         os.close(descriptor)
     os.replace(temporary, target)
     flush(target.parent)
+
+
+def open_stream(path: Path) -> TextIO | None:
+    """Open what is not a regular file, such as a pipe or /dev/stdout, to write to it; None for any other path."""
+    if not path.exists():
+        return None
+    status = os.stat(path)
+    if (stream := _standard_stream(status)) is not None:
+        sys.stdout.flush()
+        return open(os.dup(stream), "w", encoding="utf-8")
+    return None if stat.S_ISREG(status.st_mode) else open(path, "w", encoding="utf-8")
 
 
 def _standard_stream(file: os.stat_result) -> int | None:

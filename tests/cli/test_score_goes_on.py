@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,6 +51,25 @@ def calls(monkeypatch):
 
 def left(directory):
     return sorted(path.name for path in directory.iterdir() if path.name != "pairs.jsonl")
+
+
+def test_a_link_and_a_pipe_are_written_to_and_not_replaced(model, rows, tmp_path, capsys):
+    commands.score(str(model), rows, tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    target, link, pipe = (tmp_path / name for name in ("target.jsonl", "link.jsonl", "pipe"))
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    commands.score(str(model), rows, link)
+    assert link.is_symlink()
+    assert (target.read_bytes(), target.stat().st_mode & 0o777) == (whole, 0o640)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_bytes)
+        commands.score(str(model), rows, pipe)
+        assert read.result() == whole
+    assert pipe.is_fifo()
+    assert left(tmp_path) == ["link.jsonl", "pipe", "target.jsonl", "whole.jsonl"]
 
 
 def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, capsys):
