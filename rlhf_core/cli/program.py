@@ -288,7 +288,7 @@ def generate(
     num_generations: Annotated[
         int, typer.Option("--num_generations", min=1, help="Completions per prompt.")
     ] = 1,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     chat_template: Template = None,
     chat_template_kwargs: TemplateKwargs = None,
     raw: Raw = False,

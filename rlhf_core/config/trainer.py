@@ -203,6 +203,7 @@ class TrainerConfig(Options):
     seed: int | None = Field(
         None,
         ge=0,
+        le=2**32 - 1,
         description="seed of fresh weights, the order of rows, dropout and samples; none: the pipeline's",
     )
     lora: LoraOptions | None = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 HERE = str(Path(__file__).parent.parent)
 METHODS = ("reset", "step")
+OWN_METRICS = ("turns", "failed", "cut_ratio", "observation_tokens")
+"""Metrics that `Episodes.measure` computes, as episodes/NAME."""
 
 
 class EpisodeError(Exception):
@@ -113,6 +116,10 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
         raise EpisodeError("returned no messages; an episode begins with at least one")
     if messages and messages[-1]["role"] == "assistant":
         raise EpisodeError("returned an assistant's message last; the last one is to be replied to")
+    try:
+        json.dumps(messages)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"returned messages with a value that JSON cannot hold: {error}") from error
     return messages
 
 
@@ -123,6 +130,11 @@ def checked_turn(value: Any) -> Turn:
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
         )
     numbers = {"reward": value.reward, **{f"metrics['{name}']": x for name, x in dict(value.metrics).items()}}
+    if taken := [name for name in OWN_METRICS if name in value.metrics]:
+        raise EpisodeError(
+            f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is measured for every environment; give "
+            "another name"
+        )
     for name, number in numbers.items():
         if number is None and name == "reward":
             continue

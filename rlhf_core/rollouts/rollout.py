@@ -272,7 +272,7 @@ class Rollout:
                 "finished": bool(self.samples.finished[i]),
                 **({} if said is None else said.described(i)),
             }
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
         write_atomic(path, "".join(lines))
 
     def _columns(self, i: int) -> dict[str, Any]:

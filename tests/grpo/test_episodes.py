@@ -56,6 +56,21 @@ class Hangs(Talk):
         return super().step(completion)
 
 
+@dataclass
+class Odd(Talk):
+    how: str = "exit"
+
+    def step(self, completion):
+        if self.number == 1 and self.how == "exit":
+            raise SystemExit(3)
+        turn = super().step(completion)
+        if self.number == 1 and self.how == "metric":
+            turn = turn._replace(metrics={"turns": 7.0})
+        if self.number == 1 and self.how == "message":
+            turn = turn._replace(messages=[{"role": "user", "content": "a", "at": {1, 2}}])
+        return turn
+
+
 class Differs(Talk):
     made = 0
 
@@ -226,6 +241,9 @@ def test_an_environment_in_worker_processes_answers_alike(collect):
             {"timeout": 0.5},
             "row 2: environment 'worlds.py:Hangs': step took longer than its timeout of 0.5 s",
         ),
+        ("Odd", {"how": "exit"}, "row 2: environment 'worlds.py:Odd': step raised SystemExit: 3"),
+        ("Odd", {"how": "metric"}, "step returned metrics['turns'], but episodes/turns is measured"),
+        ("Odd", {"how": "message"}, "step returned messages with a value that JSON cannot hold"),
     ],
 )
 def test_an_episode_that_fails_is_reported_and_left_out(collect, name, options, words):
