@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,7 +135,8 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     written = write(kind, name, directory, plugin_loading.load().registry)
     echo(
         f"{written.directory}: the {KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
-        f"next: pip install -e '{written.directory}[test]'; python -m pytest {written.directory}; rlhf plugins"
+        f"next: pip install -e {shlex.quote(f'{written.directory}[test]')}; "
+        f"python -m pytest {shlex.quote(str(written.directory))}; rlhf plugins"
     )
 
 

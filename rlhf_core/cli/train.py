@@ -31,6 +31,8 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
     flags = list(_flags(arguments))
     if not any(key in ("help", "h") for key, _ in flags):
         start()
+    if ("plugin", None) in flags:
+        raise InputError("--plugin: needs a value")
     host = plugins.load(files=[Path(value) for key, value in flags if key == "plugin" and value is not None])
     config = host.registry.get(TRAINER, trainer).config
     if any(key in ("help", "h") for key, _ in flags):

@@ -225,6 +225,13 @@ class Model:
         )
         return dataclasses.replace(self, definition=definition, params=merging(self.params), adapter=None)
 
+    def storing(self, dtype: str) -> Model:
+        """Return the model that `save` writes in this dtype, as `stored_dtype`, which its config.json then names."""
+        names = [name for name in ("dtype", "torch_dtype") if name in self.hf_config] or ["torch_dtype"]
+        return dataclasses.replace(
+            self, stored_dtype=dtype, hf_config={**self.hf_config, **dict.fromkeys(names, dtype)}
+        )
+
     def save(self, path: str | Path, *, tokenizer: Any | None = None) -> None:
         """Write a Hugging Face directory: config.json, safetensors in the source's dtype, tokenizer files.
 

@@ -299,6 +299,8 @@ def require_writable(output: Path | None, source: Path | None = None) -> None:
         return
     if source is not None and source.exists() and output.is_file() and output.samefile(source):
         raise InputError(f"-o {output}: is the file that is read; give another file")
+    if output.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+        raise InputError(f"-o {output}: what is written is not compressed; leave out {output.suffix}")
     there = next(folder for folder in output.absolute().parents if folder.exists())
     if output.is_dir():
         raise InputError(f"-o {output}: is a directory; give the file to write in it")

@@ -87,7 +87,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
         if head == "score" and stored_head(local_directory(str(source), config.model_revision)) != "score":
             stage.say(f"{source} is a language model: its reward head is new")
     if config.stored_dtype is not None:
-        model = replace(model, stored_dtype=config.stored_dtype)
+        model = model.storing(config.stored_dtype)
     with error_context(stage, "model"):
         model = model.computing(dtype=config.dtype, remat=config.remat)
     model = _with_adapters(config, stage, model, source)

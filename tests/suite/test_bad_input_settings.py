@@ -190,6 +190,8 @@ CASES = {
             expected=("dir: /proc/run cannot be made (", "give another --dir"),
         ),
         given("--set", "dir=", expected=('dir: missing; add dir = "runs/first"',)),
+        score("scorer", "pairs.jsonl", "-o", "o.jsonl.gz", expected=("is not compressed; leave out .gz",)),
+        flags("--plugin", expected=("--plugin: needs a value",)),
         score("scorer", "pairs.jsonl", "-o", "words", expected=("-o words: is a directory; give the file",)),
         score(
             "scorer",

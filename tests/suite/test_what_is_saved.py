@@ -118,12 +118,14 @@ def test_the_stored_dtype_is_that_of_the_files_unless_it_is_given(
     tiny: ModuleType, trained: Path, tmp_path: Path
 ) -> None:
     model = load_model(trained, mesh=tiny.one_device())
-    dataclasses.replace(model, stored_dtype="bfloat16").save(tmp_path / "bf16")
+    model.storing("bfloat16").save(tmp_path / "bf16")
     source = str(tmp_path / "bf16")
     kept, _ = train(tiny, "sft", tmp_path / "kept", source, evaluates=False)
     asked, _ = train(tiny, "sft", tmp_path / "asked", source, evaluates=False, stored_dtype="float32")
     assert load_model(kept.path).stored_dtype == "bfloat16"
     assert load_model(asked.path).stored_dtype == "float32"
+    named = [json.loads((Path(x.path) / "config.json").read_text())["torch_dtype"] for x in (kept, asked)]
+    assert named == ["bfloat16", "float32"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
