@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rlhf_reward.model_reward import ModelReward
 
+from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.rows import Layout, pack, tree
@@ -102,6 +103,9 @@ def test_the_scorer_and_the_reward_function_read_the_same(tiny, model, tmp_path)
     reward.setup(Stage())
     assert_same(reward(prompts, completions, number=[1, 2, 3, 4]), expected)
     assert_same(reward(prompts[::-1], completions[::-1]), expected[::-1])
+    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    with pytest.raises(InputError, match=rf"^reward model {tmp_path}: the tokenizer has no chat template"):
+        reward([chat[0]], [chat[1]])
 
 
 def test_a_run_that_goes_on_scores_in_the_shapes_it_had(tiny, model, tmp_path):

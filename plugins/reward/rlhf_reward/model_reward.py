@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core import InputError
 from rlhf_core.scoring import Scorer
 
 if TYPE_CHECKING:
@@ -47,9 +48,14 @@ class ModelReward:
         """
         if self._scorer is None:
             raise RuntimeError("setup(stage) comes before the first call")
-        scores = self._scorer.score_completions(
-            prompts, completions, columns.get("tools"), columns.get("chat_template_kwargs")
-        )
+        try:
+            scores = self._scorer.score_completions(
+                prompts, completions, columns.get("tools"), columns.get("chat_template_kwargs")
+            )
+        except InputError as error:  # such as conversations, for a model that was trained on plain texts
+            raise InputError(
+                *(f"reward model {self.model}: {problem}" for problem in error.problems)
+            ) from error
         return [None if math.isnan(score) else float(score) for score in scores]
 
     def snapshot(self) -> dict[str, Any]:
