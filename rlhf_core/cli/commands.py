@@ -62,7 +62,7 @@ def check(
                 f"rlhf check: --on {on} has {named.count} devices; leave out --devices {devices}"
             )
         devices = named.count
-    from rlhf_core.pipeline import stage_requests
+    from rlhf_core.pipeline import stage_requests, warn_of_readers
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.recorded_run import refusals
 
@@ -97,6 +97,7 @@ def check(
         problems = [*error.problems, *problems]
     if problems:
         raise InputError(*problems)
+    warn_of_readers(requests, records)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,9 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
         forecasts = stage_forecasts(plan, host, without=done)
         stop_if_asked(BEFORE)
         if is_main:
+            warn_of_readers(
+                stage_requests(plan, host), {name: record for name, (record, _) in records.items()}
+            )
             _write_resolved(plan, host)
         for name, forecast in forecasts.items():
             say(indented_list(f"stage '{name}' will train on", forecast.printed()))
@@ -112,6 +116,19 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
     if all(result.skipped for result in results.values()):
         say(f"{plan.dir}: every stage is done, nothing to run. To train again, give another --dir.")
     return Results(plan.dir, results)
+
+
+def warn_of_readers(requests: Sequence[StageRequest], records: Mapping[str, StageRecord]) -> None:
+    """Warn of stages that run anew although others, which are not new, have read what they made before."""
+    for request in requests:
+        if records[request.name].state == "new":
+            continue
+        for source in sorted(name for name in request.reads if records[name].state == "new"):
+            warnings.warn(
+                f"stage '{source}' runs anew, and stage '{request.name}' has read what it made before: if that "
+                f"changes, '{request.name}' is refused then; delete {request.dir} to run it anew too",
+                stacklevel=2,
+            )
 
 
 def stage_requests(plan: Plan, host: Host) -> list[StageRequest]:

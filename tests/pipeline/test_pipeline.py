@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -332,6 +333,19 @@ def test_a_finished_stage_is_extended_unless_later_ones_have_read_it(
     assert not any(stage.skipped for stage in results.stages.values())
     with pytest.raises(InputError, match=r"max_training_steps: then 5, now 3: the stage has made its 3"):
         go(pipeline, fake, "base.max_training_steps=3")
+
+
+def test_a_stage_that_runs_anew_under_one_that_is_done(
+    pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any]
+) -> None:
+    """It may end with the same model, so that it is not refused."""
+    go(pipeline, fake)
+    shutil.rmtree("runs/a/base")
+    said = "stage 'base' runs anew, and stage 'rm' has read what it made before: if that changes, 'rm' is refused"
+    ended = rlhf("check", str(pipeline), "--dir", "runs/a", "--plugin", str(fake.__file__))
+    assert said in ended.warned
+    with pytest.warns(UserWarning, match=said):
+        assert go(pipeline, fake).stages["policy"].skipped
 
 
 def test_settings_that_may_change_are_said_where_a_stage_goes_on(pipeline: Path, fake: ModuleType) -> None:
