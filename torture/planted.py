@@ -255,7 +255,7 @@ MUTANTS = (
         "sessions-survive",
         "processes that a reward started in sessions of their own outlive it",
         "rlhf_core/workers/pool.py",
-        "if not _kill_marked(self._mark):",
+        "if not _kill_marked(self._mark, self._since):",
         "if True:",
         "T12",
         "alone starts a session",
