@@ -241,6 +241,7 @@ def place(places: ModuleType, good: dict[str, bytes], tmp_path: Path, monkeypatc
     """The current directory, with everything that the pipelines name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # rewards.py changes faster than its time stamp
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # in processes of its own too
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
     made = places.Place(tmp_path, good)
     made.restore()
