@@ -97,7 +97,7 @@ def check(
         problems = [*error.problems, *problems]
     if problems:
         raise InputError(*problems)
-    warn_of_readers(requests, records)
+    warn_of_readers(planned, records)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(1, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -101,9 +101,7 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
         forecasts = stage_forecasts(plan, host, without=done)
         stop_if_asked(BEFORE)
         if is_main:
-            warn_of_readers(
-                stage_requests(plan, host), {name: record for name, (record, _) in records.items()}
-            )
+            warn_of_readers(plan, {name: record for name, (record, _) in records.items()})
             _write_resolved(plan, host)
         for name, forecast in forecasts.items():
             say(indented_list(f"stage '{name}' will train on", forecast.printed()))
@@ -118,15 +116,15 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
     return Results(plan.dir, results)
 
 
-def warn_of_readers(requests: Sequence[StageRequest], records: Mapping[str, StageRecord]) -> None:
+def warn_of_readers(plan: Plan, records: Mapping[str, StageRecord]) -> None:
     """Warn of stages that run anew although others, which are not new, have read what they made before."""
-    for request in requests:
-        if records[request.name].state == "new":
+    for stage in plan.stages:
+        if records[stage.name].state == "new":
             continue
-        for source in sorted(name for name in request.reads if records[name].state == "new"):
+        for source in sorted(name for name in _reads(stage) if records[name].state == "new"):
             warnings.warn(
-                f"stage '{source}' runs anew, and stage '{request.name}' has read what it made before: if that "
-                f"changes, '{request.name}' is refused then; delete {request.dir} to run it anew too",
+                f"stage '{source}' runs anew, and stage '{stage.name}' has read what it made before: if that "
+                f"changes, '{stage.name}' is refused then; delete {stage.dir} to run it anew too",
                 stacklevel=2,
             )
 
@@ -138,13 +136,16 @@ def stage_requests(plan: Plan, host: Host) -> list[StageRequest]:
             stage.name,
             stage.dir,
             _record(stage, host),
-            frozenset(
-                input.reference.partition(".")[0] for input in stage.inputs.values() if input.reference
-            ),
+            _reads(stage),
             f"restore those, use another --dir, or delete {stage.dir} to run it anew",
         )
         for stage in plan.stages
     ]
+
+
+def _reads(stage: StagePlan) -> frozenset[str]:
+    """Return the stages whose outputs this one reads."""
+    return frozenset(input.reference.partition(".")[0] for input in stage.inputs.values() if input.reference)
 
 
 def _record(stage: StagePlan, host: Host) -> differences.Record:

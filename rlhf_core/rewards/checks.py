@@ -189,10 +189,11 @@ def _without_value(reward: Reward, prompts: Any) -> list[str]:
     """Count the rows without a value that the function needs: null, or not in the row at all."""
     lines = []
     for name in sorted(reward.wants()[0] & set(prompts.columns)):
-        rows = range(min(len(prompts.raw), ROWS_LOOKED_AT))
-        if without := [i for i in rows if prompts.columns[name][i] is None]:
+        column, rows = prompts.columns[name], range(min(len(prompts.raw), ROWS_LOOKED_AT))
+        if without := [i for i in rows if column[i] is None]:
+            of = f"{'the first ' if len(prompts.raw) > len(rows) else ''}{len(rows):,} rows"
             lines.append(
-                f"reward '{reward.label}': {len(without):,} of {len(rows):,} rows have no '{name}'; the first is "
+                f"reward '{reward.label}': {len(without):,} of {of} have no '{name}'; the first is "
                 f"{prompts.where(without[0])}"
             )
     return lines

@@ -179,15 +179,6 @@ class Rollout:
                 trees.append(tree(prompt, [(i, slice(int(self.samples.lengths[i]))) for i in members]))
         return trees
 
-    def whole_completions(self) -> list[Any]:
-        """Return the completions, texts or messages, but for those of episodes that failed."""
-        assert self.inputs is not None
-        completions = self.inputs.completions
-        if self.conversations is None:
-            return list(completions)
-        failures = self.conversations.failures
-        return [said for said, failure in zip(completions, failures, strict=True) if failure is None]
-
     def tree_groups(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the group that each of `trees` belongs to."""
         groups, said = range(len(self.prompts))[start:stop], self.conversations

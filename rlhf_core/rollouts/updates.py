@@ -106,7 +106,7 @@ class RolloutUpdates(ABC):
         self.timing = rollout.timing
         self.order.add_rounds(rollout.rounds)
         self._end_with_epochs(number)
-        self.warnings.check(number, rollout.whole_completions(), rollout.metrics)
+        self.warnings.check(number, rollout)
         self.rollout = self.complete(rollout, state)
         self.packed = self.minibatches(self.rollout)
         logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_core.rollouts.completions import empty_warning
 
 if TYPE_CHECKING:
+    from rlhf_core.rollouts.rollout import Rollout
     from rlhf_core.stage import Stage
 
 FLAT_ROLLOUTS = 3
@@ -26,11 +26,16 @@ class RolloutWarnings:
         self.flat = 0  # rollouts in a row with nothing to compare
         self.given: set[str] = set()
 
-    def check(self, number: int, completions: Sequence[Any], metrics: Mapping[str, float]) -> None:
+    def check(self, number: int, rollout: Rollout) -> None:
         """Warn about empty completions in the first rollouts, and about groups without a difference.
 
-        number: of the rollout, from 0. metrics: the rollout's.
+        number: of the rollout, from 0.
         """
+        assert rollout.inputs is not None
+        completions, metrics = rollout.inputs.completions, rollout.metrics
+        if rollout.conversations is not None:  # episodes that failed have a warning of their own
+            failures = rollout.conversations.failures
+            completions = [said for said, why in zip(completions, failures, strict=True) if why is None]
         if number < FIRST_ROLLOUTS and (line := empty_warning(completions)) is not None:
             self._warn("empty", line)
         share = metrics.get("frac_reward_zero_std", 0.0)  # absent where a group is one completion

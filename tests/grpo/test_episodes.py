@@ -13,6 +13,8 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import open_collector
+from rlhf_core.rollouts.completions import empty_warning
+from rlhf_core.rollouts.warnings import RolloutWarnings
 from rlhf_core.training import open_rewards
 
 WORLDS = '''
@@ -59,6 +61,11 @@ class Hangs(Talk):
 @dataclass
 class Odd(Talk):
     how: str = "exit"
+
+    def reset(self, row, seed):
+        if self.how == "reset" and row["number"]:
+            raise ValueError("no such game")
+        return super().reset(row, seed)
 
     def step(self, completion):
         if self.number == 1 and self.how == "exit":
@@ -255,10 +262,14 @@ def test_an_episode_that_fails_is_reported_and_left_out(collect, name, options, 
     assert not rollout.samples.mask[failed].any()
     assert not np.isnan(np.delete(rollout.total, failed)).any()
     assert rollout.metrics["episodes/failed"] == 4
-    assert (
-        rollout.whole_completions()
-        == np.delete(np.array(rollout.inputs.completions, object), failed).tolist()
-    )
+
+
+def test_failed_episodes_do_not_count_as_empty_completions(collect, recwarn):
+    _, rollout = collect("Odd", {"how": "reset"})
+    assert rollout.metrics["episodes/failed"] == 12
+    assert empty_warning(rollout.inputs.completions) is not None
+    RolloutWarnings(SimpleNamespace(name="policy", is_main=True)).check(0, rollout)
+    assert not any("are empty" in str(each.message) for each in recwarn)
 
 
 def test_a_failure_can_end_the_run(train):

@@ -240,7 +240,7 @@ def test_what_a_function_started_ends_with_its_worker(functions: Any) -> None:
     left = pool.submit("leave").result()
     assert all(map(alive, left))
     pool.close()
-    wait_for(lambda: not any(map(alive, left)))
+    assert not any(map(alive, left))
     before = set(os.listdir("/proc"))
     pool = workers.Pool(functions.work, 1)
     with pytest.raises(workers.DiedError):
