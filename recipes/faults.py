@@ -299,7 +299,7 @@ FAULTS = (
     ),
     Fault(
         "one-key-per-group",
-        "the completions of a prompt are drawn with one key: they are all the same",
+        "all completions of a prompt are drawn with the same key, so they are identical",
         CORE + "rollouts/collector.py",
         "np.arange(first, first + n))",
         "np.arange(first, first + n) // self.num_generations)",
@@ -335,7 +335,7 @@ FAULTS = (
     ),
     Fault(
         "prompt-positions",
-        "the padding in front of a prompt counts in its positions",
+        "the padding before a prompt is counted in its positions",
         CORE + "sampling/loop.py",
         "positions = jnp.maximum(jnp.cumsum(used, axis=1) - 1, 0)",
         "positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)",
@@ -437,7 +437,7 @@ FAULTS = (
     ),
     Fault(
         "row-leaks",
-        "examples that are packed into a row see those before them",
+        "examples packed into one row see those before them",
         CORE + "packing/rows.py",
         "seen_until = np.where(is_branch, end, tree_end[owner]) - row * time",
         "seen_until = np.full_like(end, time)",
@@ -446,7 +446,7 @@ FAULTS = (
     ),
     Fault(
         "branches-leak",
-        "completions of a prompt see those beside them",
+        "completions of one prompt see each other",
         CORE + "packing/rows.py",
         "seen_until = np.where(is_branch, end, tree_end[owner]) - row * time",
         "seen_until = tree_end[owner] - row * time",

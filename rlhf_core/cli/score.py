@@ -7,7 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +71,11 @@ def score(
     stream = None if output is None else open_stream(output)
     if output is None or stream is not None:
         write: Callable[[str], Any] = write_text if stream is None else stream.write
-        for part in scorer.score_parts(read, prompt_repeated=prompt_repeated):
-            rows = counts.next_rows(records, part)
-            write("".join(_lines(rows, part)))
-            counts.add(rows, part)
-        if stream is not None:
-            stream.close()
+        with stream or nullcontext():
+            for part in scorer.score_parts(read, prompt_repeated=prompt_repeated):
+                rows = counts.next_rows(records, part)
+                write("".join(_lines(rows, part)))
+                counts.add(rows, part)
     else:
         settings = [model, normalize, prompt_repeated, chat, column]
         unfinished = Unfinished(output, _identity(scorer, records, settings), counts, scorer)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlhf_core.config.options import Component, Options, explain
+from rlhf_core.config.options import Component, Options, bound_text, explain
 from rlhf_core.config.problems import Problem, join, raise_or_warn
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
@@ -141,7 +141,7 @@ def fields(cls: type[Options]) -> list[FieldDoc]:
 def _bounds(field: FieldInfo) -> str:
     """Describe a field's limits."""
     limits = [
-        f", {sign} {getattr(note, name):g}"
+        f", {sign} {bound_text(getattr(note, name))}"
         for note in field.metadata
         for name, sign in _BOUNDS.items()
         if isinstance(getattr(note, name, None), int | float)

@@ -246,6 +246,11 @@ def _table_in(annotation: Any) -> type[Options] | None:
     return next(filter(None, map(_table_in, get_args(annotation))), None)
 
 
+def bound_text(bound: float) -> str:
+    """Write the limit of a field: whole numbers with all their digits, others shortened."""
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
 def _wanted(item: Any, table: type[Options]) -> str | None:
     """Describe the expected value, if that explains the error; else None."""
     kind = item["type"]
@@ -253,7 +258,7 @@ def _wanted(item: Any, table: type[Options]) -> str | None:
         return str(item["ctx"]["expected"])
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return f"a number {words} {item['ctx'][key]:g}"
+        return f"a number {words} {bound_text(item['ctx'][key])}"
     if kind == "model_type" and table.model_config.get("extra") == "allow":
         return "a name or a table"  # a component
     return _EXPECTED.get(kind)

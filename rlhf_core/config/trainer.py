@@ -89,7 +89,7 @@ class TrainerConfig(Options):
     learning_rate_end: float | None = Field(
         None,
         ge=0,
-        description="learning rate that schedules which decay have reached after the last update; none: 0",
+        description="learning rate that a falling schedule reaches after the last update; none: 0",
     )
     scheduler: Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(constant)] = Field(
         "constant", description="shape of the learning rate; wsd: constant, then linear over the last tenth"
@@ -108,8 +108,8 @@ class TrainerConfig(Options):
     gradient_accumulation_steps: int = Field(
         1,
         ge=1,
-        description="parts that an update is computed in; changes memory, not the result; lora.dropout drops other "
-        "values",
+        description="parts that an update is computed in; changes memory, not the result, except for which values "
+        "lora.dropout drops",
     )
     max_sequence_length: int = Field(1024, ge=2, description="tokens per example, prompt included")
     overlong: Literal["filter", "truncate"] = Field("filter", description="what happens to longer examples")

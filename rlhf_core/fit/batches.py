@@ -81,7 +81,8 @@ class UpdateSource(Protocol):
     def epochs(self, step: int) -> float:
         """Return how many passes over the data the first `step` updates make, the metric `epoch`.
 
-        step: not before the newest update; after it, an estimate where rollouts may take more prompts than one round.
+        step: of the newest update or a later one. For a later one it is an estimate where rollouts may take several
+        rounds of prompts.
         """
         ...
 

@@ -58,7 +58,7 @@ class PromptOrder:
         return number + 1 + self.extra_rounds >= self.epoch_rounds
 
     def epochs(self, step: int) -> float:
-        """Return how many passes over the prompts the first `step` updates make, those of the newest rollout and on."""
+        """Return how many passes over the prompts the first `step` updates make, of the newest rollout or later."""
         number, within = divmod(step - 1, self.updates_per_rollout)
         before = number + self.extra_rounds - (self.rounds - 1)  # rounds of the rollouts before this one
         rounds = before + self.rounds * (within + 1) / self.updates_per_rollout

@@ -59,7 +59,7 @@ class _LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             while True:
-                # A task's SystemExit or KeyboardInterrupt also ends the loop, for which every other call would wait.
+                # A task's SystemExit or KeyboardInterrupt also ends the loop; every other call would then wait forever.
                 with suppress(SystemExit, KeyboardInterrupt):
                     self.loop.run_forever()
                 if self.ending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -214,6 +215,21 @@ def test_what_libraries_log_is_shown_like_other_messages(
     finally:
         logging.setLogRecordFactory(before)
     assert caplog.messages == [r"**********\x1b[2J"]
+
+
+def test_a_reader_that_is_gone_gets_no_message(
+    rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `rlhf plugins | head -1`."""
+
+    def write(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # typer replaces them
+    monkeypatch.setattr("rlhf_core.cli.commands.plugins", write)
+    ended = rlhf("plugins")
+    assert (ended.code, ended.message, ended.out) == (1, "", "")
 
 
 @pytest.mark.usefixtures("fake")

@@ -17,12 +17,12 @@ CASES = [
     ),
     (
         {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.2},
-        "all of them are trained where one of them is chosen",
+        "every token of a sequence is trained if one of them is chosen",
         {"importance_sampling_level": "sequence_token"},
     ),
     (
         {"loss_type": "gspo", "top_entropy_quantile": 0.2, **TWICE},
-        "all of them are trained where one of them is chosen",
+        "every token of a sequence is trained if one of them is chosen",
         {"loss_type": "gspo_token"},
     ),
     ({"delta": 1.1, **TWICE}, "loss.delta=1.1: not above 1 + epsilon_high = 1.2", {"delta": 4.0}),

@@ -12,7 +12,7 @@ WEIGHTED = ("group", "rloo", "reinforce_pp", "normalize_then_sum")
 """Advantages that ignore a function of weight 0; others may read it all the same."""
 
 RATIO_OPTIONS = ("epsilon", "epsilon_high", "delta", "dual_clip", "temperature_pos", "temperature_neg")
-"""Options of policy losses that change nothing where every ratio is 1; but the cap of `cispo` does."""
+"""Options of policy losses that have no effect where every ratio is 1, except for the cap of `cispo`."""
 
 
 def config_warnings(
@@ -53,9 +53,8 @@ def _clipping(config: GRPOConfig) -> Iterator[str]:
     whole = options.get(level, "sequence" if config.loss.name == "gspo" else "token") == "sequence"
     if whole and config.top_entropy_quantile < 1:
         yield (
-            f"top_entropy_quantile={config.top_entropy_quantile:g}: the ratio of a whole sequence depends on all of "
-            "its tokens, so all of them are trained where one of them is chosen; use 'gspo_token' or a loss with "
-            "ratios per token"
+            f"top_entropy_quantile={config.top_entropy_quantile:g}: with one ratio per sequence, every token of a "
+            "sequence is trained if one of them is chosen; use 'gspo_token' or a loss with ratios per token"
         )
     if config.updates_per_rollout > 1:
         return

@@ -241,7 +241,7 @@ def grpo_step(
     [N, C]; advantages float [N]; optionally old_per_token_logps and ref_per_token_logps float [N, C] (nats; the latter
     is needed where beta > 0), and num_items_in_batch, a scalar: the tokens of the whole batch, that means over tokens
     divide by. Normalisers and the entropy quantile are those of the whole batch, whatever
-    `gradient_accumulation_steps` splits it into. is_training=False computes the same without an update or grad_norm.
+    `gradient_accumulation_steps` splits it into. With is_training=False nothing is updated, and grad_norm is left out.
     Options that `loss_type` does not have are ignored, and "token" leaves `gspo` and `gspo_token` their level.
     Returns the next state and metrics: loss, grad_norm (before the optimizer), clip ratios, entropy, kl.
     """
