@@ -192,6 +192,7 @@ CASES = {
         given("--set", "dir=", expected=('dir: missing; add dir = "runs/first"',)),
         score("scorer", "pairs.jsonl", "-o", "o.jsonl.gz", expected=("is not compressed; leave out .gz",)),
         flags("--plugin", expected=("--plugin: needs a value",)),
+        flags("--seed", "4294967296", expected=("seed: expected a number of at most 4,294,967,295",)),
         score("scorer", "pairs.jsonl", "-o", "words", expected=("-o words: is a directory; give the file",)),
         score(
             "scorer",
