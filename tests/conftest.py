@@ -162,9 +162,17 @@ def _no_modules_of_scripts() -> Iterator[None]:
     Several have a `judge`, a `task`, a `rewards`: what one file of tests imports must not be what the next one gets.
     """
     yield
+    forget_modules_of_scripts()
+
+
+def forget_modules_of_scripts() -> None:
+    """Remove from `sys.modules` what was imported by its bare name from a place of scripts, except what is installed.
+
+    The environment may be in such a place too, in a clone below /tmp, with `__main__`, which is pytest's own.
+    """
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and file.startswith(PLACES_OF_SCRIPTS) and Path(file).stem == name:
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(PLACES_OF_SCRIPTS) and not file.startswith(sys.prefix) and Path(file).stem == name:
             del sys.modules[name]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -156,3 +158,18 @@ def test_the_readme_names_demo_and_test(repository: Path) -> None:
     text = (repository / "README.md").read_text(encoding="utf-8")
     assert "make demo" in text
     assert "make test" in text
+
+
+def test_the_main_module_is_kept_where_scripts_are_forgotten(
+    request: pytest.FixtureRequest, repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a clone below /tmp, pytest's `__main__` and the installed packages are below a place of scripts."""
+    conftest = request.config.pluginmanager.get_plugin(str(repository / "tests" / "conftest.py"))
+    monkeypatch.setattr(conftest, "PLACES_OF_SCRIPTS", (sys.prefix, str(tmp_path)))
+    for name, directory in (("__main__", Path(sys.prefix, "lib", "pytest")), ("judge", tmp_path)):
+        module = ModuleType(name)
+        module.__file__ = str(directory / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+    conftest.forget_modules_of_scripts()
+    assert "__main__" in sys.modules
+    assert "judge" not in sys.modules
