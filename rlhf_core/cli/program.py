@@ -119,6 +119,14 @@ Merge = Annotated[
     bool, typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone.")
 ]
 CompletionLength = Annotated[int, typer.Option("--max_completion_length", min=1, help="Tokens.")]
+PromptLength = Annotated[
+    int | None,
+    typer.Option(
+        "--max_prompt_length",
+        min=1,
+        help="Tokens that a prompt is cut to, with a warning; default: longer than the model's context is refused.",
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: the most likely token.")]
 SequenceLength = Annotated[
     int | None, typer.Option("--max_sequence_length", min=1, help="Tokens; default: the trainers'.")
@@ -277,7 +285,7 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
     output: Output = None,
     max_completion_length: CompletionLength = 256,
-    max_prompt_length: Annotated[int, typer.Option("--max_prompt_length", min=1, help="Tokens.")] = 512,
+    max_prompt_length: PromptLength = None,
     temperature: Temperature = 1.0,
     top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
     top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,

@@ -15,6 +15,7 @@ from rlhf_grpo import GRPOConfig
 from typer.testing import CliRunner
 
 from rlhf_core import cli, data, sampling
+from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.rollouts.completions import empty_warning
 from rlhf_core.sampling import Rollouts
@@ -88,6 +89,30 @@ def test_rows_of_messages_are_prompts(tiny: Any, model: Path, asked: list[list[i
     bad = tiny.write_rows(tmp_path / "bad.jsonl", [{"messages": [user]}, {"messages": [reply]}])
     with pytest.raises(Exception, match=r"bad\.jsonl row 2: 'messages' has no turn to reply to"):
         run(model, bad)
+
+
+def test_a_prompt_that_is_too_long_is_refused_or_cut_with_a_warning_and_a_mark(
+    tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path
+) -> None:
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": "c d e"}, {"prompt": "c"}])
+    out = tmp_path / "out.jsonl"
+    with pytest.warns(UserWarning, match=r"rows\.jsonl row 1: up to 3 tokens, cut to the last 2"):
+        run(model, rows, "--raw", "-o", out, "--max_prompt_length", 2)
+    assert asked == [ids(tiny, "d e"), ids(tiny, "c")]
+    assert [row.get("prompt_tokens_cut") for row in tiny.read_rows(out)] == [1, None]
+    limit = ["--max_completion_length", tiny.SIZES["max_position_embeddings"] - 2]
+    with pytest.raises(InputError, match=r"--prompt row 2: up to 3 tokens, .* context of 128 leaves 2 for a"):
+        run(model, "--raw", "--prompt", "c", "--prompt", "c d e", *limit)
+    run(model, "--raw", "--prompt", "c d", *limit)
+    assert asked[-1] == ids(tiny, "c d")
+
+
+def test_prompts_that_are_left_out_are_named(
+    tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path
+) -> None:
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", [{"prompt": ""}, {"prompt": "c"}])
+    with pytest.warns(UserWarning, match=r"1 kept, 1 empty dropped \(.*rows\.jsonl row 1\)"):
+        run(model, rows, "--raw")
 
 
 def test_a_stop_token_of_ones_own_is_no_part_of_the_text(
