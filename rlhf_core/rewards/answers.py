@@ -105,8 +105,8 @@ _PLAIN = re.compile(r"\d+(?:\.\d+)?|\.\d+")
 _GROUPED = re.compile(r"\d{1,3}([,'_ ])\d{3}(?:\1\d{3})*(?:\.\d+)?|\d{1,2}(?:,\d\d)+,\d{3}(?:\.\d+)?")
 _LISTED = re.compile(r"(?:(?:0|[1-9]\d*)(?:\.\d+)?,){2,}((?:0|[1-9]\d*)(?:\.\d+)?)")
 _VERSION = re.compile(r"\d+(?:\.\d+){2,}")
-_EXPONENT = re.compile(r"[eE][-+]?\d{1,3}(?![\d.])")
-_MIXED = re.compile(r"(\d{1,9}) +(\d{1,9}) ?/ ?(\d{1,9})(?![\d/.,])")
+_EXPONENT = re.compile(r"[eE][-+]?\d{1,3}(?!\.?\d)")
+_MIXED = re.compile(r"(\d{1,9}|\d{1,3}(?:,\d{3})+) +(\d{1,9}) ?/ ?(\d{1,9})(?! ?/|[.,]?\d)")
 _OVER = re.compile(r" ?/ ?(?=\d)")
 _PERCENT = re.compile(r" ?%| ?per ?cent\b", re.IGNORECASE)
 _SCALE = re.compile(rf" ({'|'.join(SCALES)})\b", re.IGNORECASE)
@@ -256,7 +256,7 @@ def _place(text: str, run: re.Match[str]) -> _Place:
     word, percent = False, False
     value: Fraction | None
     if (mixed := _MIXED.match(text, start)) is not None and " " not in run[0]:
-        whole, top, bottom = map(int, mixed.groups())
+        whole, top, bottom = (int(part.replace(",", "")) for part in mixed.groups())
         value, end = (whole + Fraction(top, bottom) if bottom else None), mixed.end()
     else:
         digits = run[0]
