@@ -102,6 +102,8 @@ def _for_reader(message: str) -> str:
 
 
 def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:
+    if str(message) in warned:  # by a check of what is then done
+        return
     warned.append(str(message))
     print(_for_reader(f"warning: {message}"), file=sys.stderr, flush=True)
 

@@ -169,13 +169,15 @@ class Fields:
     def check_unknown(self, model_type: str) -> None:
         """Note a problem for every field that the decoder does not read, unless it is empty or has no effect."""
         for name, value in self.data.items():
-            if name in self.defaults or name in NO_EFFECT or name.startswith("_") or not value:
+            if name in self.defaults or name in NO_EFFECT or name.startswith("_"):
                 continue
             if name in ONLY:
-                if value != ONLY[name]:
+                if value not in (None, ONLY[name]):
                     self.problem(
                         f"{name} {shown(value)} is not supported; the decoder has {ONLY[name]!r} only"
                     )
+            elif not value:
+                continue
             elif name == "quantization_config":
                 self.problem("quantization_config is not supported; use the unquantized checkpoint")
             else:

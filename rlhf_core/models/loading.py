@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -192,11 +193,27 @@ def check_model(
 
 def _define(
     directory: Path, head: Head, registry: Registry | None, dtype: str | None
-) -> tuple[Definition, dict[str, Any]]:
+) -> tuple[Definition, Mapping[str, Any]]:
     """Read the definition that a directory's config.json describes, and that config.json."""
     hf_config, file = _read_config(directory), str(directory / "config.json")
     family = find_family(hf_config.get("model_type"), registry, where=file)
-    return describe(family, hf_config, head, file, dtype=dtype), hf_config
+    return untied(describe(family, hf_config, head, file, dtype=dtype), hf_config, directory)
+
+
+def untied(
+    definition: Definition, hf_config: Mapping[str, Any], directory: Path
+) -> tuple[Definition, Mapping[str, Any]]:
+    """Untie the head of a model whose files hold another one than its config.json says, with a warning."""
+    if definition.family.load is not weights.load or not weights.has_other_head(definition.config, directory):
+        return definition, hf_config
+    if definition.head == "lm":
+        warnings.warn(
+            f"{directory}: {weights.HEAD} differs from the embeddings, although config.json has tie_word_embeddings "
+            "true: the model is loaded untied, as transformers 5 does, and saved with tie_word_embeddings false",
+            stacklevel=2,
+        )
+    config = dataclasses.replace(definition.config, tied=False)
+    return dataclasses.replace(definition, config=config), {**hf_config, "tie_word_embeddings": False}
 
 
 def describe(

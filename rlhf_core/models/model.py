@@ -43,12 +43,16 @@ def stop_ids_of(directory: Path) -> list[int]:
     return stop_ids_in(file) if file.is_file() else []
 
 
-def save_stop_ids(stop_ids: Sequence[int], tokenizer: Any, directory: Path) -> None:
-    """Write stop ids that neither tokenizer nor directory has into generation_config.json."""
-    if set(stop_ids) <= {tokenizer.eos_token_id, *stop_ids_of(directory)}:
-        return
+def save_stop_ids(stop_ids: Sequence[int], config_ids: Any, directory: Path) -> None:
+    """Write all stop ids into generation_config.json, unless the files name them already.
+
+    config_ids: `eos_token_id` of config.json, which others read only where there is no generation_config.json.
+    """
     file = directory / GENERATION
     rest = read_json_object(file) if file.is_file() else {}
+    config_ids = config_ids if isinstance(config_ids, list) else [config_ids]
+    if set(stop_ids) <= set(stop_ids_of(directory) if file.is_file() else config_ids):
+        return
     text = json.dumps({**rest, "eos_token_id": list(stop_ids)}, indent=2)
     file.write_text(text + "\n", encoding="utf-8")
 
@@ -265,7 +269,8 @@ class Model:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
         if tokenizer is not None:
-            save_stop_ids(dataclasses.replace(self, tokenizer=tokenizer).stop_ids, tokenizer, directory)
+            stop_ids = dataclasses.replace(self, tokenizer=tokenizer).stop_ids
+            save_stop_ids(stop_ids, self.hf_config.get("eos_token_id"), directory)
 
     def _save_adapter(self, directory: Path) -> None:
         trained = split(self.params, untrained(self.params))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import chain, islice
@@ -17,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.errors import UNREADABLE, InputError, library_words, suggest
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder
-from rlhf_core.models.config import DecoderConfig
+from rlhf_core.models.config import DecoderConfig, Rope
+from rlhf_core.models.rope import frequencies
 from rlhf_core.models.safetensors import DTYPES, NAMES, Reader, Writer, copy
 from rlhf_core.runtime.signals import stop_if_asked
 
@@ -25,6 +27,9 @@ SHARD_BYTES = 5 * 10**9
 THREADS = 8
 """The most threads that read tensors: more would take too much memory."""
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+FREQUENCIES = "rotary_emb.inv_freq"
+"""A table in older files, which the config determines."""
 
 
 def open_weights(directory: Path) -> dict[str, Reader]:
@@ -55,7 +60,9 @@ def open_weights(directory: Path) -> dict[str, Reader]:
         raise InputError(
             *(f"{files[name]}: '{name}' is missing, though {INDEX} places it there" for name in lost[:5])
         )
-    return {name: readers[path] for name, path in files.items()}
+    # As in transformers, a shard may hold tensors that the index does not list.
+    unlisted = {name: reader for reader in readers.values() for name in reader.header}
+    return unlisted | {name: readers[path] for name, path in files.items()}
 
 
 def stored_dtype(directory: Path) -> str | None:
@@ -162,7 +169,49 @@ def check(config: DecoderConfig, directory: Path) -> tuple[dict[str, Reader], li
     problems = list(_mismatches(config, directory, readers, leaves))
     if problems:
         raise InputError(*problems)
+    if unused := _unused(config, readers):
+        warnings.warn(f"{directory}: {'; '.join(unused)}", stacklevel=2)
     return readers, leaves
+
+
+def _unused(config: DecoderConfig, readers: Mapping[str, Reader]) -> list[str]:
+    """Describe the tensors that are not used and say something that the rest of the files does not."""
+    lines = []
+    if {HEAD, "score.weight"} <= set(readers):
+        lines.append(f"'{HEAD}' is not used: this is a reward model")
+    tables = [frequencies(rope, config.head_dim) for rope in config.ropes]
+    # Some versions of transformers stored the table before they scaled it.
+    tables += [
+        frequencies(Rope(theta=rope.theta, share=rope.share), config.head_dim) for rope in config.ropes
+    ]
+    for name, reader in readers.items():
+        if name.endswith(FREQUENCIES):
+            stored = reader.view(name).astype(np.float32)
+            if not any(
+                stored.shape == table.shape and np.allclose(stored, table, 1e-2, 1e-7) for table in tables
+            ):
+                lines.append(
+                    f"'{name}' is not what config.json makes it (rope_theta, rope_scaling), and is not used, "
+                    "as in transformers"
+                )
+                break
+    return lines
+
+
+def has_other_head(config: DecoderConfig, directory: Path) -> bool:
+    """Tell whether the files of a model with a tied head hold an output head that differs from the embeddings.
+
+    It is False where the files cannot be read: `check` says why.
+    """
+    try:
+        tensors = open_weights(directory) if config.tied else {}
+        head, embeddings = (tensors[name].view(name) for name in (HEAD, "model.embed_tokens.weight"))
+    except (InputError, KeyError):
+        return False
+    return head.shape != embeddings.shape or any(
+        not np.array_equal(head[i : i + 4096].astype(np.float32), embeddings[i : i + 4096].astype(np.float32))
+        for i in range(0, len(head), 4096)
+    )
 
 
 def _require_count(config: DecoderConfig, directory: Path, count: int) -> None:
@@ -181,17 +230,15 @@ def _mismatches(
 ) -> Iterator[str]:
     wanted = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
     missing = [name for name in wanted if name not in readers]
-    if missing == ["lm_head.weight"] and "score.weight" in readers:
+    if missing == [HEAD] and "score.weight" in readers:
         yield f"{directory}: a reward model (score.weight, no lm_head.weight): load it with head='score'"
         return
     for name in missing[:5]:
         yield f"{directory}: '{name}' is missing from its safetensors.{suggest(name, readers)}"
     if len(missing) > 5:
         yield f"{directory}: and {len(missing) - 5} other tensors are missing; is config.json of this model?"
-    unneeded = ["rotary_emb.inv_freq"]  # older files carry a table that the config determines
-    if config.head == "score" or config.tied:
-        unneeded.append("lm_head.weight")
-    extra = [name for name in readers if name not in wanted and not name.endswith(tuple(unneeded))]
+    unneeded = (FREQUENCIES, HEAD) if config.head == "score" or config.tied else (FREQUENCIES,)
+    extra = [name for name in readers if name not in wanted and not name.endswith(unneeded)]
     for name in extra[:5]:
         yield f"{readers[name].path}: '{name}' is unexpected: a {config.model_type} of this config.json has none"
     yield from islice(_misfits(wanted, readers), 5)

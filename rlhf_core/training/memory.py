@@ -19,7 +19,7 @@ from rlhf_core.mesh import AnyMesh, rows_per_device
 from rlhf_core.models import Definition, Head, find_family, peft
 from rlhf_core.models.config import remat_policy
 from rlhf_core.models.decoder import compute_dtype
-from rlhf_core.models.loading import complete_table, describe
+from rlhf_core.models.loading import complete_table, describe, untied
 from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -76,6 +76,7 @@ def definition_of(
     dtype, remat: of the computation, see `DecoderConfig`; without dtype, COMPUTE where the family has a choice.
     Raises InputError, as loading would, for what cannot be built.
     """
+    directory = None
     if isinstance(model, Mapping):
         table = {name: value for name, value in model.items() if name != "tokenizer"}
         if tokenizer is None and "vocab_size" not in table:
@@ -90,7 +91,8 @@ def definition_of(
     # Planned devices have the family's default for their platform.
     if dtype is None and planned() is None and "dtype" in inspect.signature(family.parse).parameters:
         dtype = COMPUTE
-    return describe(family, hf_config, head, file, dtype=dtype, remat=remat), hf_config
+    definition = describe(family, hf_config, head, file, dtype=dtype, remat=remat)
+    return (definition, hf_config) if directory is None else untied(definition, hf_config, directory)
 
 
 def _config_directory(directory: Path) -> Path | None:

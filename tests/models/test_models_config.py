@@ -144,6 +144,7 @@ def test_longrope_refuses_rows_that_it_would_turn_otherwise() -> None:
         ({"attention_bias": "yes"}, "attention_bias must be true or false; it is 'yes'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ({"use_bidirectional_attention": True}, "unknown field 'use_bidirectional_attention'"),
+        ({"is_causal": False}, "is_causal False is not supported; the decoder has True only"),
         ({"is_causal": False, "attention_bias": 3}, "attention_bias must be true or false; it is 3"),
         ({"sliding_window": 8}, "unknown field 'sliding_window'. Remove it if it changes nothing. It is 8"),
         ({"hiden_act": "gelu"}, "unknown field 'hiden_act'. Did you mean 'hidden_act'? It is 'gelu'"),

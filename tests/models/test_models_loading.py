@@ -219,6 +219,34 @@ def test_stop_ids_of_the_tokenizer_are_saved(tiny, tmp_path):
     assert special_ids(again.tokenizer).eos == special_ids(tokenizer).eos
 
 
+@pytest.mark.parametrize("named", [None, {"eos_token_id": None}, {"eos_token_id": []}, {"eos_token_id": 5}])
+def test_a_saved_model_names_its_tokenizers_stop_id_whatever_its_source_named(
+    tiny: Any, tmp_path: Path, named: dict[str, Any] | None
+) -> None:
+    """transformers reads generation_config.json, or config.json where there is none, and not the tokenizer."""
+    made = tiny.make_model()
+    dataclasses.replace(made, hf_config={**made.hf_config, "eos_token_id": None}).save(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").unlink()
+    if named is not None:
+        (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"top_k": 3} | named))
+    base = load_model(tmp_path / "base")
+    doors = {"whole": base, "adapter": base.with_lora(rank=2), "merged": base.with_lora(rank=2).merged()}
+    for name, one in doors.items():
+        one.save(tmp_path / name)
+        written = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert (
+            written["eos_token_id"]
+            == list(base.stop_ids)
+            == ([1, 5] if named and named["eos_token_id"] else [1])
+        )
+        assert named is None or written["top_k"] == 3
+
+
+def test_a_stop_id_that_config_json_names_needs_no_other_file(tiny: Any, tmp_path: Path) -> None:
+    tiny.make_model().save(tmp_path)
+    assert not (tmp_path / "generation_config.json").exists()
+
+
 def test_a_changed_tokenizer_is_saved_changed(tiny, tmp_path):
     """Though it still says that it comes from the model's directory."""
     tiny.make_model().save(tmp_path / "model")

@@ -21,6 +21,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Definition, Model, fresh_model, load_model, loading, weights
 from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.training.memory import definition_of
 
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -228,6 +229,67 @@ def test_damaged_files_are_named(copy: Path) -> None:
     (copy / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(InputError, match=r"It has pytorch_model\.bin: save it in safetensors format first"):
         load_model(copy)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_head_that_differs_from_the_embeddings_is_used_although_the_config_ties_it(
+    tmp_path: Path, shards: bool
+) -> None:
+    made(TABLE).save(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    if shards:  # of which the index does not list the head
+        save_file(
+            {
+                "lm_head.weight": tensors.pop("lm_head.weight"),
+                "model.norm.weight": tensors.pop("model.norm.weight"),
+            },
+            tmp_path / "a" / "model-2.safetensors",
+        )
+        save_file(tensors, tmp_path / "a" / "model-1.safetensors")
+        (tmp_path / "a" / "model.safetensors").unlink()
+        files = dict.fromkeys(tensors, "model-1.safetensors") | {"model.norm.weight": "model-2.safetensors"}
+        (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.warns(UserWarning, match=r"lm_head\.weight differs from the embeddings.*loaded untied"):
+        model = load_model(tmp_path / "a")
+    assert_same(model, made(TABLE))
+    with pytest.warns(UserWarning, match="loaded untied"):
+        definition, _ = definition_of(str(tmp_path / "a"), "lm", None) or pytest.fail("none")
+    assert jax.tree.structure(definition.abstract_params()) == jax.tree.structure(model.params)
+    for name, saved in {"b": model, "merged": model.with_lora(rank=2).merged()}.items():
+        saved.save(tmp_path / name)
+        assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] is False
+        assert_same(load_model(tmp_path / name), model)
+    with pytest.warns(UserWarning, match="its reward head is new"):
+        reward = load_model(tmp_path / "a", "score")
+    assert reward.hf_config["tie_word_embeddings"] is False
+
+
+def test_a_tied_head_and_tables_that_the_config_determines_are_read_over_in_silence(tmp_path: Path) -> None:
+    table = TABLE | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    made(table).save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embeddings = tensors["model.embed_tokens.weight"]
+    scaled = np.array([1, 0.01], np.float32) / 4
+    (tmp_path / "model.safetensors").unlink()
+
+    def read(head: np.ndarray, *tables: np.ndarray) -> Model:
+        named = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": each for i, each in enumerate(tables)}
+        save_file(tensors | {"lm_head.weight": head} | named, tmp_path / "model.safetensors")
+        return load_model(tmp_path)
+
+    assert "lm_head" not in read(embeddings.copy(), scaled, 4 * scaled.astype(ml_dtypes.bfloat16)).params
+    with pytest.warns(
+        UserWarning, match=r"layers\.1\.self_attn\.rotary_emb\.inv_freq' is not what config\.json makes"
+    ):
+        read(embeddings.copy(), scaled, 2 * scaled)
+    reward = made(table, "score")
+    reward.save(tmp_path)
+    of_reward = load_file(tmp_path / "model.safetensors")
+    save_file(of_reward | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"'lm_head\.weight' is not used: this is a reward model"):
+        load_model(tmp_path, "score")
 
 
 def test_tensors_that_do_not_fit_the_config_are_named_together(copy: Path) -> None:
