@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.tokenizer.content_parts import is_parts, with_joined_parts
+
 CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 """Columns that may hold conversations."""
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -29,6 +31,8 @@ class Kind:
     """Texts that are a conversation's `str()` in Python, which is not JSON."""
     sharegpt: int = 0
     """Conversations in ShareGPT's format: messages have `from` and `value`, or roles of `ROLES`."""
+    parts: int = 0
+    """Conversations in which a content is a list of parts."""
 
     @property
     def chat(self) -> bool:
@@ -49,14 +53,19 @@ def count_values(kinds: Kinds, row: Mapping[Any, Any]) -> None:
         if isinstance(value, str):
             kind.text_first |= kind.texts == kind.lists == 0
             kind.texts += 1
-            if name in CONVERSATIONS and (messages := parse_conversation(value)) is not None:
-                kind.json_texts += 1
-                kind.sharegpt += is_sharegpt(messages)
-            elif name in CONVERSATIONS:
-                kind.python_texts += is_python_literal(value)
+            messages: Any = parse_conversation(value)
+            kind.json_texts += messages is not None
+            kind.python_texts += messages is None and is_python_literal(value)
         elif isinstance(value, Sequence | np.ndarray):
             kind.lists += 1
-            kind.sharegpt += name in CONVERSATIONS and is_sharegpt(value)
+            messages = (
+                value if len(value) and not isinstance(value[0], str | int | float | np.number) else None
+            )
+        else:
+            continue
+        if messages is not None:  # in every column, because it may be renamed
+            kind.sharegpt += is_sharegpt(messages)
+            kind.parts += has_parts(messages)
 
 
 def count_kinds(rows: Iterable[Mapping[Any, Any]]) -> Kinds:
@@ -102,6 +111,23 @@ def is_sharegpt(messages: Any) -> bool:
         and (_has_sharegpt_keys(message) or (isinstance(role := message.get("role"), str) and role in ROLES))
         for message in messages
     )
+
+
+def has_parts(messages: Any) -> bool:
+    """Whether a content in a conversation, or in a list of them, is a list of parts."""
+    return any(
+        is_parts(message.get("content", message.get("value")))
+        if isinstance(message, Mapping)
+        else is_parts(message) and has_parts(message)
+        for message in messages
+    )
+
+
+def join_contents(messages: Any) -> Any:
+    """Apply `with_joined_parts` to a conversation, or to a list of them; return any other value unchanged."""
+    if not is_parts(messages):
+        return messages
+    return [join_contents(item) if is_parts(item) else with_joined_parts(item) for item in messages]
 
 
 def _has_sharegpt_keys(message: Mapping[Any, Any]) -> bool:

@@ -14,6 +14,7 @@ from rlhf_core.data.column_kinds import (
     convert_message,
     is_python_literal,
     is_sharegpt,
+    join_contents,
     parse_conversation,
 )
 from rlhf_core.data.source import MappedRows, Source, digest
@@ -84,8 +85,8 @@ def normalise_conversations(source: Source) -> Source:
     """Convert a source's conversations to lists of messages with `role` and `content`.
 
     Converts a column `conversations` if there is no `messages`, messages with `from` and `value` or with the roles
-    human and gpt, and conversations stored as JSON text; lists each conversion in `remarks`. Raises InputError if
-    some but not most texts of a column are such JSON.
+    human and gpt, conversations stored as JSON text, and contents that are lists of text parts; lists each conversion
+    in `remarks`. Raises InputError if some but not most texts of a column are such JSON.
     """
     kinds, remarks = source.kinds, []
     names = {}
@@ -109,10 +110,21 @@ def normalise_conversations(source: Source) -> Source:
         remarks.append(
             f"messages have ShareGPT's form: 'from' is read as 'role', 'value' as 'content', {roles}"
         )
+    parts_columns = [name for name in CONVERSATIONS if name in kinds and kinds[name].parts]
+    if parts_columns:
+        named = ", ".join(f"'{names.get(name, name)}'" for name in parts_columns)
+        remarks.append(f"contents that are lists of text parts ({named}) are read as one text")
     if not remarks:
         return source
     rows = MappedRows(
-        source.rows, partial(_normalise_row, names, frozenset(json_columns), frozenset(sharegpt_columns))
+        source.rows,
+        partial(
+            _normalise_row,
+            names,
+            frozenset(json_columns),
+            frozenset(sharegpt_columns),
+            frozenset(parts_columns),
+        ),
     )
     converted = dict(kinds)
     for name in json_columns:
@@ -172,7 +184,11 @@ def _first_place(source: Source, name: str, applies: Callable[[str], bool]) -> s
 
 
 def _normalise_row(
-    names: Mapping[str, str], from_json: frozenset[str], from_sharegpt: frozenset[str], row: Mapping[str, Any]
+    names: Mapping[str, str],
+    from_json: frozenset[str],
+    from_sharegpt: frozenset[str],
+    from_parts: frozenset[str],
+    row: Mapping[str, Any],
 ) -> dict[str, Any]:
     normalised: dict[str, Any] = {}
     for name, value in row.items():
@@ -181,5 +197,7 @@ def _normalise_row(
             value = value if parsed is None else parsed
         if name in from_sharegpt and not isinstance(value, str) and value is not None and is_sharegpt(value):
             value = [convert_message(message) for message in value]
+        if name in from_parts:
+            value = join_contents(value)
         normalised[names.get(name, name)] = value
     return normalised

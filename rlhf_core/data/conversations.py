@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhf_core.data.source import Source
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.content_parts import is_parts, parts_problem
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.text_options import kwargs_problem, text_problem
 
@@ -28,10 +29,12 @@ def message_problem(value: Any) -> str | None:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
-        if content is not None and not isinstance(content, str):
-            hint = "; join its parts to one text" if isinstance(content, list | tuple) else ""
-            return f"message {i}'s content is {type_name(content)}, not text{hint}"
-        if content and (problem := text_problem(content)):
+        if is_parts(content):
+            if problem := parts_problem(content):
+                return f"message {i}: {problem}"
+        elif content is not None and not isinstance(content, str):
+            return f"message {i}'s content is {type_name(content)}, not text"
+        elif content and (problem := text_problem(content)):
             return f"message {i}'s content {problem}"
         calls = message.get("tool_calls")
         if calls is not None and not _is_object_list(calls):

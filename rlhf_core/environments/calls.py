@@ -14,6 +14,7 @@ from rlhf_core.contracts import Turn
 from rlhf_core.data.conversations import message_problem
 from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, error_line
+from rlhf_core.tokenizer.content_parts import with_joined_parts
 from rlhf_core.workers import DiedError, Pool, RaisedError, TooSlowError, UnsendableError, start_async
 from rlhf_core.workers.pickling import dumps
 
@@ -111,7 +112,7 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
         )
     if value and (problem := message_problem(value)):
         raise EpisodeError(f"returned messages of which the list {problem}")
-    messages = [dict(message) for message in value]
+    messages = [dict(with_joined_parts(message)) for message in value]
     if method == "reset" and not messages:
         raise EpisodeError("returned no messages; an episode begins with at least one")
     if messages and messages[-1]["role"] == "assistant":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.content_parts import JoinedParts, is_parts, parts_problem, with_joined_parts
 from rlhf_core.tokenizer.template_dates import DATED, on_date
 from rlhf_core.tokenizer.text_options import TextOptions, kwargs_problem, text_problem
 
@@ -104,6 +105,7 @@ class ChatTemplate:
         self._with_tools: str | None = by_name.get("tool_use", self.text)
         self._kwargs = dict(options.chat_template_kwargs)
         self._date = options.template_date
+        self._forms: dict[tuple[str, str], str] = {}
         self._name = f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
 
     def write(
@@ -169,9 +171,14 @@ class ChatTemplate:
 
     def leaves_out(self, turns: Sequence[Message], text: str, tools: Any = None) -> bool:
         """Whether the text that `write` returned lacks a message's content, or the template ignores the tools."""
-        contents = [str(turn.get("content") or "").strip() for turn in turns]
+        contents = [turn.get("content") or "" for turn in turns]
+        pieces = [
+            part["text"].strip()
+            for content in contents
+            for part in (content.parts if isinstance(content, JoinedParts) else [{"text": str(content)}])
+        ]
         if any(
-            part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in contents
+            part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in pieces
         ):
             return True
         return bool(tools) and "tools" not in (self._with_tools or "")
@@ -220,24 +227,20 @@ class ChatTemplate:
             )
             raise InputError(f"the tokenizer has no chat template: {fix}")
         from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         variables = {**self._kwargs, **(kwargs or {})}
         if problem := kwargs_problem(variables):
             raise InputError(f"chat_template_kwargs {problem}")
-        messages = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+        messages: list[Message] = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
         self._require_roles(turns)
+        for number, message in enumerate(messages, 1):
+            if is_parts(content := message.get("content")) and (problem := parts_problem(content)):
+                raise InputError(f"message {number}: {problem}")
+        messages = [self._in_parts(template, with_joined_parts(message)) for message in messages]
         try:
-            with on_date(self._date, template):
-                texts, spans = render_jinja_template(
-                    [messages],
-                    tools=tools or None,
-                    chat_template=template,
-                    return_assistant_tokens_mask=marks,
-                    add_generation_prompt=open_turn,
-                    # Missing special tokens are undefined, which templates render as nothing.
-                    **{**self.tokenizer.special_tokens_map, **variables},
-                )
+            text, spans = self._call(
+                template, messages, variables, tools=tools, open_turn=open_turn, marks=marks
+            )
         except TemplateSyntaxError as error:
             raise InputError(self.problem() or str(error)) from error
         except Exception as error:  # a filter may raise anything
@@ -250,9 +253,71 @@ class ChatTemplate:
                 )
             what = str(error) or type(error).__name__
             raise InputError(f"the chat template fails on this conversation: {what}. {remedy}") from error
-        if problem := text_problem(texts[0]):
+        if problem := text_problem(text):
             raise InputError(f"what the chat template writes of this conversation {problem}")
+        return text, spans
+
+    def _call(
+        self,
+        template: str,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        *,
+        tools: Any = None,
+        open_turn: bool = False,
+        marks: bool = False,
+    ) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with on_date(self._date, template):
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=tools or None,
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=open_turn,
+                # Missing special tokens are undefined, which templates render as nothing.
+                **{**self.tokenizer.special_tokens_map, **variables},
+            )
         return texts[0], spans[0] if marks else []
+
+    def _in_parts(self, template: str, message: Message) -> Message:
+        """Put a content as parts if the template takes nothing else, or if it has parts and the template takes them."""
+        role, content = str(message["role"]), message.get("content")
+        if not isinstance(content, str) or not content:
+            return message
+        if (template, role) not in self._forms:
+            self._forms[template, role] = self._content_form(template, role)
+        form = self._forms[template, role]
+        if isinstance(content, JoinedParts) and form != "text":
+            return {**message, "content": content.parts}
+        return {**message, "content": [{"type": "text", "text": content}]} if form == "parts" else message
+
+    def _content_form(self, template: str, role: str) -> str:
+        """Find out which contents of a role's messages the template writes: "text", "parts" or "either"."""
+        asked, call = {"role": "user", "content": "a"}, {"name": "f", "arguments": {}}
+        calls = [{"id": "000000000", "type": "function", "function": call}]
+        before: dict[str, list[Message]] = {
+            "assistant": [asked],
+            "tool": [asked, {"role": "assistant", "content": "", "tool_calls": calls}],
+        }
+        after = [asked] if role in ("system", "developer") else []
+        message = {"role": role, "name": "f", "tool_call_id": "000000000"}
+
+        def write(content: Any) -> str:
+            turns = [*before.get(role, []), {**message, "content": content}, *after]
+            try:
+                return self._call(template, turns, self._kwargs)[0]
+            except Exception:  # as a template may raise for a content that it does not take
+                return ""
+
+        text, parts = write(PROBE), write([{"type": "text", "text": PROBE}])
+        as_value = (
+            re.search(r"(['\"])type\1", parts) and parts != text
+        )  # the list itself, as Python or JSON writes it
+        if PROBE not in parts or as_value:
+            return "text"
+        return "either" if PROBE in text else "parts"
 
     def _require_roles(self, turns: Sequence[Message]) -> None:
         """Raise InputError for an unknown role, which a template would render or drop without an error."""

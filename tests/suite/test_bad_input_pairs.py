@@ -75,8 +75,8 @@ CASES = {
         ),
         talk([{"role": "user"}], "message 1 has no content"),
         talk(
-            [{"role": "assistant", "content": [{"text": "a"}]}],
-            "message 1's content is a list, not text; join",
+            [{"role": "assistant", "content": [{"text": "a"}, {"type": "image_url", "image_url": "x"}]}],
+            "message 1: part 2 of its content is of type 'image_url', and only text is read",
         ),
         talk(["a"], "message 1 is text, not an object with role and content"),
         second(

@@ -215,7 +215,7 @@ class SaysNothing(Guess):
 
 class Parts(Guess):
     def answer(self, right: bool, done: bool) -> Turn:
-        return Turn([{"role": "user", "content": [{"type": "text", "text": "No."}]}], 0.0, done)
+        return Turn([{"role": "user", "content": [{"type": "image"}]}], 0.0, done)
 
 
 class Endless(Loose):
@@ -371,7 +371,7 @@ MUTANTS: list[tuple[str, Any, str]] = [
     ("step", NotFinite, "in turn 1 it returned reward=nan; a finite number is expected"),
     ("step", TextAsMetric, "returned metrics['mood']='bad'; a finite number is expected"),
     ("step", SaysNothing, "no messages and done=False: there is nothing to reply to"),
-    ("step", Parts, "message 1's content is a list, not text; join its parts"),
+    ("step", Parts, "message 1: part 1 of its content is of type 'image'"),
     ("end", Endless, "the episode of row 0 is not over after 32 turns; return Turn(done=True)"),
     ("inputs", TakesTheHint, "reset changes the row it was given; copy what you change"),
     ("inputs", KeepsTheRow, "step changes the row it was given"),
