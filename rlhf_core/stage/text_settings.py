@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_core import artifacts
 from rlhf_core.errors import UNREADABLE
-from rlhf_core.models import Model, local_directory, stored_head
+from rlhf_core.models import Model, local_directory
 from rlhf_core.tokenizer.text_options import TextOptions
 
 if TYPE_CHECKING:
@@ -47,19 +47,20 @@ def day_begun(directory: Path) -> str:
 
 
 def read_at_of(config: TrainerConfig, stage: Stage, chosen: ReadAt | None) -> ReadAt:
-    """Return where a reward model's conversations end: as chosen, as recorded with the stage's model, or "eos".
+    """Return where a reward model's conversations end: as chosen, as recorded with the stage's model, or "template".
 
-    A reward model that records nothing was trained on whole chat templates.
+    The end of the template is where other libraries read a score.
     """
     if chosen is not None:
         return chosen
     directory = _model_directory(config, stage)
-    if directory is None:
-        return "eos"
-    if (directory / artifacts.MANIFEST).is_file():
-        recorded: Literal["template", "eos"] = artifacts.read_contract(directory).get("read_at", "eos")
-        return recorded
-    return "template" if stored_head(directory) == "score" else "eos"
+    if directory is None or not (directory / artifacts.MANIFEST).is_file():
+        return "template"
+    artifact = artifacts.open_artifact(directory, verify=False)
+    if artifact.kind != "reward_model":
+        return "template"
+    recorded: Literal["template", "eos"] = artifact.metadata["contract"].get("read_at", "eos")
+    return recorded
 
 
 def _recorded(config: TrainerConfig, stage: Stage) -> dict[str, Any]:

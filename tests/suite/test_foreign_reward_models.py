@@ -104,7 +104,7 @@ def test_training_it_on_keeps_where_it_is_read(
     assert again.metadata["contract"]["read_at"] == kept
 
 
-def test_a_model_that_starts_as_a_language_model_is_read_at_the_stop_token(
+def test_a_model_that_starts_as_a_language_model_is_read_at_its_templates_end(
     tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lm"
@@ -117,7 +117,7 @@ def test_a_model_that_starts_as_a_language_model_is_read_at_the_stop_token(
     ]
     config = RewardConfig(max_training_steps=1, total_batch_size=1, save_directory=str(tmp_path / "run"))
     trained = RewardTrainer(config, model=str(path), train_dataset=rows).train().artifact
-    assert trained.metadata["contract"]["read_at"] == "eos"
+    assert trained.metadata["contract"]["read_at"] == "template"
     assert f"{path} is a language model: its reward head is new" in capsys.readouterr().err
 
 

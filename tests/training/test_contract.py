@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core import TrainerConfig
+from rlhf_core import TrainerConfig, artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.stage.text_settings import read_at_of
 from rlhf_core.training import scoring_contract
 
 
@@ -60,3 +61,23 @@ def test_where_conversations_end(
     model.save(tmp_path / "start")
     config = TrainerConfig(model=str(tmp_path / "start"))
     assert scoring_contract(config, stage, model, read_at=read_at)["read_at"] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "recorded", "expected"),
+    [
+        (None, {}, "template"),
+        ("language_model", {}, "template"),
+        ("reward_model", {}, "eos"),
+        ("reward_model", {"read_at": "eos"}, "eos"),
+        ("reward_model", {"read_at": "template"}, "template"),
+    ],
+)
+def test_a_new_head_reads_the_templates_end_and_an_old_one_what_it_was_trained_on(
+    stage: Any, tmp_path: Path, kind: str | None, recorded: dict[str, str], expected: str
+) -> None:
+    if kind is not None:
+        manifest = {"format": 1, "name": "model", "kind": kind, "files": {}, "contract": recorded}
+        artifacts.write_manifest(tmp_path, manifest)
+    assert read_at_of(TrainerConfig(model=str(tmp_path)), stage, None) == expected
+    assert read_at_of(TrainerConfig(model={"hidden_size": 8}), stage, None) == "template"
