@@ -48,8 +48,8 @@ class Contract:
     chat_template: "plain" or Jinja text; None: the tokenizer's own. template_hash: hash of its text, None without one.
     special_tokens: {bos, eos, pad} ids. pooling: the token at which the score is read.
     read_at: where a conversation ends: "eos", after the stop token that follows its last reply, or "template", where
-    its chat template ends, as TRL and others train. chat_template_kwargs, template_date, prompt_repeated: as in
-    `TextOptions`.
+    its chat template ends, as TRL and others train. chat_template_kwargs, template_date, prompt_repeated,
+    system_prompt: as in `TextOptions`.
     mean, std: of its scores on evaluation data, else on some training data, reward units; None: not measured.
     evaluation: the metrics on its evaluation data; None without any.
     compute_dtype: "float32" or "bfloat16", used in training and evaluation; None: not recorded.
@@ -72,6 +72,7 @@ class Contract:
     evaluation: Mapping[str, float] | None = None
     compute_dtype: str | None = None
     base: str | None = None
+    system_prompt: str | None = None
 
     @classmethod
     def of(
@@ -105,6 +106,7 @@ class Contract:
             prompt_repeated=options.prompt_repeated,
             mean=mean,
             std=std,
+            system_prompt=options.system_prompt,
         )
 
     @property
@@ -116,6 +118,7 @@ class Contract:
             self.template_date,
             self.read_at,
             self.prompt_repeated,
+            self.system_prompt,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -35,12 +35,14 @@ def generate(
     chat_template: str | None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     raw: bool = False,
+    system: str | None = None,
     plugins: Sequence[Path] = (),
 ) -> None:
     """Sample completions of `prompts`, or of the rows of `file`.
 
     If the model has a chat template, a prompt's text becomes a user message; raw: it is the prompt itself.
-    chat_template_kwargs: variables for the template; a row's own are added. max_prompt_length: tokens that a prompt is
+    chat_template_kwargs: variables for the template; a row's own are added. system: the system message of conversations
+    that do not begin with one. max_prompt_length: tokens that a prompt is
     cut to, with a warning; None: refuse prompts that do not fit in the model's context together with a completion.
     """
     if (file is None) == (not prompts):
@@ -50,6 +52,7 @@ def generate(
     import jax
 
     from rlhf_core import artifacts, data, runtime
+    from rlhf_core.data.conversations import require_conversations
     from rlhf_core.data.prompts import as_prompts
     from rlhf_core.data.records import from_memory
     from rlhf_core.models import load_model, local_directory, stored_head
@@ -81,11 +84,14 @@ def generate(
     chat = file is None and not raw and template_text(loaded.tokenizer) is not None
     messages = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
     day = artifacts.read_contract(local_directory(model)).get("template_date")
+    read = data.Records([from_memory(messages, "--prompt")]) if chat else as_prompts(records)
+    if system is not None:
+        require_conversations(read.sources, "--system")
     encoded = data.encode_prompts(
-        data.Records([from_memory(messages, "--prompt")]) if chat else as_prompts(records),
+        read,
         loaded.tokenizer,
         max_prompt_length=None,
-        chat_template=TextOptions(None, chat_template_kwargs or {}, day),
+        chat_template=TextOptions(None, chat_template_kwargs or {}, day, system_prompt=system),
     )
     report = encoded.report
     if raw:

@@ -299,6 +299,12 @@ def generate(
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
     chat_template: Template = None,
     chat_template_kwargs: TemplateKwargs = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message of prompts that have none of their own."
+        ),
+    ] = None,
     raw: Raw = False,
     plugin: Plugins = None,
 ) -> None:
@@ -326,6 +332,7 @@ def generate(
         seed=seed,
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
+        system=system,
         raw=raw,
         plugins=plugin or (),
     )

@@ -229,6 +229,10 @@ class TrainerConfig(Options):
         description="whether completions in the data begin with the text of their prompt, which is then taken off; "
         "none: they do not, and a file in which most do is refused",
     )
+    system_prompt: str | None = Field(
+        None,
+        description="system message of conversations that do not begin with one of their own; none: there is none",
+    )
 
     @model_validator(mode="after")
     def _has_evaluations_to_compare(self) -> Self:

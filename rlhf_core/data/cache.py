@@ -93,6 +93,7 @@ class TokenCache:
             options.chat_template_kwargs,
             options.read_at,
             options.prompt_repeated,
+            options.system_prompt,
             (options.template_date or date.today().isoformat()) if dated else None,
             [version(name) for name in ("tokenizers", "transformers", "jinja2")],
             code_hash(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.data.column_kinds import CONVERSATIONS
 from rlhf_core.data.source import Source
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.content_parts import is_parts, parts_problem
@@ -115,6 +116,18 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
 def is_chat(source: Source, column: str) -> bool:
     """Whether a column holds conversations, by `Kind.chat`."""
     return source.kind(column).chat
+
+
+def require_conversations(sources: Sequence[Source], option: str = "system_prompt") -> None:
+    """Raise InputError for sources without conversations, to which a system prompt cannot be added."""
+    problems = [
+        f"{option}: {source.name} has plain texts, not conversations, and a system message needs a conversation. "
+        f'Write the rows as messages, {{"role": "user", "content": …}}, or leave out {option}'
+        for source in sources
+        if not any(is_chat(source, name) for name in CONVERSATIONS if name in source.columns)
+    ]
+    if problems:
+        raise InputError(*problems)
 
 
 def skips_template(source: Source, encoder: Encoder | None, *columns: str) -> bool:

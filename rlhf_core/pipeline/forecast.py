@@ -74,6 +74,11 @@ def each_stage(
         for planned in plan.stages
         for name in planned.trainer.outputs
     }
+    prompts = {
+        str(planned.dir / "artifacts" / name): planned.config.system_prompt
+        for planned in plan.stages
+        for name in planned.trainer.outputs
+    }
     problems: list[str] = []
     sources: dict[str, str | None] = {}
     templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
@@ -84,7 +89,7 @@ def each_stage(
         earlier = planned.written.model.partition(".")[0] if isinstance(planned.written.model, str) else ""
         inherited = templates.get(earlier)
         templates[name] = planned.preview.chat_template or inherited
-        inputs: dict[str, Any] = {"sources": trained}
+        inputs: dict[str, Any] = {"sources": trained, "system_prompts": prompts}
         try:
             if source is not None:
                 sources[name] = None  # until it loads, so that later stages do not repeat the error

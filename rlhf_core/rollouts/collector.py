@@ -19,6 +19,7 @@ from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import open_environment
 from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
+from rlhf_core.rollouts.warnings import system_prompt_warnings
 from rlhf_core.training.memory import sampling_memory
 from rlhf_core.training.open import (
     OF_EPISODES,
@@ -253,6 +254,8 @@ def open_collector(
         held = f"{field}: {room.prompts:,} episodes are held at once, {room.bytes / 1e9:.1f} GB per device"
         stage.say(room.line(stage.devices().size, field) if episodes is None else held)
     if field == "train_data":
+        for line in system_prompt_warnings(config, rewards, stage) if stage.is_main else ():
+            warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=2)
         warm_up(function, model, prompts.sizes)
     return RolloutCollector(
         stage,

@@ -12,6 +12,7 @@ from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
 from rlhf_core.rollouts.episodes import forecast_episodes
 from rlhf_core.rollouts.layout import require_whole_groups
+from rlhf_core.rollouts.warnings import system_prompt_warnings
 from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.training.forecast import training_memory
@@ -121,6 +122,7 @@ def forecast_rollouts(
         warnings += of_memory.warnings
     warnings += of_rewards.warnings
     warnings += [] if warn is None else warn(total, positions, longest)
+    warnings += system_prompt_warnings(config, functions, stage)
     warnings += config_warnings(config, total)
     return Forecast((*lines, *of_rewards.lines), tuple(warnings))
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import textwrap
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core import artifacts
 from rlhf_core.rollouts.completions import empty_warning
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlhf_core.config import TrainerConfig
+    from rlhf_core.rewards.reward import Reward
     from rlhf_core.rollouts.rollout import Rollout
     from rlhf_core.stage import Stage
 
@@ -16,6 +24,42 @@ FLAT_ROLLOUTS = 3
 """Rollouts in a row without a difference within any group before the warning."""
 FIRST_ROLLOUTS = 3
 """Rollouts whose empty completions are counted: later a policy may have learned to say nothing."""
+
+
+def system_prompt_warnings(config: TrainerConfig, rewards: Sequence[Reward], stage: Stage) -> list[str]:
+    """Describe the reward models that read conversations with another system prompt than the policy, one line each."""
+    lines = []
+    for reward in rewards:
+        model = getattr(reward.function, "model", None)
+        if not isinstance(model, str | Path):
+            continue
+        planned = stage.inputs.get("system_prompts", {})  # of stages that are only checked
+        if str(model) not in planned and not Path(model).is_dir():
+            continue
+        theirs = planned[str(model)] if str(model) in planned else _system_prompt_of(Path(model), config)
+        if theirs != config.system_prompt:
+            lines.append(
+                f"rewards.{reward.label}: the reward model reads conversations with {_named(theirs)}, the policy with "
+                f"{_named(config.system_prompt)}, unless they begin with a system message of their own: it scores "
+                "something else than the policy sees. Give both stages one system_prompt"
+            )
+    return lines
+
+
+def _system_prompt_of(directory: Path, config: TrainerConfig) -> str | None:
+    """Return the system prompt in a reward model's contract, or the policy's where an exported template has it."""
+    if (directory / artifacts.MANIFEST).is_file():
+        prompt: str | None = artifacts.read_contract(directory).get("system_prompt")
+        return prompt
+    template = directory / "chat_template.jinja"
+    exported = template.is_file() and json.dumps(config.system_prompt) in template.read_text(encoding="utf-8")
+    return config.system_prompt if exported else None
+
+
+def _named(system_prompt: str | None) -> str:
+    if system_prompt is None:
+        return "no system_prompt"
+    return f"the system_prompt {textwrap.shorten(system_prompt, 60, placeholder=' …')!r}"
 
 
 class RolloutWarnings:

@@ -27,6 +27,7 @@ def text_options(config: TrainerConfig, stage: Stage, *, read_at: ReadAt = "eos"
         template_date(config, stage),
         read_at,
         config.prompt_repeated,
+        config.system_prompt,
     )
 
 

@@ -33,6 +33,7 @@ PLAIN = """\
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles that every template may get; it must name others."""
+SYSTEM_ROLES = ("system", "developer")
 PROBE = "qzxreply"  # a reply that no template contains
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -106,6 +107,7 @@ class ChatTemplate:
         self._kwargs = dict(options.chat_template_kwargs)
         self._date = options.template_date
         self._forms: dict[tuple[str, str], str] = {}
+        self.system_prompt = options.system_prompt
         self._name = f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
 
     def write(
@@ -116,13 +118,14 @@ class ChatTemplate:
         tools: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation. open_turn: end with the header of an assistant turn.
+        """Render a conversation, which gets the options' system prompt unless it begins with one.
 
-        tools, kwargs: the row's tools and variables for the template.
+        open_turn: end with the header of an assistant turn. tools, kwargs: the row's tools and variables for the
+        template.
 
         Raises InputError if there is no template, it rejects the conversation, or a role is unknown.
         """
-        return self._render(turns, open_turn, tools, kwargs, marks=False)[0]
+        return self._render(self._with_system(turns), open_turn, tools, kwargs, marks=False)[0]
 
     def locate_replies(
         self,
@@ -140,6 +143,8 @@ class ChatTemplate:
         differently once the conversation continues is left out. The stop token right after a reply belongs to it.
         stops: the texts of the stop tokens. Raises InputError as `write` does.
         """
+        given, turns = len(turns), self._with_system(turns)
+        first += len(turns) - given
         text, marked = self._render(turns, False, tools, kwargs, marks=self.marks(tools))
         last = len(turns) - 1
         before = self.write(turns[:last], open_turn=True, tools=tools, kwargs=kwargs) if last else ""
@@ -163,6 +168,26 @@ class ChatTemplate:
             else:
                 missed = True
         return Rendered(text, (*spans, (start, len(text))), follows, not missed)
+
+    def _with_system(self, turns: Sequence[Message]) -> Sequence[Message]:
+        """Put the system prompt before turns that do not begin with a system message."""
+        if self.system_prompt is None or (turns and turns[0]["role"] in SYSTEM_ROLES):
+            return turns
+        return [{"role": "system", "content": self.system_prompt}, *turns]
+
+    def require_system_prompt(self) -> None:
+        """Raise InputError if the template does not write the system prompt."""
+        if self.system_prompt is None or self.text is None:
+            return
+        remedy = (
+            "leave out system_prompt, and put its text in the user's turns; or give another chat_template"
+        )
+        try:
+            text = self.write([{"role": "user", "content": "a"}], open_turn=True)
+        except InputError as error:
+            raise InputError(f"system_prompt: {error}, or {remedy}") from error
+        if self.system_prompt.strip() not in text:
+            raise InputError(f"system_prompt: {self._name} does not write system messages: {remedy}")
 
     def marks(self, tools: Any = None) -> bool:
         """Whether the template marks replies as {% generation %}."""

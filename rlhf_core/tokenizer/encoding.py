@@ -42,6 +42,7 @@ class Encoder:
         self.options = TextOptions.of(chat_template)
         self.chat = ChatTemplate(tokenizer, self.options)
         self.template = self.chat.text
+        self.chat.require_system_prompt()
         self.special = special_ids(tokenizer, self.options)
         self._blank: dict[int, bool] = {}
         self._adds_eos = any(int(i) in self.special.eos for i in self.tokenize([("a", True)])[0][-1:])
@@ -109,9 +110,9 @@ class Encoder:
     ) -> tuple[str, bool]:
         """Return `text` of a prompt with the assistant turn open; an empty text if there is no prompt."""
         chat = not (isinstance(prompt, str | None) and isinstance(completion, str))
-        if not prompt:
+        if not prompt and not (chat and self.options.system_prompt is not None):
             return "", not chat or self.template == PLAIN
-        turns = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        turns = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt or []
         return self.text(turns, open_turn=True, tools=tools, kwargs=kwargs)
 
     def marked(self, turns: Sequence[Message], tools: Any = None) -> tuple[Ints, NDArray[np.bool_]]:

@@ -20,7 +20,8 @@ class TextOptions:
     template_date: the day that a template's `strftime_now` returns, such as "2026-01-31"; None: today.
     read_at: where a sequence ends: "eos", at the first stop token after the last reply, or "template", where the chat
     template ends. prompt_repeated: whether completions repeat the prompt's text, which is then stripped; None: they do
-    not, and a file where most do is an error.
+    not, and a file where most do is an error. system_prompt: content of the system message that conversations without
+    one begin with.
     """
 
     chat_template: str | None = None
@@ -28,6 +29,7 @@ class TextOptions:
     template_date: str | None = None
     read_at: ReadAt = "eos"
     prompt_repeated: bool | None = None
+    system_prompt: str | None = None
 
     @classmethod
     def of(cls, given: str | TextOptions | None) -> TextOptions:

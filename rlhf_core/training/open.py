@@ -16,6 +16,7 @@ import numpy as np
 from rlhf_core import data
 from rlhf_core.config import Component
 from rlhf_core.contracts import SAMPLER, SamplerInputs
+from rlhf_core.data.conversations import require_conversations
 from rlhf_core.errors import InputError
 from rlhf_core.models import (
     Head,
@@ -191,8 +192,13 @@ def error_context(stage: Stage, field: str) -> Iterator[None]:
         ) from error
 
 
-def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: bool = True) -> Records | None:
-    """Open the rows of `train_data` or `eval_data`; None where they are not given and not needed."""
+def open_records(
+    config: TrainerConfig, stage: Stage, field: str, *, needed: bool = True, episodes: bool = False
+) -> Records | None:
+    """Open the rows of `train_data` or `eval_data`; None where they are not given and not needed.
+
+    episodes: whether an environment makes the conversations. Raises InputError for plain texts with a `system_prompt`.
+    """
     dataset = stage.inputs.get(field.replace("_data", "_dataset"))
     spec = dataset if dataset is not None else getattr(config, field)
     if spec is None:
@@ -215,7 +221,11 @@ def open_records(config: TrainerConfig, stage: Stage, field: str, *, needed: boo
         )
     stop_if_asked(f"before the data of stage '{stage.name}' were read")
     with error_context(stage, field):
-        return data.load(spec, registry=stage.registry, columns=config.columns)
+        records = data.load(spec, registry=stage.registry, columns=config.columns)
+    if config.system_prompt is not None and not episodes:
+        with error_context(stage, field):
+            require_conversations(records.sources)
+    return records
 
 
 def warn_dropped_rows(report: Report, stage: Stage, field: str) -> None:
@@ -349,7 +359,7 @@ def open_episode_rows(
     """Open the rows of `train_data` or `eval_data` that an environment's episodes begin with; None where the field is
     not given and not needed.
     """
-    records = open_records(config, stage, field, needed=needed)
+    records = open_records(config, stage, field, needed=needed, episodes=True)
     return None if records is None else data.EpisodeRows(records, max_prompt_length)
 
 

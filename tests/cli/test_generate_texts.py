@@ -195,3 +195,20 @@ def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> No
         collector.complete(None, np.array([0]), key, np.array([0]))
     assert [text.strip() for text in read] == ["a b h", "a b"]
     assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)
+
+
+def test_a_system_message_precedes_prompts_without_one(
+    asked: list[list[int]], model: Path, tiny: Any, tmp_path: Path
+) -> None:
+    run(model, "--prompt", "c d", "--system", "e f")
+    rows = [
+        {"prompt": [{"role": role, "content": "e f"}, {"role": "user", "content": "c d"}]}
+        for role in ("system",)
+    ]
+    run(model, tiny.write_rows(tmp_path / "own.jsonl", rows), "--system", "g")
+    assert asked[0] == asked[1]
+    plain = tiny.write_rows(tmp_path / "plain.jsonl", [{"prompt": "c d"}])
+    for arguments in ([plain], ["--prompt", "c", "--raw"]):
+        result = CliRunner().invoke(cli.app, ["generate", *map(str, [model, *arguments]), "--system", "g"])
+        assert result.exit_code != 0
+        assert "--system" in str(result.exception or result.output)

@@ -1,0 +1,180 @@
+"""`system_prompt` of a stage and `--system`: what conversations begin with, for policies and reward models alike."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import TrainerConfig, artifacts, data, plugins
+from rlhf_core.data.cache import TokenCache
+from rlhf_core.errors import InputError
+from rlhf_core.pipeline import plan, read
+from rlhf_core.pipeline.forecast import stage_forecasts
+from rlhf_core.plugins.component import load_file
+from rlhf_core.rollouts.warnings import system_prompt_warnings
+from rlhf_core.scoring import Contract, Scorer
+from rlhf_core.tokenizer import TextOptions
+from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.training import open_texts, scoring_contract
+from rlhf_core.training.open import open_prompts
+
+chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
+BRIEF = "ab ba"
+SYSTEM = {"role": "system", "content": BRIEF}
+OWN = {"role": "system", "content": "b"}
+ASKED, REPLY = chat.user("a bab"), chat.assistant("ab")
+OPTIONS = TextOptions(read_at="template", system_prompt=BRIEF)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + chat.CHATML
+)
+DROPS_SYSTEM = chat.CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+
+
+def tokenizer_with(template: str = chat.CHATML) -> Any:
+    tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_every_kind_of_data_begins_with_it_unless_it_has_one() -> None:
+    tokenizer = tokenizer_with()
+
+    def ids(rows: Any, options: TextOptions) -> list[Any]:
+        records = data.load([rows])
+        prompts = data.encode_prompts(records, tokenizer, max_prompt_length=None, chat_template=options)
+        pairs = data.encode_pairs(
+            records, tokenizer, max_length=None, chat_template=options, completions=True
+        )
+        texts = data.encode_texts(records, tokenizer, max_length=None, chat_template=options)
+        pair = pairs.pairs[0]
+        found = [prompts.ids[0], pair.chosen, pair.rejected, pair.starts, texts.tokens[0], texts.learned[0]]
+        return [np.asarray(each).tolist() for each in found]
+
+    row = {"chosen": [REPLY], "rejected": [chat.assistant("b")]}
+    written = ids({"prompt": [SYSTEM, ASKED], **row}, TextOptions(read_at="template"))
+    assert ids({"prompt": [ASKED], **row}, OPTIONS) == written
+    assert ids({"prompt": [ASKED], **row}, TextOptions(read_at="template")) != written
+    own = {"prompt": [OWN, ASKED], **row}
+    assert ids(own, OPTIONS) == ids(own, TextOptions(read_at="template"))
+
+
+def test_nothing_of_it_is_learned_where_a_conversation_begins_with_a_reply() -> None:
+    encoder, plain = Encoder(tokenizer_with(), OPTIONS), Encoder(tokenizer_with())
+    found, wanted = encoder.marked([REPLY]), plain.marked([SYSTEM, REPLY])
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert encoder.prompt_text(None, [REPLY]) == plain.prompt_text([SYSTEM], [REPLY])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (NO_SYSTEM, "system_prompt: .*no system role"),
+        (DROPS_SYSTEM, "system_prompt: .* does not write system"),
+    ],
+)
+def test_a_template_that_cannot_write_it_is_refused(template: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Encoder(tokenizer_with(template), OPTIONS)
+    Encoder(tokenizer_with(template))
+
+
+def test_tokens_are_cached_apart() -> None:
+    hashes = {
+        TokenCache("texts", Encoder(tokenizer_with(), o))._settings_hash for o in (OPTIONS, TextOptions())
+    }
+    assert len(hashes) == 2
+
+
+def stage_of(rows: Any, tmp_path: Path) -> Any:
+    return SimpleNamespace(
+        name="s", is_main=True, mesh=None, inputs={"train_dataset": rows},
+        registry=plugins.load().registry, dir=tmp_path, template_date=None,
+    )  # fmt: skip
+
+
+def test_plain_texts_are_refused(tmp_path: Path) -> None:
+    config = TrainerConfig(system_prompt=BRIEF)
+    stage = stage_of([{"prompt": "a", "completion": "b"}], tmp_path)
+    with pytest.raises(InputError, match=r"stage 's'.train_data: system_prompt: .*plain texts"):
+        open_texts(config, stage, tokenizer_with(), "train_data")
+    stage = stage_of([{"prompt": [ASKED]}], tmp_path)
+    opened = open_prompts(config, stage, tokenizer_with(), "train_data", max_prompt_length=99)
+    assert BRIEF in tokenizer_with().decode(opened.ids[0])
+
+
+def test_a_reward_model_keeps_it_in_its_contract(tiny: ModuleType, tmp_path: Path) -> None:
+    model = tiny.make_model("score", scale=4.0)
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' </s> ' }}{% endfor %}"
+    config = TrainerConfig(system_prompt="a b")
+    contract = Contract.from_dict(scoring_contract(config, stage_of([], tmp_path), model), "here")
+    assert contract.system_prompt == "a b"
+    with_it, without = Scorer(model, contract), Scorer(model, Contract.of(model.tokenizer, max_length=None))
+    prompt, system = [chat.user("c")], {"role": "system", "content": "a b"}
+    scores = with_it.score_completions([prompt, [system, *prompt]], ["d", "d"])
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5)
+    np.testing.assert_allclose(scores[:1], without.score_completions([[system, *prompt]], ["d"]), rtol=1e-5)
+
+
+def test_a_run_warns_where_policy_and_reward_model_read_different_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts.write_manifest(tmp_path, {
+        "format": 1, "name": "model", "kind": "reward_model", "files": {}, "contract": {"system_prompt": BRIEF},
+    })  # fmt: skip
+    reward: Any = SimpleNamespace(label="model", function=SimpleNamespace(model=str(tmp_path)))
+    plain: Any = SimpleNamespace(label="length", function=len)
+    stage: Any = SimpleNamespace(inputs={})
+
+    def lines(prompt: str | None) -> list[str]:
+        return system_prompt_warnings(TrainerConfig(system_prompt=prompt), [reward, plain], stage)
+
+    assert lines(BRIEF) == []
+    assert [
+        f"the system_prompt '{BRIEF}', the policy with no system_prompt" in each for each in lines(None)
+    ] == [True]
+    assert [f"'{BRIEF}', the policy with the system_prompt 'b'" in each for each in lines("b")] == [True]
+    (tmp_path / artifacts.MANIFEST).unlink()  # a model from elsewhere
+    assert lines(None) == []
+    assert ["with no system_prompt, the policy" in each for each in lines(BRIEF)] == [True]
+    (tmp_path / "chat_template.jinja").write_text('{% set messages = [{"content": "ab ba"}] %}')
+    assert lines(BRIEF) == []
+
+
+PIPELINE = """
+[[stage]]
+name = "rm"
+trainer = "reward"
+model = {{ {sizes}, tokenizer = "tokenizer" }}
+train_data = "pairs.jsonl"
+{of_rm}
+[[stage]]
+name = "policy"
+trainer = "grpo"
+model = {{ {sizes}, tokenizer = "tokenizer" }}
+train_data = "pairs.jsonl"
+system_prompt = "ab ba"
+rewards = [{{ name = "model", model = "rm.model" }}]
+"""
+
+
+@pytest.mark.parametrize(("of_rm", "warned"), [("", True), ('system_prompt = "ab ba"', False)])
+def test_a_check_warns_before_the_reward_model_exists(
+    of_rm: str, warned: bool, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer_with().save_pretrained("tokenizer")
+    row = {"prompt": [ASKED], "chosen": [REPLY], "rejected": [chat.assistant("b")]}
+    tiny.write_rows(tmp_path / "pairs.jsonl", [row] * 8)
+    sizes = ", ".join(f'{k} = "{v}"' if isinstance(v, str) else f"{k} = {v}" for k, v in tiny.SIZES.items())
+    Path("p.toml").write_text(PIPELINE.format(sizes=sizes, of_rm=of_rm))
+    host = plugins.load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = stage_forecasts(plan(read(Path("p.toml"), dir="run"), host), host)["policy"]
+    assert any("reads conversations with no system_prompt" in line for line in made.warnings) is warned
