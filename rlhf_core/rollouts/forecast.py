@@ -15,6 +15,7 @@ from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.rollouts.warnings import system_prompt_warnings
 from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
+from rlhf_core.tokenizer import special_ids
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import frozen_bytes, memory_forecast, scoring_bytes
 from rlhf_core.training.open import (
@@ -23,6 +24,7 @@ from rlhf_core.training.open import (
     open_records,
     open_rewards,
     require_model,
+    require_stop_token,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ def forecast_rollouts(
         else open_rewards(rewards, stage, weights=reward_weights, environment=environment)
     )
     tokenizer = stage.inputs.get("tokenizer")
+    if tokenizer is not None:
+        require_stop_token(special_ids(tokenizer, config.chat_template).eos, sampling, stage)
     for options in (sampling, evaluation_sampling):
         if tokenizer is not None and options is not None and options.stop_strings:
             stop_table(options.stop_strings, tokenizer, len(tokenizer))

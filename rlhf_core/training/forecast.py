@@ -12,7 +12,7 @@ from rlhf_core.models.lora import linear_modules
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.training.memory import definition_of, frozen_bytes, memory_forecast, training_bytes
-from rlhf_core.training.open import asked_lora, error_context, open_records, require_model
+from rlhf_core.training.open import asked_lora, error_context, open_records, require_model, stop_warnings
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -62,6 +62,7 @@ def forecast_lines(
         sizes = sizes_of(trees)
         tokens = f"about {round(drawn / count * int(sizes.sum())):,} tokens, shared prompts once"
         update_tokens, longest = round(int(sizes.sum()) / count * config.total_batch_size), int(sizes.max())
+    endless = [] if tokenizer is None else [f"model: {line}" for line in stop_warnings(config, tokenizer)]
     memory = Forecast()
     if (found := training_memory(config, stage, head, total, update_tokens, longest)) is not None:
         definition, hf_config, parts = found
@@ -73,7 +74,8 @@ def forecast_lines(
             examples += _beyond_positions(hf_config.get("max_position_embeddings"), trees)
     updates = f"{total:,} updates of {config.total_batch_size} {unit}, {drawn / count:.2f} epochs"
     return Forecast(
-        (examples, updates, tokens, *memory.lines), (*memory.warnings, *config_warnings(config, total))
+        (examples, updates, tokens, *memory.lines),
+        (*endless, *memory.warnings, *config_warnings(config, total)),
     )
 
 

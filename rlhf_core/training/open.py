@@ -32,7 +32,7 @@ from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import read_at_of, text_options
-from rlhf_core.tokenizer import load_tokenizer, with_template_and_stop_ids
+from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_stop_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 OF_EPISODES = "environment"
 """The name of the reward that an environment gives."""
+NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
+UNHEARD_OF = "\U0010fffd"
+"""A text that no vocabulary has as a token."""
 DROPOUT = ("dropout", "dropout_prob", "pdrop")
 """Endings of dropout rates in a config.json: attention_dropout, hidden_dropout_prob, resid_pdrop."""
 
@@ -237,6 +240,39 @@ def warn_dropped_rows(report: Report, stage: Stage, field: str) -> None:
         _warn(stage, field, str(report))
 
 
+def _warn_of_opened(report: Report, config: TrainerConfig, stage: Stage, tokenizer: Any, field: str) -> None:
+    warn_dropped_rows(report, stage, field)
+    for line in stop_warnings(config, tokenizer) if field == "train_data" else ():
+        _warn(stage, "model", line)
+
+
+def stop_warnings(config: TrainerConfig, tokenizer: Any) -> list[str]:
+    """Describe why a model trained on given texts would not learn where they end, one line per reason."""
+    ends = special_ids(tokenizer, config.chat_template).eos
+    if not ends:
+        return [
+            f"{NO_STOP_TOKEN}: texts are trained on without an end, so a policy never learns to stop, and a reward "
+            "model reads a text's last token; set eos_token in tokenizer_config.json"
+        ]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    written = tokenizer(UNHEARD_OF, add_special_tokens=False, verbose=False)["input_ids"]
+    if unknown in ends and unknown in written:
+        return [
+            f"the token '{tokenizer.unk_token}' both ends sequences and stands for text that the vocabulary lacks, so "
+            "such text ends a reply; set another unk_token or eos_token in tokenizer_config.json"
+        ]
+    return []
+
+
+def require_stop_token(stop_ids: Sequence[int], options: SamplingOptions, stage: Stage) -> None:
+    """Raise InputError where no token could end a completion."""
+    if not stop_ids and not options.stop_token_ids:
+        raise InputError(
+            f"stage '{stage.name}'.model: {NO_STOP_TOKEN}, so no completion could ever stop; set eos_token in "
+            "tokenizer_config.json"
+        )
+
+
 def _warn(stage: Stage, field: str, line: str) -> None:
     """Warn on one process, and only while the stage runs, not while it is checked."""
     if stage.is_main and stage.mesh is not None:
@@ -267,7 +303,7 @@ def open_texts(
         values=values,
         **_encoding(config, stage),
     )
-    warn_dropped_rows(encoded.report, stage, field)
+    _warn_of_opened(encoded.report, config, stage, tokenizer, field)
     return encoded
 
 
@@ -304,7 +340,7 @@ def open_pairs(
             encoded.report.require_differences(records.name)
     if not margins:
         encoded.report.unread += [encoded.where(i) for i in np.flatnonzero(encoded.margins).tolist()]
-    warn_dropped_rows(encoded.report, stage, field)
+    _warn_of_opened(encoded.report, config, stage, tokenizer, field)
     return encoded
 
 
@@ -413,11 +449,7 @@ def open_sampler(
     sampler without `converse` is then made to take whole conversations as prompts.
     Raises InputError for a model without a stop token.
     """
-    if not model.stop_ids and not options.stop_token_ids:
-        raise InputError(
-            f"stage '{stage.name}'.model: neither the tokenizer nor generation_config.json names an end-of-sequence "
-            "token, so no completion could ever stop; set eos_token in tokenizer_config.json"
-        )
+    require_stop_token(model.stop_ids, options, stage)
     component = Component(name="jax") if sampler is None else sampler
     make = stage.registry.get(SAMPLER, component.name, **component.options)
     inputs = SamplerInputs(
