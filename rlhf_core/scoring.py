@@ -18,6 +18,7 @@ import numpy as np
 
 from rlhf_core import artifacts
 from rlhf_core.data.conversations import kwargs_of, tools_of
+from rlhf_core.data.report import Report
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
@@ -330,7 +331,8 @@ class Scorer:
         if skip == 0 and len(records) > CHUNK:
             for _ in whole_parts(records, encoder):
                 pass
-        for whole in whole_parts(records, encoder, skip=skip):
+        report = Report("rows", None)
+        for whole in whole_parts(records, encoder, skip=skip, report=report):
             # No length limit here: `score_ids` truncates long sequences, which training may have dropped.
             scores: list[np.ndarray | None] = [None] * len(whole.sequences)
             for size in dict.fromkeys(len(row) for row in whole.sequences if row is not None):
@@ -345,6 +347,8 @@ class Scorer:
                 if row is None or np.isnan(row).any()
             ]
             yield ScoredPart(_by_side(scores, whole.sides, whole.chosen), unread)
+        if not report.all_as_given:
+            warnings.warn(f"{records.name}: {'; '.join(report.lines()[1:])}", stacklevel=2)
 
     def score_completions(
         self,

@@ -34,8 +34,9 @@ SMALL = 1000
 """Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
 FORMAT = 3
-ENDS, ROWS = "_ends", "_rows"
-"""Suffixes of arrays with sequence ends and with row numbers; `renumber` makes both continue from part to part."""
+ENDS, ROWS, NAMES = "_ends", "_rows", "_names"
+"""Suffixes of arrays with sequence ends and with row numbers, which `renumber` makes continue from part to part, and of
+arrays with a name per row number."""
 
 
 def cache_directory() -> Path:

@@ -19,7 +19,7 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 @dataclass
 class Kind:
-    """Counts of the values of a column; nulls and other types are not counted."""
+    """Counts of the values of a column; nulls are not counted."""
 
     texts: int = 0
     lists: int = 0
@@ -33,6 +33,12 @@ class Kind:
     """Conversations in ShareGPT's format: messages have `from` and `value`, or roles of `ROLES`."""
     parts: int = 0
     """Conversations in which a content is a list of parts."""
+    others: int = 0
+    """Values that are neither text nor list, nor null."""
+
+    @property
+    def total(self) -> int:
+        return self.texts + self.lists + self.others
 
     @property
     def chat(self) -> bool:
@@ -62,6 +68,7 @@ def count_values(kinds: Kinds, row: Mapping[Any, Any]) -> None:
                 value if len(value) and not isinstance(value[0], str | int | float | np.number) else None
             )
         else:
+            kind.others += value is not None
             continue
         if messages is not None:  # in every column, because it may be renamed
             kind.sharegpt += is_sharegpt(messages)

@@ -15,6 +15,9 @@ from rlhf_core.tokenizer.content_parts import is_parts, parts_problem
 from rlhf_core.tokenizer.encoding import Encoder, Turns
 from rlhf_core.tokenizer.text_options import kwargs_problem, text_problem
 
+FOR_TEMPLATES = ("tools", "chat_template_kwargs")
+"""Columns of a conversation that go to its chat template."""
+
 
 def message_problem(value: Any) -> str | None:
     """Describe what is wrong with a conversation, or return None."""

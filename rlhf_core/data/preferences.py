@@ -13,10 +13,19 @@ from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.cache import ROWS, Arrays, TokenCache, flatten
+from rlhf_core.data.column_mapping import COLUMNS
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
 from rlhf_core.data.report import Problems, Report, shorten
-from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
+from rlhf_core.data.row_selection import (
+    Notes,
+    Selection,
+    check_options,
+    finish,
+    list_unread_columns,
+    used_sequences,
+    used_values,
+)
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.token_ids import read_prompt_ids, read_token_ids, sequence_facts, unknown_id
 from rlhf_core.errors import InputError
@@ -241,6 +250,7 @@ def encode_pairs(
             rows.record(rows.used, report.untemplated)
         selections.append(rows)
         starts.append(firsts)
+    list_unread_columns(report, records, _used_columns)
     places, digests = finish(records, selections, lengths, "max_sequence_length")
     return Pairs(
         used_sequences(selections, "chosen"),
@@ -252,6 +262,15 @@ def encode_pairs(
         report,
         places,
     )
+
+
+def _used_columns(source: Source) -> tuple[str, ...]:
+    """List the columns that pairs and their evaluation are read from."""
+    if any(set(family) <= set(source.columns) for family in FAMILIES):
+        return ("margin", "subset", *(name for name in COLUMNS if "ids" in name or "mask" in name))
+    texts = ("prompt", *SIDES)
+    chat = any(cells.is_chat(source, name) for name in texts)
+    return ("margin", "subset", *texts, *(cells.FOR_TEMPLATES if chat else ()))
 
 
 def _have_completions(rows: Selection, firsts: NDArray[np.int64], completions: bool) -> NDArray[np.bool_]:

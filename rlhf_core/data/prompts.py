@@ -165,7 +165,7 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
             tools, kwargs = cells.tools_of(row), cells.kwargs_of(row)
             texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools, kwargs=kwargs))
             if chat:
-                notes.add("left_out", i, encoder.chat.leaves_out(row["prompt"], texts[-1][0], tools))
+                notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs, open_turn=True)
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.raise_if_any()

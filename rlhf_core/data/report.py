@@ -43,6 +43,8 @@ class Report:
     """The conversation continues after its last reply; those turns are ignored."""
     left_out: list[str] = field(default_factory=list)
     """The chat template omits or alters a message, or omits the tools."""
+    ignored_fields: list[str] = field(default_factory=list)
+    """Messages have fields that the chat template does not write."""
     unlike: list[str] = field(default_factory=list)
     """The chat template renders the prompt differently once a reply follows, so sampling sees another prompt than
     training."""
@@ -60,6 +62,16 @@ class Report:
     """The row has the same tokens as an earlier one; repeats caused by `weight` do not count."""
     read_as: list[str] = field(default_factory=list)
     """Descriptions of columns that are renamed or converted on reading."""
+    not_read: list[str] = field(default_factory=list)
+    """A line that lists the columns that are not read; empty if all are."""
+    field_counts: dict[str, int] = field(default_factory=dict)
+    """{field of messages: rows} of `ignored_fields`."""
+
+    def add_ignored_field(self, place: str, name: str) -> None:
+        """Count a row with a field of messages that the chat template does not write."""
+        self.field_counts[name] = self.field_counts.get(name, 0) + 1
+        if place not in self.ignored_fields[-1:]:
+            self.ignored_fields.append(place)
 
     def __str__(self) -> str:
         """Summarise in one line, such as "1,843 pairs: 1,204 kept, 639 over 512 tokens filtered (35 %)"."""
@@ -70,6 +82,7 @@ class Report:
                 for label, rows, long in self._categories()
             ]
             + self.read_as
+            + self.not_read
         )
 
     def lines(self) -> list[str]:
@@ -78,11 +91,12 @@ class Report:
             [self._counts()]
             + [f"{label}: {shorten(rows)}" for label, rows, _ in self._categories()]
             + self.read_as
+            + self.not_read
         )
 
     @property
     def all_as_given(self) -> bool:
-        """Whether every row is used whole and teaches something; duplicates are no reason to warn."""
+        """Whether every row is used whole and teaches something; duplicates and other columns are no reason to warn."""
         return all(rows is self.duplicates for _, rows, _ in self._categories())
 
     def _counts(self) -> str:
@@ -91,6 +105,8 @@ class Report:
     def _categories(self) -> list[tuple[str, list[str], bool]]:
         """List the non-empty categories: (count and label, rows, whether they are over the limit)."""
         over = f"over {self.limit or 0:,} tokens"
+        counts = ", ".join(f"{name} in {count:,}" for name, count in self.field_counts.items())
+        named = f" [{counts}]" if counts else ""
         categories = [
             (f"{over} filtered", self.filtered, True),
             (f"{over} cut", self.truncated, True),
@@ -100,6 +116,7 @@ class Report:
             ("with the prompt again in a completion", self.doubled, False),
             ("that go on after the last reply", self.after_reply, False),
             ("that lose something in the chat template", self.left_out, False),
+            (f"with fields that the chat template does not write{named}", self.ignored_fields, False),
             ("whose reply does not follow the generation prompt", self.unlike, False),
             ("whose earlier replies are not all learned", self.unlearned, False),
             ("whose margin is not read", self.unread, False),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.cache import ENDS, ROWS
+from rlhf_core.data.cache import ENDS, NAMES, ROWS
 from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Report
 from rlhf_core.data.source import Places, Records, Source
 from rlhf_core.data.token_ids import digest64, record_repeats, shared_start
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer.encoding import Encoder, Turns
+from rlhf_core.tokenizer.encoding import Encoder, Message, Turns
+
+FIELDS = "ignored_fields"
 
 
 class Selection:
@@ -100,6 +102,10 @@ class Selection:
             rows = self.arrays[f"{name}{ROWS}"]
             getattr(self.report, name).extend(self.source.where(i) for i in rows[self.used[rows]].tolist())
         self.record(self.unknown & self.used, self.report.unknown)
+        fields = zip(self.arrays[FIELDS + ROWS].tolist(), self.arrays[FIELDS + NAMES].tolist(), strict=True)
+        for i, name in fields:
+            if self.used[i]:
+                self.report.add_ignored_field(self.source.where(i), name.decode(errors="replace"))
 
     @property
     def index(self) -> NDArray[np.int64]:
@@ -140,6 +146,18 @@ def finish(
     return places, digests
 
 
+def list_unread_columns(report: Report, records: Records, read: Callable[[Source], Iterable[str]]) -> None:
+    """Add the columns to the report that `read` does not return for a source, with how many rows have them."""
+    counts: dict[str, int] = {}
+    for source in records.sources:
+        for name in source.columns:
+            if name not in read(source) and (count := source.kind(name).total):
+                counts[name] = counts.get(name, 0) + count
+    if counts:
+        listed = ", ".join(f"{name} (in {count:,})" for name, count in counts.items())
+        report.not_read.append(f"columns that are not read: {listed}")
+
+
 def check_options(overlong: str, truncation_mode: str) -> None:
     """Raise InputError for unknown values of the two options."""
     if overlong not in ("filter", "truncate"):
@@ -153,10 +171,23 @@ class Notes:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.rows: dict[str, set[int]] = {name: set() for name in names}
+        self.fields: dict[tuple[int, str], None] = {}
+        """(row, field of its messages that the chat template does not write)."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return {name + `ROWS`: int64 row indices}."""
-        return {f"{name}{ROWS}": np.array(sorted(rows), np.int64) for name, rows in self.rows.items()}
+        """Return {name + `ROWS`: int64 row indices}, and the names of ignored fields, at most 64 bytes each."""
+        return {
+            **{f"{name}{ROWS}": np.array(sorted(rows), np.int64) for name, rows in self.rows.items()},
+            FIELDS + ROWS: np.array([row for row, _ in self.fields], np.int64),
+            FIELDS + NAMES: np.array([name.encode() for _, name in self.fields], "S64"),
+        }
+
+    def record(self, source: Source, report: Report) -> None:
+        """Add the rows of a source to the report's lists."""
+        for name, rows in self.rows.items():
+            getattr(report, name).extend(source.where(i) for i in sorted(rows))
+        for i, name in self.fields:
+            report.add_ignored_field(source.where(i), name)
 
     def add(self, name: str, i: int, applies: bool) -> None:
         if applies:
@@ -170,5 +201,20 @@ class Notes:
         text = encoder.text(judged, tools=tools, kwargs=kwargs)
         if not isinstance(judged, str):
             self.add("after_reply", i, len(judged) < len(turns))
-            self.add("left_out", i, encoder.chat.leaves_out(judged, text[0], tools))
+            self.add_unwritten(i, encoder, judged, text[0], tools, kwargs)
         return text
+
+    def add_unwritten(
+        self,
+        i: int,
+        encoder: Encoder,
+        turns: Sequence[Message],
+        text: str,
+        tools: Any,
+        kwargs: Mapping[str, Any] | None,
+        **options: bool,
+    ) -> None:
+        """Note what the text that the template wrote of row i's messages lacks. options: of `ignored_fields`."""
+        self.add("left_out", i, encoder.chat.leaves_out(turns, text, tools))
+        names = encoder.chat.ignored_fields(turns, text, tools=tools, kwargs=kwargs, **options)
+        self.fields |= dict.fromkeys((i, name) for name in names)

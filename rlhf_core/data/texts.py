@@ -15,7 +15,15 @@ from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
 from rlhf_core.data.preferences import parse_pairs, read_number, refuse_repeats, repeats_prompt, strip_prompts
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
+from rlhf_core.data.row_selection import (
+    Notes,
+    Selection,
+    check_options,
+    finish,
+    list_unread_columns,
+    used_sequences,
+    used_values,
+)
 from rlhf_core.data.source import Records, Source
 from rlhf_core.data.token_ids import sequence_facts, unknown_id
 from rlhf_core.errors import InputError
@@ -24,6 +32,7 @@ from rlhf_core.tokenizer.chat_template import Rendered
 from rlhf_core.tokenizer.encoding import (
     Encoder,
     Ints,
+    Message,
     TextOptions,
     Turns,
     first_after,
@@ -54,7 +63,8 @@ def encode_texts(
     """Tokenise demonstrations. Which tokens are learned depends on the columns:
 
     text: all. prompt + completion: the completion's, in conversations only its replies. messages: every reply, as
-    `ChatTemplate.locate_replies` finds them. Preferences: like prompt + completion, with the chosen completion.
+    `ChatTemplate.locate_replies` finds them; none whose `weight` is 0. Preferences: like prompt + completion, with the
+    chosen completion.
 
     max_length: tokens; longer rows are dropped ("filter") or cut ("truncate", by `truncation_mode`).
     chat_template: as in `template_text`, or all options as `TextOptions`.
@@ -104,6 +114,7 @@ def encode_texts(
         selections.append(rows)
         trained.append(counts)
     problems.raise_if_any()
+    list_unread_columns(report, records, lambda source: (*used_columns(source), *values))
     places, digests = finish(records, selections, lengths, "max_sequence_length")
     return Texts(
         used_sequences(selections, "tokens"),
@@ -149,6 +160,14 @@ def read_columns(source: Source) -> tuple[str, ...]:
         wanted = ("prompt", "completion") if columns & {"prompt", "completion"} else ("text",)
         raise cells.missing_columns(source, wanted, ACCEPTED)
     return names
+
+
+def used_columns(source: Source) -> tuple[str, ...]:
+    """List the columns that demonstrations are read from, and those that only conversations have."""
+    names = read_columns(source)
+    names = ("prompt", *names) if "chosen" in names else names
+    chat = any(cells.is_chat(source, name) for name in names)
+    return (*names, *cells.FOR_TEMPLATES) if chat else names
 
 
 def _encode_plain(source: Source, encoder: Encoder, notes: Notes) -> list[Text | None]:
@@ -216,8 +235,9 @@ def _encode_learned(
         try:
             tools, read = cells.tools_of(source.rows[i]), until_last_reply(turns)
             kwargs = cells.kwargs_of(source.rows[i])
+            require_weights(read)
             chats[i] = encoder.locate_replies(read, tools=tools, kwargs=kwargs, first=first)
-            notes.add("left_out", i, encoder.chat.leaves_out(read, chats[i].text, tools))
+            notes.add_unwritten(i, encoder, read, chats[i].text, tools, kwargs, learns=True)
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
             continue
@@ -234,6 +254,14 @@ def _encode_learned(
     for i, (tokens, learned) in zip(chats, encoder.encode_replies(list(chats.values())), strict=True):
         encoded[i] = Text(tokens, learned.astype(np.float32))
     return encoded
+
+
+def require_weights(turns: Sequence[Message]) -> None:
+    """Raise InputError for a message's `weight`, of its loss, that is neither 0 nor 1."""
+    for number, turn in enumerate(turns, 1):
+        weight = turn.get("weight")
+        if weight is not None and (isinstance(weight, bool | str) or weight not in (0, 1)):
+            raise InputError(f"message {number}'s weight is {weight!r}; a reply is learned (1) or not (0)")
 
 
 def _learned_from(tokens: Ints, first: int) -> Text:

@@ -9,13 +9,15 @@ from typing import Any
 from rlhf_core.data import conversations as cells
 from rlhf_core.data.best_of_n import completion_lists, parse_candidates
 from rlhf_core.data.preferences import FAMILIES, parse_pairs, refuse_repeats, repeats_prompt, strip_prompts
-from rlhf_core.data.report import Problems
+from rlhf_core.data.report import Problems, Report
+from rlhf_core.data.row_selection import Notes
 from rlhf_core.data.source import CHUNK, Records, Source
 from rlhf_core.data.texts import read_columns
 from rlhf_core.data.token_ids import read_token_ids
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer.encoding import Encoder, Ints, Turns
+from rlhf_core.tokenizer.encoding import Encoder, Ints, Turns, join
 
+NOTES = ("after_reply", "left_out")
 Row = tuple[Turns | None, Turns]
 """(prompt, completion); the prompt is None if the completion contains it."""
 
@@ -48,8 +50,14 @@ def encode_whole(records: Records, encoder: Encoder) -> Whole:
     return Whole(parts[0].sides, sequences, [place for part in parts for place in part.places], chosen)
 
 
-def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterator[Whole]:
-    """Yield `encode_whole` of `CHUNK` rows at a time. skip: number of parts to skip without checking them."""
+def whole_parts(
+    records: Records, encoder: Encoder, *, skip: int = 0, report: Report | None = None
+) -> Iterator[Whole]:
+    """Yield `encode_whole` of `CHUNK` rows at a time.
+
+    skip: number of parts to skip without checking them. report: gets the rows of which the chat template leaves
+    something out.
+    """
     columns = set(records.columns)
     paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))
     sides: tuple[str, ...] = ("chosen_score", "rejected_score") if paired else ("score",)
@@ -67,7 +75,10 @@ def whole_parts(records: Records, encoder: Encoder, *, skip: int = 0) -> Iterato
                 complete = False
                 continue
             part = source.part(start, start + CHUNK)
-            sequences, repeats = encode(part, encoder)
+            notes = Notes(NOTES)
+            sequences, repeats = encode(part, encoder, notes)
+            if report is not None:
+                notes.record(part, report)
             doubled += [start + i for i in repeats]
             chosen = [len(row["chosen"] or ()) for row in part.rows] if listed else None
             yield Whole(sides, sequences, [part.where(i) for i in range(len(part.rows))], chosen)
@@ -79,7 +90,7 @@ EncodedRows = tuple[list[list[Ints] | None], list[int]]
 """The sequences of every row, and the rows whose completion repeats its prompt."""
 
 
-def _encode_pairs(source: Source, encoder: Encoder) -> EncodedRows:
+def _encode_pairs(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows:
     problems = Problems()
     family = next((names for names in FAMILIES if set(names) <= set(source.columns)), None)
     if family is not None:
@@ -92,19 +103,19 @@ def _encode_pairs(source: Source, encoder: Encoder) -> EncodedRows:
     problems.raise_if_any()
     rows = [[(p.prompt, p.chosen), (p.prompt, p.rejected)] for p in parsed]
     doubled = [i for i, p in zip(used, parsed, strict=True) if p.doubled]
-    return _encode_rows(source, used, rows, encoder), doubled
+    return _encode_rows(source, used, rows, encoder, notes), doubled
 
 
-def _encode_candidates(source: Source, encoder: Encoder) -> EncodedRows:
+def _encode_candidates(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows:
     problems = Problems()
     candidates = parse_candidates(source, problems, encoder.options.prompt_repeated)
     problems.raise_if_any()
     rows = [each.completions for each in candidates]
-    sequences = _encode_rows(source, [each.row for each in candidates], rows, encoder)
+    sequences = _encode_rows(source, [each.row for each in candidates], rows, encoder, notes)
     return sequences, [each.row for each in candidates if each.doubled]
 
 
-def _encode_texts(source: Source, encoder: Encoder) -> EncodedRows:
+def _encode_texts(source: Source, encoder: Encoder, notes: Notes) -> EncodedRows:
     columns = read_columns(source)
     prompted, last = columns[0] == "prompt", columns[-1]
     chat = {name: name == "messages" or cells.is_chat(source, name) for name in columns}
@@ -127,7 +138,7 @@ def _encode_texts(source: Source, encoder: Encoder) -> EncodedRows:
         rows = strip_prompts(source, used, texts, [last], repeated, problems)
         problems.raise_if_any()
     doubled = [i for i, row in zip(used, rows, strict=True) if not repeated and repeats_prompt(*row)]
-    return _encode_rows(source, used, [[row] for row in rows], encoder), doubled
+    return _encode_rows(source, used, [[row] for row in rows], encoder, notes), doubled
 
 
 def _may_have(row: Mapping[str, Any], column: str) -> bool:
@@ -136,7 +147,7 @@ def _may_have(row: Mapping[str, Any], column: str) -> bool:
 
 
 def _encode_rows(
-    source: Source, used: Sequence[int], rows: Sequence[Sequence[Row]], encoder: Encoder
+    source: Source, used: Sequence[int], rows: Sequence[Sequence[Row]], encoder: Encoder, notes: Notes
 ) -> list[list[Ints] | None]:
     """Encode the rows with indices `used` into a list over all rows of the source."""
     if any(not isinstance(part, str | None) for row in rows for side in row for part in side):
@@ -147,12 +158,12 @@ def _encode_rows(
     for i, row in zip(used, rows, strict=True):
         try:
             tools, kwargs = cells.tools_of(source.rows[i]), cells.kwargs_of(source.rows[i])
-            written = [encoder.whole_text(prompt, side, tools=tools, kwargs=kwargs) for prompt, side in row]
+            wholes = [join(prompt, side) for prompt, side in row]
+            texts += [notes.write_judged(i, encoder, whole, tools, kwargs) for whole in wholes]
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
             continue
-        texts += [text for text, _ in written]
-        chat += [by_template for _, by_template in written]
+        chat += [not isinstance(whole, str) for whole in wholes]
     problems.raise_if_any()
     ids = iter(encoder.tokenize_closed(texts, chat))
     sequences: list[list[Ints] | None] = [None] * len(source.rows)

@@ -175,7 +175,10 @@ def _prompts(
         config, stage, tokenizer, "eval_data", max_prompt_length=max_prompt_length, needed=False
     )
     prompts = open_prompts(config, stage, tokenizer, "train_data", max_prompt_length=max_prompt_length)
+    report = str(prompts.report)
     if held_out is not None:
         forecast_rewards(rewards, held_out, stage)
+        if not held_out.report.all_as_given:
+            report += f"; eval_data: {held_out.report}"
     of_rewards = forecast_rewards(rewards, prompts, stage)
-    return len(prompts), max(map(len, prompts.ids)), str(prompts.report), of_rewards
+    return len(prompts), max(map(len, prompts.ids)), report, of_rewards

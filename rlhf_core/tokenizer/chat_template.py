@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,6 +65,8 @@ class Rendered(NamedTuple):
     """Whether the last reply directly follows the text that it would be sampled from."""
     complete: bool
     """Whether `replies` has every requested reply."""
+    learns_end: bool = True
+    """Whether the last reply is learned; its `weight` may be 0."""
 
 
 def template_text(tokenizer: Any, chat_template: str | None = None) -> str | None:
@@ -140,7 +144,8 @@ class ChatTemplate:
 
         Replies are what the template marks as {% generation %}. A template without marks is rendered turn by turn: a
         reply is the text that its turn adds to the prompt it would be sampled from. A reply that the template renders
-        differently once the conversation continues is left out. The stop token right after a reply belongs to it.
+        differently once the conversation continues is left out, and so is one whose `weight` is 0. The stop token right
+        after a reply belongs to it.
         stops: the texts of the stop tokens. Raises InputError as `write` does.
         """
         given, turns = len(turns), self._with_system(turns)
@@ -150,16 +155,25 @@ class ChatTemplate:
         before = self.write(turns[:last], open_turn=True, tools=tools, kwargs=kwargs) if last else ""
         start = _shared_start(before, text)
         follows = start == len(before)
+        unlearned = [
+            k for k, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get("weight") == 0
+        ]
+        ends = last not in unlearned
         if self.marks(tools):
+            counts = [
+                [self._count_marked(turns[:end], tools, kwargs) for end in (k, k + 1)] for k in unlearned
+            ]
+            skipped = {i for count in counts for i in range(*count)}
+            marked = [span for i, span in enumerate(marked) if i not in skipped]
             opened = before
             if 0 < first < last:
                 opened = self.write(turns[:first], open_turn=True, tools=tools, kwargs=kwargs)
             begin = _shared_start(opened, text) if first else 0
             spans = [(max(a, begin), _include_stop(text, b, stops)) for a, b in marked if b > begin]
-            return Rendered(text, tuple(spans), follows, True)
+            return Rendered(text, tuple(spans), follows, True, ends)
         spans, missed = [], False
         for k in range(first, last):
-            if turns[k]["role"] != "assistant":
+            if turns[k]["role"] != "assistant" or k in unlearned:
                 continue
             opened = self.write(turns[:k], open_turn=True, tools=tools, kwargs=kwargs) if k else ""
             closed = cut_after_stop(self.write(turns[: k + 1], tools=tools, kwargs=kwargs), stops)
@@ -167,7 +181,12 @@ class ChatTemplate:
                 spans.append((len(opened), len(closed)))
             else:
                 missed = True
-        return Rendered(text, (*spans, (start, len(text))), follows, not missed)
+        spans += [(start, len(text))] if ends else []
+        return Rendered(text, tuple(spans), follows, not missed, ends)
+
+    def _count_marked(self, turns: Sequence[Message], tools: Any, kwargs: Mapping[str, Any] | None) -> int:
+        """Count the spans that the template marks as {% generation %}."""
+        return len(self._render(turns, False, tools, kwargs, marks=True)[1]) if turns else 0
 
     def _with_system(self, turns: Sequence[Message]) -> Sequence[Message]:
         """Put the system prompt before turns that do not begin with a system message."""
@@ -207,6 +226,55 @@ class ChatTemplate:
         ):
             return True
         return bool(tools) and "tools" not in (self._with_tools or "")
+
+    def ignored_fields(
+        self,
+        turns: Sequence[Message],
+        text: str,
+        *,
+        open_turn: bool = False,
+        tools: Any = None,
+        kwargs: Mapping[str, Any] | None = None,
+        learns: bool = False,
+    ) -> list[str]:
+        """Name the fields of messages, other than role and content, without which `write` would return the same text.
+
+        Variables in `kwargs` that the template does not name, and fields of a content's parts, count too.
+        learns: whether replies are learned, unless their `weight` is 0.
+        """
+        template = (self._with_tools if tools else self.text) or ""
+        names = [f"chat_template_kwargs.{name}" for name in kwargs or () if name not in template]
+        parts = [part for turn in turns for part in getattr(turn.get("content"), "parts", ())]
+        keys = dict.fromkeys(key for part in parts for key in part if key not in ("type", "text"))
+        names += [f"content.{key}" for key in keys if key not in template]
+        fields = [
+            (k, name) for k, turn in enumerate(turns) for name in turn if _may_be_ignored(turn, name, learns)
+        ]
+        if not fields:
+            return names
+        render = partial(self._render, open_turn=open_turn, tools=tools, kwargs=kwargs, marks=False)
+        # One rendering with a tag in each field shows most of those that are written; the others are left out in turn.
+        tagged = [dict(turn) for turn in turns]
+        for number, (k, name) in enumerate(fields):
+            tagged[k][name] = _tagged(tagged[k][name], _tag(number))
+        with suppress(InputError):
+            written = render(tagged)[0]
+            fields = [field for number, field in enumerate(fields) if _tag(number) not in written]
+
+        def is_ignored(name: str, where: Sequence[int]) -> bool:
+            shorter = [
+                {key: value for key, value in turn.items() if k not in where or key != name}
+                for k, turn in enumerate(turns)
+            ]
+            with suppress(InputError):
+                return render(shorter)[0] == text
+            return False
+
+        for name in dict.fromkeys(name for _, name in fields):
+            where = [k for k, other in fields if other == name]
+            if is_ignored(name, where) or (len(where) > 1 and any(is_ignored(name, [k]) for k in where)):
+                names.append(name)
+        return names
 
     def end_of_turn(self) -> int | None:
         """Return the id of the added token that the template writes after a reply; None if it writes none."""
@@ -353,6 +421,30 @@ class ChatTemplate:
                     f"message {number} has the role '{role}', which the chat template does not name."
                     f"{suggest(role, ROLES)} Known: {', '.join(ROLES)}"
                 )
+
+
+def _may_be_ignored(turn: Message, name: str, learns: bool) -> bool:
+    """Whether a field says something that a template could leave out. learns: as in `ChatTemplate.ignored_fields`."""
+    value = turn[name]
+    if name in ("role", "content") or value is None or (hasattr(value, "__len__") and not len(value)):
+        return False
+    if name != "weight":
+        return True
+    replies = turn["role"] == "assistant"
+    return value != 0 if learns and not replies else value != 1 and not learns
+
+
+def _tag(number: int) -> str:
+    return f"qzxtag{number}x"
+
+
+def _tagged(value: Any, tag: str) -> Any:
+    """Append a tag to every text in a value."""
+    if isinstance(value, Mapping):
+        return {key: _tagged(item, tag) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tagged(item, tag) for item in value]
+    return value + tag if isinstance(value, str) else value
 
 
 def cut_after_stop(text: str, stops: Sequence[str]) -> str:

@@ -135,7 +135,8 @@ class Encoder:
             chunk = conversations[start : start + LOCATED]
             for (ids, learned), rendered in zip(self._encode_with_spans(chunk), chunk, strict=True):
                 ended = self.end_with_eos(ids)
-                mask = np.full(len(ended), bool(rendered.replies))  # covers an EOS that the template omits
+                # An EOS that the template omits belongs to the last reply.
+                mask = np.full(len(ended), bool(rendered.replies) and rendered.learns_end)
                 mask[: len(ids)] = learned[: len(ended)]
                 encoded.append((ended, mask))
         return encoded

@@ -47,8 +47,10 @@ def forecast_lines(
         with error_context(stage, "train_data"):
             encoded = open_data(config, stage, tokenizer, "train_data")
         with error_context(stage, "eval_data"):
-            open_data(config, stage, tokenizer, "eval_data", needed=False)
+            held_out = open_data(config, stage, tokenizer, "eval_data", needed=False)
         count, examples = len(encoded), str(encoded.report)
+        if held_out is not None and not held_out.report.all_as_given:
+            examples += f"; eval_data: {held_out.report}"
     total = data.count_updates(
         count, config.total_batch_size, config.num_train_epochs, config.max_training_steps
     )

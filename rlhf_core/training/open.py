@@ -232,12 +232,15 @@ def open_records(
 
 
 def warn_dropped_rows(report: Report, stage: Stage, field: str) -> None:
-    """Warn, on one process, where rows of `train_data` or `eval_data` were dropped, cut, or teach nothing.
+    """Warn, on one process, where rows of `train_data` or `eval_data` were dropped, cut, or teach nothing; list columns
+    that are not read.
 
     A stage that is only checked has the report in its forecast.
     """
     if not report.all_as_given:
         _warn(stage, field, str(report))
+    elif report.not_read and stage.mesh is not None:
+        stage.say(f"{field}: {', '.join(report.not_read)}")
 
 
 def _warn_of_opened(report: Report, config: TrainerConfig, stage: Stage, tokenizer: Any, field: str) -> None:

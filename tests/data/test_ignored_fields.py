@@ -1,0 +1,165 @@
+"""Fields of messages that the chat template does not write, their weights, and columns that are not read."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_core import data
+from rlhf_core.data.report import Report
+from rlhf_core.data.whole_sequences import whole_parts
+from rlhf_core.errors import InputError
+from rlhf_core.tokenizer.chat_template import ChatTemplate
+from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.training.open import warn_dropped_rows
+
+LAST_THOUGHT = (
+    "{% for m in messages %}{{ m.role[:1] }} {% if m.reasoning_content and loop.last %}{{ m.reasoning_content }} "
+    "{% endif %}{% if m.kind == 'x' %}e {% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{% endfor %} </s> {% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role[:1] }} {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}"
+)
+
+
+def user(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **fields}
+
+
+def reply(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+@pytest.fixture
+def tokenizer(tiny: ModuleType) -> Any:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = LAST_THOUGHT
+    return tokenizer
+
+
+def ignored(tokenizer: Any, turns: list[Any], **options: Any) -> list[str]:
+    chat = ChatTemplate(tokenizer)
+    return chat.ignored_fields(turns, chat.write(turns), **options)
+
+
+def test_a_field_counts_as_ignored_if_the_text_is_the_same_without_it(tokenizer: Any) -> None:
+    thought = reply("c", reasoning_content="d")
+    call = [{"type": "function", "function": {"name": "b", "arguments": {}}}]
+    assert ignored(tokenizer, [user("a"), thought]) == []
+    assert ignored(tokenizer, [user("a"), thought, user("a"), thought]) == ["reasoning_content"]
+    assert ignored(tokenizer, [user("a", kind="x"), reply("", tool_calls=call)]) == []
+    assert ignored(tokenizer, [user("a", kind="y"), reply("c", kind="x")]) == ["kind"]
+    # The text holds "c" by chance, and says nothing of the name.
+    assert ignored(tokenizer, [user("a", name="c"), reply("c", train=False, audio={"id": "1"})]) == [
+        "name",
+        "train",
+        "audio",
+    ]
+    nothing = {"refusal": None, "tool_calls": [], "annotations": [], "name": ""}
+    assert ignored(tokenizer, [user("a"), reply("c", **nothing)]) == []
+    assert ignored(tokenizer, [user("a")], kwargs={"loop": 1, "enable": 1}) == ["chat_template_kwargs.enable"]
+    cached = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    [message] = data.load([{"prompt": [user(cached)]}])[0]["prompt"]  # type: ignore[arg-type]
+    assert ignored(tokenizer, [message]) == ["content.cache_control"]
+    assert ignored(tokenizer, [user("a", weight=0), reply("b", weight=1)], learns=True) == []
+    assert ignored(tokenizer, [user("a", weight=1), reply("b", weight=0)], learns=True) == ["weight"]
+    assert ignored(tokenizer, [user("a", weight=0), reply("b", weight=1)]) == ["weight"]
+
+
+def test_every_kind_of_data_counts_ignored_fields(tokenizer: Any) -> None:
+    asked = [user("a", name="b"), reply("c", name="b"), user("a")]
+    rows = [{"prompt": asked}, {"prompt": [user("b")]}]
+    pairs = [
+        {**row, "chosen": [reply("c", refusal="a")], "rejected": [reply("d", refusal="a")]} for row in rows
+    ]
+    told = "with fields that the chat template does not write [name in 1"
+    reports = [
+        data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None).report,
+        data.encode_pairs(data.load(pairs), tokenizer, max_length=None).report,
+        data.encode_texts(data.load(pairs), tokenizer, max_length=None).report,
+        Report("rows", None),
+    ]
+    for _ in whole_parts(data.load(pairs), Encoder(tokenizer), report=reports[-1]):
+        pass
+    for report, count in zip(reports, (1, 2, 2, 2), strict=True):
+        assert f"{count} {told}" in str(report)
+        assert not report.all_as_given
+        assert report.field_counts == ({"name": 1} if count == 1 else {"name": 1, "refusal": 2})
+
+
+def test_ignored_fields_are_cached_with_the_tokens(
+    tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_core.data import cache, source
+
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "SMALL", 2)
+    monkeypatch.setattr(source.Source.parts, "__defaults__", (2,))
+    long = "é" * 40
+    rows = [
+        {"prompt": [user("a", **({"name": "b"} if i == 1 else {long: 1} if i == 4 else {}))]}
+        for i in range(5)
+    ]
+    first, second = (
+        data.encode_prompts(data.load(rows), tokenizer, max_prompt_length=None).report for _ in range(2)
+    )
+    assert first == second
+    assert first.ignored_fields == ["dataset row 2", "dataset row 5"]
+    assert [name[:20] for name in first.field_counts] == ["name", long[:20]]
+
+
+@pytest.mark.parametrize("template", ["plain", LAST_THOUGHT, MARKED])
+def test_a_reply_with_weight_0_is_not_learned(template: str, tokenizer: Any) -> None:
+    def learned(*weights: Any) -> list[str]:
+        turns = [
+            turn
+            for text, weight in zip("cde", weights, strict=True)
+            for turn in (user("a"), reply(text, weight=weight))
+        ]
+        records = data.load([{"messages": turns}, {"messages": [user("a"), reply("b")]}])
+        texts = data.encode_texts(records, tokenizer, max_length=None, chat_template=template)
+        if not any(weight != 0 for weight in weights):
+            assert texts.report.empty == ["dataset row 1"]
+            return []
+        tokens, mask = texts.texts[0]
+        words = tokenizer.convert_ids_to_tokens(tokens[mask != 0])
+        assert bool(mask[-1]) is (weights[-1] != 0)
+        return [word for word in words if word in "cde"]
+
+    assert learned(1, None, 1.0) == ["c", "d", "e"]
+    assert learned(0, 1, 1) == ["d", "e"]
+    assert learned(1, 0.0, 1) == ["c", "e"]
+    assert learned(np.int64(1), 1, 0) == ["c", "d"]
+    assert learned(0, 0, 0) == []
+
+
+@pytest.mark.parametrize("weight", [0.5, True, "0", 2, [1]])
+def test_another_weight_is_refused_where_replies_are_learned(weight: Any, tokenizer: Any) -> None:
+    rows = data.load([{"messages": [user("a"), reply("b", weight=weight)]}])
+    with pytest.raises(InputError, match=r"dataset row 1: message 2's weight is .*; a reply is learned"):
+        data.encode_texts(rows, tokenizer, max_length=None)
+
+
+def test_columns_that_are_not_read_are_listed_and_no_reason_to_warn(
+    tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer.chat_template = None
+    pair = {"prompt": "a", "chosen": " b", "rejected": " c", "margin": 1, "score_chosen": 2.0}
+    report = data.encode_pairs(
+        data.load([pair, {**pair, "id": 0, "chosen": " d"}]), tokenizer, max_length=None
+    ).report
+    assert report.not_read == ["columns that are not read: score_chosen (in 2), id (in 1)"]
+    assert report.all_as_given
+    assert report.lines()[-1] == report.not_read[0]
+    stage: Any = SimpleNamespace(mesh=1, is_main=True, name="s", say=print)
+    warn_dropped_rows(report, stage, "train_data")
+    assert "train_data: columns that are not read: score_chosen (in 2)" in capsys.readouterr().out
+    both = {"prompt": "a", "completion": " b", "system": "c", "tools": ["x"], "loss": 1.0}
+    texts = data.encode_texts(data.load([both]), tokenizer, max_length=None, values=("loss",)).report
+    assert texts.not_read == ["columns that are not read: system (in 1), tools (in 1)"]
