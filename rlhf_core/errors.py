@@ -36,6 +36,14 @@ class RunError(Exception):
     """The run failed for a reason the message explains in full (exit code 1, no traceback)."""
 
 
+class NonFiniteError(RunError):
+    """An output of a model is not finite. sequence: the number of the one that it was computed from."""
+
+    def __init__(self, message: str, sequence: int) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
 class Stopped(Exception):
     """A signal or time limit ended the run after its state was saved (exit code 75)."""
 

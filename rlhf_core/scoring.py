@@ -24,6 +24,7 @@ from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
+from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import Layout, Packed, choose_layout, pack, tree
@@ -310,7 +311,7 @@ class Scorer:
         Where `chosen` and `rejected` are lists of completions, {"chosen_scores": …, "rejected_scores": …}, object
         [rows], hold an array float32 [completions] per row. Scores are NaN, and arrays None, with a warning, for rows
         without a completion. prompt_repeated: whether completions begin with their prompt; None: as in the contract.
-        Raises InputError that names malformed rows.
+        Raises InputError that names malformed rows, and errors of `score_ids`, with the row.
         """
         parts = list(self.score_parts(records, prompt_repeated=prompt_repeated))
         warn_unread([place for part in parts for place in part.unread])
@@ -338,13 +339,14 @@ class Scorer:
             for size in dict.fromkeys(len(row) for row in whole.sequences if row is not None):
                 which = [i for i, row in enumerate(whole.sequences) if row is not None and len(row) == size]
                 sequences = [ids for i in which for ids in whole.sequences[i] or ()]
-                values = self.score_ids(sequences, group=size).reshape(-1, size)
+                places = [whole.places[i] for i in which]
+                values = self.score_ids(sequences, group=size, places=places).reshape(-1, size)
                 for i, row in zip(which, values, strict=True):
                     scores[i] = row
             unread = [
                 place
                 for place, row in zip(whole.places, scores, strict=True)
-                if row is None or np.isnan(row).any()
+                if row is None or np.isnan(row).any()  # of an empty sequence: others have finite scores
             ]
             yield ScoredPart(_by_side(scores, whole.sides, whole.chosen), unread)
         if not report.all_as_given:
@@ -368,12 +370,15 @@ class Scorer:
         sequences = self.encoder.whole(prompts, completions, row_tools, row_kwargs)
         return self.score_ids(sequences, group=_repeats(prompts))
 
-    def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
+    def score_ids(
+        self, sequences: Sequence[np.ndarray], *, group: int = 1, places: Sequence[str] = ()
+    ) -> np.ndarray:
         """Score whole sequences, int [n_i], in this model's tokens, EOS last: float32 [N], NaN for empty ones.
 
         Scores are in reward units, or in standard deviations from the mean if this scorer normalizes. group: neighbours
         that share a prefix (a pair, the completions of one prompt), which is computed once; scores do not depend on it.
-        Sequences longer than the contract's limit are truncated as in training, with a warning.
+        Sequences longer than the contract's limit are truncated as in training, with a warning. places: what each group
+        is called in errors. Raises RunError where a score is not finite, and InputError where weights are not.
         """
         if len(sequences) % group:
             raise ValueError(f"{len(sequences)} sequences do not divide into groups of {group}")
@@ -384,7 +389,17 @@ class Scorer:
         # A sequence's place in its row changes the last bits, but identical neighbours must tie.
         first: dict[tuple[int, bytes], int] = {}
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
-        scores[[len(ids) == 0 for ids in sequences]] = np.nan
+        empty = np.array([len(ids) == 0 for ids in sequences], bool)
+        if bad := np.flatnonzero(~np.isfinite(scores) & ~empty).tolist():
+            names = places or [f"sequence {i}" for i in range(len(sequences) // group)]
+            where = self.model.source or "the reward model"
+            raise nonfinite_error(
+                self.model.definition,
+                self.model.params,
+                where,
+                {i: (f"the score of {names[i // group]}", fitted[i]) for i in bad},
+            )
+        scores[empty] = np.nan
         return self.contract.normalized(scores) if self.normalize else scores
 
     def _fit(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.cli.row_output import for_reader, write_rows
 from rlhf_core.data.report import shorten
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.runtime.files import require_writable
 from rlhf_core.runtime.terminal import echo
 
@@ -113,7 +113,12 @@ def generate(
         max_prompt_length=bucket(most, 2 * most + SHORTEST_BUCKET) + 1,  # a program for many lengths
         tokenizer=loaded.tokenizer,
     )
-    rollouts = sampler(loaded.params, ids, jax.random.key(seed))
+    try:
+        rollouts = sampler(loaded.params, ids, jax.random.key(seed))
+    except InputError as error:
+        raise InputError(*(f"{model}: {problem}" for problem in error.problems)) from None
+    except NonFiniteError as error:
+        raise RunError(f"{model}: {encoded.where(error.sequence)}: {error}") from None
     completions = [row[:length] for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)]
     prefixes = [
         prompt if isinstance(text, str) else None

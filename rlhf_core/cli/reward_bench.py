@@ -224,7 +224,7 @@ class Summary:
         self.subsets = {name: Tally(**tally) for name, tally in saved["subsets"].items()}
 
     def add(self, rows: Sequence[Mapping[str, Any]], part: ScoredPart) -> None:
-        """Count rows with their scores; those with a score that is not finite are left out."""
+        """Count rows with their scores; those without a score are left out."""
         listed = "chosen_scores" in part.scores
         if not listed and "chosen_score" not in part.scores:
             return

@@ -35,6 +35,7 @@ from rlhf_core.fit.sequence_values import per_sequence
 from rlhf_core.fit.token_reader import TokenReader
 from rlhf_core.mesh import put_rows
 from rlhf_core.metrics import Metrics
+from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.runtime.agreement import any_process, stop_together
 from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
 from rlhf_core.runtime.sharing import shared
@@ -291,6 +292,10 @@ class _Run:
                 self.progress.tokens += update.tokens
                 self.progress.window.add(update, metrics)
                 continue
+            if problem := nonfinite_weights(state.model, state.params):  # as they were loaded
+                raise InputError(
+                    f"stage '{self.stage.name}': loss or gradient of update {step + 1} is not finite: {problem}"
+                )
             sound = replace(state, guard=jax.device_put(np.int32(-1), state.guard.sharding))
             self.progress.save(step, sound, wait=True)
             culprits = find_nonfinite_rows(steps, sound, update, self.updates.shapes(), self.mesh)

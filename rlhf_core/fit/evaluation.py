@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import jax
 from rlhf_core.errors import InputError, RunError, Stopped, error_line
 from rlhf_core.fit.compute import compute_batches
 from rlhf_core.metrics import Metric, fetch_metrics, merge
+from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.runtime.sharing import shared
@@ -58,6 +60,7 @@ def evaluate_or_warn(
 ) -> dict[str, float] | None:
     """Call `evaluate` after `count` updates; return None, with a warning, where it fails.
 
+    A loss that is not finite is such an error before the first update, and a warning after it: the metrics are kept.
     Errors before the first update are raised: nothing is lost yet, and wrong settings show before hours of training.
     With several processes only RunError and InputError become warnings, since all processes raise those; any other
     error may leave the other processes in the middle of a computation, and is raised.
@@ -66,6 +69,7 @@ def evaluate_or_warn(
     metrics: dict[str, float] = {}
     try:
         metrics = {f"eval_{name}": value for name, value in evaluate(state).items()}
+        _require_finite_loss(metrics, state, count, stage)
     except Stopped:
         raise
     except Exception as error:
@@ -83,3 +87,18 @@ def evaluate_or_warn(
         stacklevel=2,
     )
     return None
+
+
+def _require_finite_loss(metrics: Mapping[str, float], state: TrainState, count: int, stage: str) -> None:
+    """Raise InputError or RunError, or warn after the first update, where the loss of an evaluation is not finite."""
+    bad = [name for name, x in metrics.items() if name.startswith("eval_loss") and not math.isfinite(x)]
+    if not bad:
+        return
+    problem = nonfinite_weights(state.model, state.params)
+    line = f"stage '{stage}': {', '.join(bad)} after update {count} is not finite: " + (
+        problem
+        or "the model's weights are finite, and its outputs for some rows of eval_data, or their loss, are not"
+    )
+    if count == 0:
+        raise InputError(line) if problem else RunError(line)
+    warnings.warn(f"{line}; it is null in metrics.jsonl, and no evaluation to compare with", stacklevel=3)

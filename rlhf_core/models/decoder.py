@@ -212,19 +212,39 @@ def prefill(
     return states, Cache(tuple(keys), tuple(values), positions)
 
 
+def layer_outputs(
+    config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
+) -> Iterator[tuple[str, jax.Array]]:
+    """Compute what every part of the model gives, (its name, [rows, time, hidden]), to find where a fault begins."""
+    outputs: list[jax.Array] = []
+    weights = prepare(config, params)
+    outputs.append(_prefill_prepared(config, weights, tokens, positions, visible_until, outputs)[0])
+    layers = [f"layer {i} (of 0 to {config.num_layers - 1})" for i in range(config.num_layers)]
+    return zip(["its embedding", *layers, "its last norm"], outputs, strict=True)
+
+
 def _prefill_prepared(
-    config: DecoderConfig, weights: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
+    config: DecoderConfig,
+    weights: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    visible_until: jax.Array,
+    outputs: list[jax.Array] | None = None,
 ) -> tuple[jax.Array, Cache]:
+    """Do what `prefill` does; `outputs` gets those of the embedding and of every layer."""
+    outputs = [] if outputs is None else outputs
     _check_length(config, tokens.shape[1])
     embed, norm, layers = _modules(config, weights)
     ropes = [shared_rotation(rope, config.head_dim, positions) for rope in config.ropes]
     x, keys, values = embed(tokens, compute_dtype(config)), [], []
+    outputs.append(x)
     for layer, window, rope in layers:
         q, k, v = layer.project(x, ropes[rope])
         limit = None if window is None else jnp.int32(window)
         over = config.attention or attend
         mixed = over(q, k, v, positions, visible_until, window=limit, softcap=config.attention_softcap)
         x = layer.finish(x, mixed)
+        outputs.append(x)
         keys.append(k.swapaxes(2, 3))
         values.append(v)
     return norm(x), Cache(tuple(keys), tuple(values), positions)

@@ -195,10 +195,17 @@ class Writer:
         for name in names:
             self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
 
-    def put(self, name: str, value: np.ndarray) -> None:
+    def put(self, name: str, value: np.ndarray) -> bool:
+        """Write a tensor, and return whether all its values as written are finite."""
         file, offset = self._places[name]
         file.seek(offset)
-        file.write(np.ascontiguousarray(value, self._dtype).reshape(-1).view(np.uint8))
+        with np.errstate(over="ignore"):
+            flat = np.ascontiguousarray(value, self._dtype).reshape(-1)
+        file.write(flat.view(np.uint8))
+        exponent = np.array([np.inf], self._dtype).view(
+            f"u{flat.itemsize}"
+        )  # all ones, which no finite value has
+        return not ((flat.view(exponent.dtype) & exponent) == exponent).any()
 
     def __enter__(self) -> Writer:
         return self

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,12 @@ def _leaves(config: DecoderConfig) -> list[_Leaf]:
     return [
         _Leaf(path, leaf.shape, named) for path, leaf in jax.tree.leaves_with_path(decoder.abstract(config))
     ]
+
+
+def tensor_names(config: DecoderConfig) -> dict[tuple[str, ...], np.ndarray]:
+    """Return {path: the names of its tensors, an array by layer and expert}; without adapters, whose files differ."""
+    leaves = _leaves(replace(config, lora=None))
+    return {leaf.keys: np.array(leaf.names, object).reshape(leaf.lead) for leaf in leaves}
 
 
 def load(config: DecoderConfig, directory: Path, shardings: Any) -> dict[str, Any]:
@@ -276,9 +283,18 @@ def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: 
         old.unlink(missing_ok=True)
     shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names}
     with Writer(directory, shapes, dtype, SHARD_BYTES) as writer:
+        lost = []
         for name, tensor in tensors:
-            writer.put(name, tensor)
+            if not writer.put(name, tensor):
+                lost.append(name)
             del tensor  # frees its parameter before the next one is fetched
+    if lost:
+        more = f" and {len(lost) - 3} other tensors" if len(lost) > 3 else ""
+        warnings.warn(
+            f"the model that is saved: {', '.join(map(repr, lost[:3]))}{more} hold values that are NaN, infinite or "
+            f"too large for {dtype}, in which they are written: its outputs will not be finite",
+            stacklevel=4,
+        )
 
 
 def _at(params: dict[str, Any], keys: tuple[str, ...]) -> Any:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.errors import InputError, RunError, error_line
+from rlhf_core.errors import InputError, NonFiniteError, RunError, error_line
 from rlhf_core.rewards.reward import part_of
 from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.runtime.agreement import broadcast_numbers, gather_maximum
@@ -52,6 +52,10 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
         if state == STOPPED:
             if isinstance(outcome, UnreadableError):
                 raise InputError(*_by_row(reward, outcome, inputs)) from outcome
+            if isinstance(outcome, NonFiniteError) and inputs.places:
+                raise RunError(
+                    f"{inputs.places[outcome.sequence]}: reward '{reward.label}': {outcome}"
+                ) from outcome
             if isinstance(outcome, RunError | InputError):
                 raise outcome
             row = _find_failing_row(reward, inputs, outcome) if isinstance(outcome, Exception) else ""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import EpisodeRows, Prompts
+from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
@@ -137,7 +138,10 @@ class RolloutCollector:
             return self._hold(self.episodes, params, chosen, key, ids, required=required)
         assert isinstance(self.prompts, Prompts)
         began = time.perf_counter()
-        samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
+        try:
+            samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
+        except NonFiniteError as error:
+            raise RunError(f"{self.prompts.where(int(chosen[error.sequence]))}: {error}") from error
         sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
         inputs = reward_inputs(
             self.prompts, chosen.tolist(), samples, self.tokenizer, self.sampling.stop_token_ids
@@ -158,8 +162,12 @@ class RolloutCollector:
     ) -> Rollout:
         """Hold and score episodes that begin with the `chosen` rows; the rest as in `complete`."""
         began = time.perf_counter()
-        held = source.hold(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
-        ended, group, samples = time.perf_counter(), len(ids) // len(chosen), held.samples()
+        group = len(ids) // len(chosen)
+        try:
+            held = source.hold(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
+        except NonFiniteError as error:
+            raise RunError(f"{self.prompts.where(int(chosen[error.sequence // group]))}: {error}") from error
+        ended, samples = time.perf_counter(), held.samples()
         failures = [episode.failure for episode in held.episodes if episode.failure is not None]
         if failures and self.stage.is_main:
             warnings.warn(

@@ -8,7 +8,7 @@ Each sequence has its own key: its tokens depend neither on its neighbours nor o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,9 +29,11 @@ from rlhf_core.contracts import (
 from rlhf_core.contracts import Rollouts as Rollouts
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
+from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.by_turns import converse_by_turns as converse_by_turns
+from rlhf_core.sampling.conversations import NonFiniteTurnError
 from rlhf_core.sampling.layout import (
     Room,
     abstract_weights,
@@ -207,7 +209,8 @@ class Sampler:
         key: a typed key, the same on every process. ids: int [N], default 0 … N - 1. The t-th token of sequence j is
         sampled with fold_in(fold_in(key, ids[j]), t): equal ids and prompts give equal completions.
 
-        Raises InputError for prompts that are empty or longer than max_prompt_length.
+        Raises InputError for prompts that are empty or longer than max_prompt_length, and for weights that are not
+        finite; NonFiniteError, which has the number of a prompt, where only outputs are not.
         """
         count, groups, longest = len(prompts), self.num_generations, self.options.max_completion_length
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -224,15 +227,21 @@ class Sampler:
             np.zeros((count, groups, longest), np.float32),
             np.zeros((count, groups), np.bool_),
         )
-        params = self._brought(params)
+        brought = self._brought(params)
         # Prompts of similar lengths share a batch, which keeps padding short.
         order = np.argsort(lengths, kind="stable")
         for start in range(0, count, self.prompts_per_call):
             chosen = order[start : start + self.prompts_per_call]
             batch = self._batch([prompts[i] for i in chosen], lengths[chosen], ids[chosen])
             rows = self._rows(len(chosen))
-            for whole, part in zip(out, self._run(params, batch, key), strict=True):
+            for whole, part in zip(out, self._run(brought, batch, key), strict=True):
                 whole[chosen] = part.reshape(-1, *whole.shape[1:])[rows]
+        # A token that was chosen from logits that are not finite has such a log-probability.
+        if len(bad := np.argwhere(~np.isfinite(out[2]))):
+            written = {
+                i: np.concatenate([prompts[i], out[0][i, j, :t]]) for i, j, t in reversed(bad.tolist())
+            }
+            raise self._nonfinite(params, dict(sorted(written.items())))
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
 
     def converse(
@@ -264,7 +273,15 @@ class Sampler:
             raise ValueError(
                 f"ids must have one entry per conversation, [{len(prompts)}]; its shape is {ids.shape}"
             )
-        self._converse(params, prompts, key, ids.astype(np.uint32), world)
+        try:
+            self._converse(params, prompts, key, ids.astype(np.uint32), world)
+        except NonFiniteTurnError as error:
+            raise self._nonfinite(params, {error.conversation: error.context}) from None
+
+    def _nonfinite(self, params: Any, contexts: Mapping[int, np.ndarray]) -> Exception:
+        """Make the error for prompts or conversations after which outputs are not finite."""
+        what = {i: ("the distribution of a next token", ids) for i, ids in contexts.items()}
+        return nonfinite_error(self.definition, params, "the policy", what)
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
         """Start to compile the programs for prompts of `lengths` tokens; a call waits for its own program.

@@ -25,6 +25,13 @@ STEPS_OWED = 16
 NO_SLOT = -1
 
 
+class NonFiniteTurnError(Exception):
+    """A token was chosen from logits that are not finite."""
+
+    def __init__(self, conversation: int, context: np.ndarray) -> None:
+        self.conversation, self.context = conversation, context
+
+
 @dataclass
 class Conversation:
     """A conversation that is not over."""
@@ -235,6 +242,8 @@ class Holder:
             count = int(decoded.drawn[slot] - slots.drawn[slot])
             if count:
                 tokens, logps = decoded.tokens[:count, slot], decoded.logps[:count, slot]
+                if not np.isfinite(logps).all():
+                    raise NonFiniteTurnError(conversation.number, conversation.context)
                 conversation.written.append((tokens, logps))
                 slots.last[slot] = tokens[-1]
             slots.position[slot] += count

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.plugins.component import load_file
@@ -280,3 +281,30 @@ def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
     for slot in (0, 1, 4):
         holder.holders[slot] = Conversation(slot, np.zeros(1, np.int32), 9, None, 1)
     assert holder._deal(5) == [3, 6, 7, 9, 10]
+
+
+def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_continued(
+    params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_sampler(2, monkeypatch)
+
+    class Overflows(Devices):
+        def __init__(self, *_: Any) -> None:
+            self.program = sampler._turns.program  # type: ignore[union-attr]
+
+        def feed(self, pieces: Any) -> None: ...
+
+        def copy(self, pairs: Any) -> None: ...
+
+        def note(self, contexts: Any) -> None: ...
+
+        def decode(self, slots: Any, steps: int) -> turns.Decoded:
+            tokens, each = np.zeros((turns.STEPS, 2), np.int32), np.ones(2, np.int32)
+            return turns.Decoded(tokens, np.full(tokens.shape, np.nan, np.float32), each, each, each)
+
+    monkeypatch.setattr("rlhf_core.sampling.turn_sampler.Devices", Overflows)
+    bad = {**params, "norm": {"weight": params["norm"]["weight"] * np.nan}}
+    with pytest.raises(InputError, match=r"the policy: .*'model\.norm\.weight' holds 16 of 16"):
+        sampler.converse(bad, [np.arange(4, 9)], KEY, None, make_world())
+    with pytest.raises(NonFiniteError, match="Computed by itself it is finite"):
+        sampler.converse(params, [np.arange(4, 9)], KEY, None, make_world())

@@ -1,0 +1,115 @@
+"""Find where outputs that are not finite begin: in a tensor of the weights, or in the output of a layer.
+
+Nothing here runs before such an output was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf_core.errors import InputError, NonFiniteError
+from rlhf_core.mesh import fetch_array
+from rlhf_core.models import decoder, weights
+from rlhf_core.models.attention import capped
+from rlhf_core.models.params import paths
+
+SHOWN = 3
+"""Tensors that a message names."""
+TRIED = 8
+"""Sequences that are computed again by themselves."""
+
+
+def nonfinite_error(
+    definition: Any, params: Any, source: Any, outputs: Mapping[int, tuple[str, Any]]
+) -> InputError | NonFiniteError:
+    """Make the error for outputs that are not finite.
+
+    source: the model's directory or name. outputs: {number: (what is not finite, such as "the score of row 3"; the
+    tokens that it was computed from, int [n])}. Returns an InputError that names the tensors where weights are not
+    finite, else an error that names the first layer whose output is not, for a sequence that has such an output by
+    itself: sequences that share a row with it have them too.
+    """
+    first, begins = next(iter(outputs)), ""
+    if problem := nonfinite_weights(definition, params):
+        return InputError(f"{source}: its outputs are not finite (NaN or infinite): {problem}")
+    for number in list(outputs)[:TRIED]:
+        if begins := _first_output(definition, params, outputs[number][1]):
+            first = number
+            break
+    return NonFiniteError(
+        f"{source}: {outputs[first][0]} is not finite (NaN or infinite), though all weights of the model are. "
+        + (
+            f"It begins in the output of {begins}, whose values are too large: "
+            if begins
+            else "Computed by itself it is finite: "
+        )
+        + "use an earlier checkpoint of the model, or leave this text out",
+        first,
+    )
+
+
+def nonfinite_weights(definition: Any, params: Any) -> str:
+    """Describe the tensors of the weights that are not finite, by their names in the files; "" where all are finite.
+
+    definition: of one model, or a mapping of several by name, as `params` is then.
+    """
+    several = definition.items() if isinstance(definition, Mapping) else [("", definition)]
+    found = [
+        f"{f'{model}: ' if model else ''}'{name}' holds {count:,} of {size:,} that are NaN or infinite"
+        for model, each in several
+        for name, count, size in _nonfinite_tensors(each, params[model] if model else params)
+    ]
+    if not found:
+        return ""
+    more = f", and so do {len(found) - SHOWN} other tensors" if len(found) > SHOWN else ""
+    return f"the model's weights are not: {', '.join(found[:SHOWN])}{more}; fetch, restore or train the model again"
+
+
+def _nonfinite_tensors(definition: Any, params: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield (tensor, values that are not finite, values)."""
+    known = weights.tensor_names(definition.config) if definition.family.load is weights.load else {}
+    for path, leaf in paths(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        names = known.get(path, np.array(".".join(path), object))
+        counts = fetch_array(_count(leaf, names.ndim))
+        for index in np.argwhere(counts):
+            place = tuple(index.tolist())
+            yield str(names[place]), int(counts[place]), leaf.size // max(counts.size, 1)
+
+
+def _count(x: jax.Array, lead: int) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(x), axis=tuple(range(lead, x.ndim)))
+
+
+def _first_output(definition: Any, params: Any, ids: Any) -> str:
+    """Name the first part of the model whose output for a sequence is not finite; "" where all are finite."""
+    tokens = jnp.asarray(ids, jnp.int32)[None]
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    seen = jnp.full_like(tokens, tokens.shape[1])
+    if definition.family.hidden is decoder.hidden:
+        config: Any = definition.config
+        for name, output in decoder.layer_outputs(config, params, tokens, positions, seen):
+            states = output
+            if not _finite(output):
+                return name
+    else:
+        states = definition.hidden(params, tokens, positions, seen)
+        if not _finite(states):
+            return "its layers"
+    if definition.head == "score":
+        return "" if _finite(definition.score(params, states)) else "its reward head"
+    kernel, cap = definition.unembedding(params)
+    logits = jnp.einsum(
+        "btd,dv->btv", states, kernel.astype(states.dtype), preferred_element_type=jnp.float32
+    )
+    return "" if _finite(capped(logits, cap)) else "its head, the logits"
+
+
+def _finite(x: jax.Array) -> bool:
+    return bool(jnp.isfinite(x).all())
