@@ -120,6 +120,20 @@ def total_reward(by_function: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.where(scored.any(-1), total, np.nan)
 
 
+def all_equal(rewards: np.ndarray) -> np.ndarray:
+    """Check whether the scored rewards along the last axis are all equal up to rounding, or none is scored.
+
+    rewards: float64 [..., samples], NaN where not scored. Returns bool [...]. Sums of weighted rewards that are equal
+    on paper, such as 0.1 + 0.2 and 0.3, differ in the last digits of float64; an advantage must not scale that up.
+    """
+    import numpy as np
+
+    highest = np.nan_to_num(rewards, nan=-np.inf).max(-1)
+    lowest = np.nan_to_num(rewards, nan=np.inf).min(-1)
+    size = np.abs(np.nan_to_num(rewards)).max(-1)
+    return highest - lowest <= 4 * np.spacing(size)
+
+
 class AdvantageInputs(NamedTuple):
     """Rewards of one rollout, grouped by prompt.
 
@@ -128,6 +142,8 @@ class AdvantageInputs(NamedTuple):
     weights: float32 [functions]. lengths: int32 [prompts, samples], completion tokens.
     labels: names the functions, as the metrics do. columns: the dataset's other columns, {name: one value per
         completion}, those of a prompt adjacent.
+    rewards64, rewards_by_function64: the same rewards in float64, for differences that float32 rounds off, such as
+        those of 100000000 and 100000001; None: not known.
     """
 
     rewards: jax.Array | np.ndarray
@@ -136,6 +152,8 @@ class AdvantageInputs(NamedTuple):
     lengths: jax.Array | np.ndarray
     labels: tuple[str, ...] = ()
     columns: Mapping[str, Sequence[Any]] = {}
+    rewards64: np.ndarray | None = None
+    rewards_by_function64: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -146,10 +164,17 @@ class AdvantageInputs(NamedTuple):
         *,
         labels: tuple[str, ...] = (),
         columns: Mapping[str, Sequence[Any]] | None = None,
+        total: np.ndarray | None = None,
     ) -> AdvantageInputs:
-        """Make the inputs from the rewards by function, whose weighted sum becomes `rewards`."""
-        total = total_reward(rewards_by_function, weights)
-        return cls(total, rewards_by_function, weights, lengths, labels, columns or {})
+        """Make the inputs from the rewards by function, float64 [prompts, samples, functions].
+
+        total: float64 [prompts, samples], what becomes `rewards`; None: the weighted sum.
+        """
+        import numpy as np
+
+        total = total_reward(rewards_by_function, weights) if total is None else total
+        rewards, each, weights = (x.astype(np.float32) for x in (total, rewards_by_function, weights))
+        return cls(rewards, each, weights, lengths, labels, columns or {}, total, rewards_by_function)
 
 
 class RewardInputs(NamedTuple):

@@ -23,13 +23,13 @@ HERE = str(Path(__file__).parent)
 def advantage_inputs(rollout: Rollout, rewards: Sequence[Reward]) -> AdvantageInputs:
     """Group a rollout's rewards by prompt."""
     group, inputs = rollout.group, rollout.inputs
-    return AdvantageInputs(
-        rewards=rollout.total.reshape(-1, group).astype(np.float32),
-        rewards_by_function=rollout.rewards.reshape(-1, group, len(rewards)).astype(np.float32),
-        weights=np.array([reward.weight for reward in rewards], np.float32),
-        lengths=np.asarray(rollout.samples.lengths, np.int32).reshape(-1, group),
+    return AdvantageInputs.of(
+        rollout.rewards.reshape(-1, group, len(rewards)),
+        np.array([reward.weight for reward in rewards]),
+        np.asarray(rollout.samples.lengths, np.int32).reshape(-1, group),
         labels=tuple(reward.label for reward in rewards),
         columns={} if inputs is None else inputs.columns,
+        total=rollout.total.reshape(-1, group),
     )
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.contracts import all_equal
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.checks import set_up
@@ -93,14 +94,14 @@ class RolloutCollector:
             # A completion's random numbers go by its number in the rollout, counted through the rounds.
             n, first = wanted * self.num_generations, len(parts) * wanted * self.num_generations
             parts.append(self.complete(self.policy(state.params), chosen, key, np.arange(first, first + n)))
-            kept += int((~_equal(parts[-1])).sum())
+            kept += int((~_without_difference(parts[-1])).sum())
         whole = Rollout.join(parts)
         metrics = self.metrics(whole)
         for reward in self.rewards:
             if reward.label in failed:
                 metrics[f"rewards/{reward.label}/failed"] = float(reward.failures - failed[reward.label])
         if self.max_rounds > 1:
-            equal, filled_up = _equal(whole), max(wanted - kept, 0)
+            equal, filled_up = _without_difference(whole), max(wanted - kept, 0)
             metrics |= {
                 "dynamic_sampling/rounds": float(len(parts)),
                 "dynamic_sampling/dropped": float(equal.sum() - filled_up),
@@ -279,9 +280,6 @@ def open_collector(
     )
 
 
-def _equal(rollout: Rollout) -> NDArray[np.bool_]:
+def _without_difference(rollout: Rollout) -> NDArray[np.bool_]:
     """bool [P]: the scored rewards of a group are all equal, or none is scored, so that it has no advantage."""
-    total = rollout.total.reshape(len(rollout.prompts), -1)
-    highest = np.nan_to_num(total, nan=-np.inf).max(1)
-    equal: NDArray[np.bool_] = highest <= np.nan_to_num(total, nan=np.inf).min(1)
-    return equal
+    return all_equal(rollout.total.reshape(len(rollout.prompts), -1))

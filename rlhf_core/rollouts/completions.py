@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import RewardInputs, total_reward
+from rlhf_core.contracts import RewardInputs, all_equal, total_reward
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.data.conversations import is_blank
 from rlhf_core.environments import Episode
@@ -116,7 +116,7 @@ def rollout_metrics(
     out = {"reward": float(np.nanmean(total))} if scored else {}
     if scored and group > 1:
         out["reward_std"] = _mean([np.std(values, ddof=1) for values in compared])
-        out["frac_reward_zero_std"] = _mean([np.ptp(values) == 0 for values in compared])
+        out["frac_reward_zero_std"] = _mean([all_equal(values) for values in compared])
     out["completions/mean_length"] = float(lengths.mean())
     out["completions/min_length"] = float(lengths.min())
     out["completions/max_length"] = float(lengths.max())

@@ -71,6 +71,29 @@ def test_normalize_then_sum_leaves_unscored_rows_out_of_the_last_mean_too():
     assert got[2] == 0
 
 
+def test_sums_that_are_equal_on_paper_have_no_advantage():
+    rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2])
+    assert len(set(rewards)) == 2
+    for scale in ("group", "batch", "none"):
+        assert not np.asarray(group_advantages(rewards, num_generations=4, scale=scale)).any()
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("rewards", [[1e8, 1e8 + 1, 1e8, 1e8], [1000, 1000 + 2**-17, 1000, 1000]])
+def test_small_differences_of_large_rewards_count(rewards, aggregation):
+    less = np.array(rewards) - rewards[0]
+    assert np.ptp(np.float32(rewards)) == 0
+    for scale in ("group", "batch", "none"):
+        options = {"num_generations": 4, "scale": scale, "aggregation": aggregation}
+        got = group_advantages(rewards, **options)
+        np.testing.assert_allclose(got, group_advantages(less, **options), rtol=1e-6)
+        assert got[1] > 0
+    grouped = np.array(rewards)[None, :, None]
+    given = AdvantageInputs.of(grouped, np.ones(1), np.ones((1, 4), np.int32))
+    for advantage in (RLOO(), ReinforcePP(), ReinforcePP("batch")):
+        np.testing.assert_allclose(advantage(given), advantage(inputs(less[None])), rtol=1e-6)
+
+
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_a_constant_added_to_a_group_changes_nothing(scale):
     shifted = GROUPS + np.array([[1.0], [2.0], [-4.0]], np.float32)

@@ -1,14 +1,18 @@
 """What an advantage is given, and what it returns: per completion or per token."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rlhf_grpo.advantages import Group
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.advantages import advantage_inputs
+from rlhf_core.rollouts.completions import rollout_metrics
+from rlhf_core.rollouts.warnings import RolloutWarnings
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -24,7 +28,7 @@ def rollout():
     tokens[np.arange(C) >= lengths[:, None]] = 0
     tokens[finished, lengths[finished] - 1] = END
     logps = np.where(tokens > 0, -np.arange(6 * C, dtype=np.float32).reshape(6, C) / 10, 0).astype(np.float32)
-    inputs = RewardInputs([""] * 6, [""] * 6, [[]] * 6, {"number": [4, 4, 4, 2, 2, 2]})
+    inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {"number": [4, 4, 4, 2, 2, 2]})
     each = np.stack([np.arange(6.0), np.ones(6)], axis=1)
     total = 0.7 * each[:, 0] + 0.3 * each[:, 1]
     return Rollout(np.array([4, 2]), Rollouts(tokens, lengths, logps, finished), each, total, inputs)
@@ -44,6 +48,31 @@ def test_inputs_are_grouped_by_prompt(rollout):
     assert inputs.lengths.tolist() == [[2, 4, 1], [3, 2, 4]]
     assert inputs.labels == ("f1", "f2")
     assert inputs.columns == {"number": [4, 4, 4, 2, 2, 2]}
+
+
+def test_differences_that_float32_loses_are_kept_and_told_once(rollout, tmp_path, recwarn):
+    large = 1e8 + np.array([0.0, 1, 0, 0, 0, 0])
+    rollout = replace(rollout, rewards=np.stack([large, large], 1), total=large)
+    inputs = advantage_inputs(rollout, REWARDS)
+    assert inputs.rewards.dtype == np.float32
+    assert not np.ptp(inputs.rewards)
+    np.testing.assert_array_equal(inputs.rewards64, large.reshape(2, G))
+    np.testing.assert_array_equal(inputs.rewards_by_function64[..., 1], large.reshape(2, G))
+    got = rollout.with_advantages(Group("none"), REWARDS, name="group").advantages
+    np.testing.assert_allclose(got, [-1 / 3, 2 / 3, -1 / 3, 0, 0, 0], rtol=1e-6)
+    warnings = RolloutWarnings(SimpleNamespace(name="policy", dir=tmp_path, is_main=True))
+    warnings.check(0, replace(rollout, total=large - 1e8))
+    assert not recwarn
+    for number in range(2):
+        warnings.check(number, rollout)
+    (told,) = recwarn
+    assert "100000000.0 and 100000001.0, differ by less than float32 holds" in str(told.message)
+
+
+def test_sums_that_are_equal_on_paper_are_no_difference(rollout):
+    total = np.array([0.1 + 0.2, 0.3, 0.3, 1, 0, 0])
+    metrics = rollout_metrics(REWARDS, rollout.rewards, total, rollout.samples, G)
+    assert metrics["frac_reward_zero_std"] == 0.5
 
 
 def misspelt(inputs):

@@ -28,7 +28,7 @@ class Group:
     eps: float = 1e-4
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
-        rewards = np.asarray(inputs.rewards, np.float64)
+        rewards = _rewards(inputs)
         return _finish(_scaled(rewards, self.scale, self.eps))
 
 
@@ -41,7 +41,8 @@ class NormalizeThenSum:
     eps: float = 1e-4
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
-        each = np.asarray(inputs.rewards_by_function, np.float64)
+        exact = inputs.rewards_by_function64
+        each = np.asarray(inputs.rewards_by_function if exact is None else exact, np.float64)
         weights = np.asarray(inputs.weights, np.float64)
         parts = np.stack([_scaled(each[..., f], "group", self.eps) for f in range(each.shape[-1])], axis=-1)
         scored = ~np.isnan(each).all(-1)
@@ -60,7 +61,7 @@ class RLOO:
     """
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
-        rewards = np.asarray(inputs.rewards, np.float64)
+        rewards = _rewards(inputs)
         count = (~np.isnan(rewards)).sum(-1, keepdims=True)
         return _finish(_centred(rewards) * count / np.maximum(count - 1, 1))
 
@@ -77,7 +78,7 @@ class ReinforcePP:
     eps: float = 1e-4
 
     def __call__(self, inputs: AdvantageInputs) -> NDArray[np.float32]:
-        rewards = np.asarray(inputs.rewards, np.float64)
+        rewards = _rewards(inputs)
         if self.baseline == "group":
             # Its mean over the batch is 0 but for rounding, which must not reach the groups without a difference.
             centred = _centred(rewards)
@@ -105,7 +106,9 @@ def group_advantages(
 ) -> jax.Array:
     """Compute the advantages of completions that lie group after group.
 
-    rewards: float32 [N] or [N, functions]; NaN: the function does not apply. weights: one per function, default 1.
+    rewards: numbers [N] or [N, functions], read as float64; NaN: the function does not apply.
+    weights: one per function, default 1.
+
     Deviations are taken with n − 1; completions that no function scored have advantage 0 and are left out of every
     mean and deviation. Returns float32 [N]. Raises ValueError if N is not a multiple of num_generations, or a group
     has a single member, which has nothing to be compared with.
@@ -131,16 +134,23 @@ def group_advantages(
     return jnp.asarray(out.reshape(-1))
 
 
-def constant(rewards: Floats) -> NDArray[np.bool_]:
-    """Whether the scored rewards along the last axis are all equal, or none is scored: [..., 1]."""
+def _rewards(inputs: AdvantageInputs) -> Floats:
+    """Return the total rewards as exactly as they are known."""
+    return np.asarray(inputs.rewards if inputs.rewards64 is None else inputs.rewards64, np.float64)
+
+
+def _constant(rewards: Floats) -> NDArray[np.bool_]:
+    """Whether the scored rewards along the last axis are all equal up to rounding, or none is scored: [..., 1]."""
     highest = np.max(np.nan_to_num(rewards, nan=-np.inf), axis=-1, keepdims=True)
-    return highest <= np.min(np.nan_to_num(rewards, nan=np.inf), axis=-1, keepdims=True)
+    lowest = np.min(np.nan_to_num(rewards, nan=np.inf), axis=-1, keepdims=True)
+    # Sums that are equal on paper, such as 0.1 + 0.2 and 0.3, differ in the last digits.
+    return highest - lowest <= 4 * np.spacing(np.max(np.abs(np.nan_to_num(rewards)), axis=-1, keepdims=True))
 
 
 def _centred(rewards: Floats) -> Floats:
     """rewards − their mean along the last axis; NaN where not scored."""
     # Rounding of a mean must not be blown up by division: what is constant has no advantage.
-    return np.where(constant(rewards) & ~np.isnan(rewards), 0.0, rewards - _mean(rewards, axis=-1))
+    return np.where(_constant(rewards) & ~np.isnan(rewards), 0.0, rewards - _mean(rewards, axis=-1))
 
 
 def _scaled(rewards: Floats, scale: str, eps: float) -> Floats:
