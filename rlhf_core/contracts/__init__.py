@@ -111,6 +111,10 @@ class PolicyInputs:
         return self.sequence_sum(x) / jnp.maximum(self.sequence_sum(jnp.ones_like(self.mask)), 1.0)
 
 
+LARGEST_REWARD = 3.4028234663852886e38
+"""The largest number of float32, in which rewards reach advantages."""
+
+
 def total_reward(by_function: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Sum the functions that apply, weighted, float64 [..., functions] → [...]; NaN where none applies."""
     import numpy as np

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.contracts import Turn
+import numpy as np
+
+from rlhf_core.contracts import LARGEST_REWARD, Turn
 from rlhf_core.data.conversations import message_problem
 from rlhf_core.environments.worker_call import call_environment
-from rlhf_core.errors import InputError, error_line
+from rlhf_core.errors import InputError, Stopped, error_line
 from rlhf_core.tokenizer.content_parts import with_joined_parts
-from rlhf_core.workers import DiedError, Pool, RaisedError, TooSlowError, UnsendableError, start_async
+from rlhf_core.workers import (
+    DiedError,
+    Pool,
+    RaisedError,
+    TooSlowError,
+    UnsendableError,
+    awaited,
+    outcome_of,
+    start_async,
+)
 from rlhf_core.workers.pickling import dumps
 
 if TYPE_CHECKING:
@@ -76,32 +87,48 @@ class EnvironmentCalls:
             state = environment if isinstance(environment, bytes) else dumps(environment)
             return self._pool.submit(state, method, arguments, seconds=self.options.timeout)
         if self.asynchronous:
-            return start_async(self._awaited(environment, method, arguments))
+            return start_async(_awaited(environment, method, arguments), self.options.timeout)
         return getattr(environment, method)(*arguments)
 
-    async def _awaited(self, environment: Any, method: str, arguments: Sequence[Any]) -> tuple[Any, Any]:
-        try:
-            async with asyncio.timeout(self.options.timeout) as limit:
-                value = getattr(environment, method)(*arguments)
-                while inspect.isawaitable(value):
-                    value = await value
-        except TimeoutError as error:
-            if not limit.expired():  # the method's own
-                raise
-            raise TooSlowError from error
-        return environment, value
+    def wait_for(self, environment: Any, method: str, *arguments: Any) -> tuple[Any, Any]:
+        """Call a method and wait for it: (the environment afterwards, the value).
+
+        Raises EpisodeError for what the method raises, and InputError as it raises that.
+        """
+        call = attempt(partial(self.call, environment, method, *arguments))
+        result = outcome_of(call) if isinstance(call, Future) else call
+        if isinstance(result, InputError):
+            raise result
+        if isinstance(result, BaseException):
+            raise EpisodeError(self._how(result)) from result
+        return (environment, result) if self.quick else result
 
     def explain(self, method: str, error: BaseException) -> str:
         """Describe a call that raised."""
+        return f"environment '{self.name}': {method} {self._how(error)}"
+
+    def _how(self, error: BaseException) -> str:
         if isinstance(error, TooSlowError):
-            how = f"took longer than its timeout of {self.options.timeout:g} s"
-        elif isinstance(error, DiedError):
-            how = f"could not be called: {error}"
-        elif isinstance(error, RaisedError | EpisodeError):
-            how = str(error)
-        else:
-            how = error_line(error, HERE)
-        return f"environment '{self.name}': {method} {how}"
+            return f"took longer than its timeout of {self.options.timeout:g} s"
+        if isinstance(error, DiedError):
+            return f"could not be called: {error}"
+        if isinstance(error, RaisedError | EpisodeError):
+            return str(error)
+        return error_line(error, HERE)
+
+
+async def _awaited(environment: Any, method: str, arguments: Sequence[Any]) -> tuple[Any, Any]:
+    return environment, await awaited(getattr(environment, method)(*arguments))
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Make a call; return its value or, as a value, what it raised, such as exit()."""
+    try:
+        return call()
+    except (KeyboardInterrupt, Stopped):  # the run's
+        raise
+    except BaseException as error:
+        return error
 
 
 def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
@@ -117,54 +144,62 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
         raise EpisodeError("returned no messages; an episode begins with at least one")
     if messages and messages[-1]["role"] == "assistant":
         raise EpisodeError("returned an assistant's message last; the last one is to be replied to")
+    if method == "step" and any(message["role"] == "assistant" for message in messages):
+        raise EpisodeError("returned an assistant's message; after `reset` only the policy writes these")
     try:
         json.dumps(messages)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeError(f"returned messages with a value that JSON cannot hold: {error}") from error
     return messages
 
 
-def checked_turn(value: Any) -> Turn:
-    """Return what `step` returned. Raises EpisodeError for anything but a `Turn` of finite numbers."""
+def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
+    """Return what `step` returned, in Python's types. Raises EpisodeError for anything but a `Turn` of finite numbers.
+
+    earlier: the sum of the rewards of the episode's earlier turns.
+    """
     if not isinstance(value, Turn):
         raise EpisodeError(
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
         )
-    numbers = {"reward": value.reward, **{f"metrics['{name}']": x for name, x in dict(value.metrics).items()}}
+    if not isinstance(value.metrics, Mapping) or not all(isinstance(name, str) for name in value.metrics):
+        raise EpisodeError(f"returned metrics={value.metrics!r:.80}; a dict of names and numbers is expected")
     if taken := [name for name in OWN_METRICS if name in value.metrics]:
         raise EpisodeError(
             f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is measured for every environment; give "
             "another name"
         )
-    for name, number in numbers.items():
-        if number is None and name == "reward":
-            continue
-        # NumPy's and JAX's scalars are numbers, too; a truth value is one by mistake.
-        text = isinstance(number, str | bytes | bool)
-        try:
-            finite = not text and abs(float(number)) < float("inf")  # type: ignore[arg-type]  # float() is tried
-        except (TypeError, ValueError):
-            finite = False
-        if not finite:
-            raise EpisodeError(f"returned {name}={number!r}; a finite number is expected")
-    if not isinstance(value.done, bool) and str(getattr(value.done, "dtype", "")) != "bool":
-        raise EpisodeError(f"returned done={value.done!r}; True or False is expected")
+    reward = None if value.reward is None else _number("reward", value.reward)
+    if reward is not None and abs(earlier + reward) > LARGEST_REWARD:
+        raise EpisodeError(
+            f"returned reward={reward:g}, with which the episode's rewards add up to {earlier + reward:g}; "
+            f"float32 holds numbers up to {LARGEST_REWARD:.3g}"
+        )
+    metrics = {name: _number(f"metrics['{name}']", number) for name, number in value.metrics.items()}
+    if not isinstance(value.done, bool) and not _is_truth(value.done):
+        raise EpisodeError(f"returned done={value.done!r:.80}; True or False is expected")
     messages = checked_messages(value.messages, "step")
     if not messages and not value.done:
         raise EpisodeError("returned no messages and done=False: there is nothing to reply to")
-    reward = None if value.reward is None else float(value.reward)
-    return Turn(messages, reward, bool(value.done), {name: float(x) for name, x in value.metrics.items()})
+    return Turn(messages, reward, bool(value.done), metrics)
 
 
-def outcome(call: Any) -> Any:
-    """Return the value of a call, or the exception that it raised, as a value."""
+def _number(name: str, value: Any) -> float:
+    """Return a number that an environment gave, of Python, NumPy or JAX; a truth value is one by mistake."""
     try:
-        return call.result() if isinstance(call, Future) else call
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # code that calls exit() fails, as it would in a process of its own
-        return error
+        if isinstance(value, str | bytes | bytearray | bool) or _is_truth(value) or np.ndim(value):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = np.nan
+    if not abs(number) <= LARGEST_REWARD:
+        beyond = f", at most {LARGEST_REWARD:.3g} as in float32" if np.isfinite(number) else ""
+        raise EpisodeError(f"returned {name}={value!r:.80}; a finite number is expected{beyond}")
+    return number
+
+
+def _is_truth(value: Any) -> bool:
+    return np.ndim(value) == 0 and str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def plain_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.environments.calls import EnvironmentCalls, checked_messages, checked_turn
@@ -36,7 +35,7 @@ def try_episode(
         probe = calls
     method, answered = "reset", ""
     try:
-        environment, value = _call(probe, probe.make(), "reset", dict(row), 0)
+        environment, value = probe.wait_for(probe.make(), "reset", dict(row), 0)
         messages = checked_messages(value, "reset")
         prompt = encoder.prompt(messages, tools=calls.tools)
         if len(prompt) > max_prompt_length:
@@ -45,7 +44,7 @@ def try_episode(
                 f"max_prompt_length={max_prompt_length:,}; raise it"
             )
         method = "step"
-        _, value = _call(probe, environment, "step", dict(MADE_UP))
+        _, value = probe.wait_for(environment, "step", dict(MADE_UP))
         turn = checked_turn(value)
         if not turn.done:
             reply = [*messages, MADE_UP]
@@ -57,9 +56,3 @@ def try_episode(
     except Exception as error:
         raise InputError(f"{place}: {probe.explain(method, error)}") from error
     return f"{place} begins with {len(prompt):,} tokens{answered}"
-
-
-def _call(calls: EnvironmentCalls, environment: Any, method: str, *arguments: Any) -> tuple[Any, Any]:
-    """Call a method and wait for it: (the environment afterwards, the value)."""
-    call = calls.call(environment, method, *arguments)
-    return call.result() if isinstance(call, Future) else (environment, call)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,13 +19,14 @@ from rlhf_core.contracts import Continuation, Rollouts, Turn
 from rlhf_core.environments.calls import (
     EnvironmentCalls,
     EpisodeError,
+    attempt,
     checked_messages,
     checked_turn,
-    outcome,
     plain_metrics,
 )
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.agreement import broadcast_text
+from rlhf_core.workers import outcome_of
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
@@ -32,10 +34,6 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int32]
 NOTHING = np.zeros(0, np.int32)
-
-
-class TemplateError(InputError):
-    """The chat template cannot be used with the environment."""
 
 
 class TurnRecord(NamedTuple):
@@ -133,25 +131,20 @@ class Episodes:
         if self._calls_here:
             for episode in self.episodes:
                 episode.began = time.monotonic()
-                try:
-                    episode.environment = self.calls.make()
-                    begun.append(
-                        self.calls.call(episode.environment, "reset", dict(episode.row), episode.seed)
-                    )
-                except (Exception, SystemExit) as error:
-                    begun.append(error)
+                begun.append(attempt(partial(self._begin, episode)))
             for episode, call in zip(self.episodes, begun, strict=True):
-                try:
-                    messages = self._value(episode, outcome(call))
-                    episode.messages = checked_messages(messages, "reset")
-                except (Exception, SystemExit) as error:
-                    self._fail(episode, "reset", error)
+                result = outcome_of(call) if isinstance(call, Future) else call
+                episode.messages = self._checked(episode, "reset", result) or []
         self._share()
         for i, episode in enumerate(self.episodes):
             episode.first = len(episode.messages)
             if episode.failure is None:
                 first = next(each for each in self.episodes[i - i % group :] if each.failure is None)
                 self._encode_prompt(episode, first, max_prompt_length)
+
+    def _begin(self, episode: Episode) -> Any:
+        episode.environment = self.calls.make()
+        return self.calls.call(episode.environment, "reset", dict(episode.row), episode.seed)
 
     def _encode_prompt(self, episode: Episode, first: Episode, max_prompt_length: int) -> None:
         """Encode the messages that an episode began with. first: of its group, whose prompt it shares."""
@@ -172,14 +165,22 @@ class Episodes:
         except (EpisodeError, InputError) as error:
             self._fail(episode, "reset", error)
 
-    def _value(self, episode: Episode, result: Any) -> Any:
-        """Return what a method returned, and keep the environment that a future came back with."""
+    def _checked(self, episode: Episode, method: str, result: Any) -> Any:
+        """Check what a method returned, and keep the environment that a future came back with.
+
+        Returns messages or a turn; None where the method raised or returned something else, so that the episode failed.
+        """
+        if not isinstance(result, BaseException):
+            if not self.calls.quick:
+                episode.environment, result = result
+            check: Callable[[], Any] = partial(checked_messages, result, method)
+            if method == "step":
+                check = partial(checked_turn, result, sum(r for r in episode.rewards if r is not None))
+            result = attempt(check)
         if isinstance(result, BaseException):
-            raise result
-        if self.calls.quick:
-            return result
-        episode.environment, value = result
-        return value
+            self._fail(episode, method, result)
+            return None
+        return result
 
     def _fail(self, episode: Episode, method: str, error: BaseException) -> None:
         episode.failure = f"{episode.place}: {self.calls.explain(method, error)}"
@@ -191,17 +192,15 @@ class Episodes:
         episode = self.episodes[self.running[conversation]]
         start = len(episode.tokens)
         episode.append(np.asarray(tokens, np.int32), np.asarray(logps, np.float32), written=True)
-        message = len(episode.messages) - episode.first
-        episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context, message))
+        number = len(episode.messages) - episode.first
+        episode.turns.append(TurnRecord(start, len(episode.tokens), episode.context, number))
         episode.ended_by = int(tokens[-1]) if finished else None
         read = self.parser.message if self.calls.tools else self.parser.text
         episode.messages.append(read(tokens))
         if not self._calls_here:
             return
-        try:
-            call = self.calls.call(episode.environment, "step", dict(episode.messages[-1]))
-        except (Exception, SystemExit) as error:
-            call = error
+        message = dict(episode.messages[-1])
+        call = attempt(partial(self.calls.call, episode.environment, "step", message))
         if isinstance(call, Future):
             self._pending[call] = conversation
         else:
@@ -210,17 +209,15 @@ class Episodes:
     def _answer(self, conversation: int, result: Any) -> None:
         """Make the continuation that follows from what `step` returned or raised."""
         episode = self.episodes[self.running[conversation]]
-        over = Continuation(conversation, None)
-        try:
-            turn = checked_turn(self._value(episode, result))
+        reply = None
+        if (turn := self._checked(episode, "step", result)) is not None:
             episode.rewards.append(turn.reward)
             episode.metrics.append(turn.metrics)
-            self._ready.append(self._continue(conversation, episode, turn) or over)
-        except TemplateError:
-            raise
-        except (Exception, SystemExit) as error:
-            self._fail(episode, "step", error)
-            self._ready.append(over)
+            try:
+                reply = self._continue(conversation, episode, turn)
+            except (EpisodeError, InputError) as error:
+                self._fail(episode, "step", error)
+        self._ready.append(reply or Continuation(conversation, None))
 
     def _continue(self, conversation: int, episode: Episode, turn: Turn) -> Continuation | None:
         """Return what the next turn continues; None where the episode is over."""
@@ -252,11 +249,11 @@ class Episodes:
         return Continuation(conversation, tokens, min(left, self.turn_length), self._again)
 
     def _require_encodable(self, added: Sequence[Mapping[str, Any]]) -> None:
-        """Raise TemplateError where the chat template rewrites its past when messages of these roles follow."""
+        """Raise EpisodeError where the chat template rewrites its past when messages of these roles follow."""
         roles = sorted({str(message["role"]) for message in added})
         problem = self.encoder.problem(tools=self.calls.tools, roles=roles, encoded_again=self._again)
         if problem:
-            raise TemplateError(f"{self.calls.where}: {problem}")
+            raise EpisodeError(f"returned messages that cannot follow replies: {problem}")
 
     def replies(self, *, wait: bool) -> Sequence[Continuation]:
         """Return the answers that have arrived. wait: for at least one, if any is outstanding."""
@@ -280,7 +277,7 @@ class Episodes:
             timeout = None if block and not self._ready else 0
             done, _ = futures.wait(self._pending, timeout=timeout, return_when=futures.FIRST_COMPLETED)
             for call in [call for call in self._pending if call in done]:
-                self._answer(self._pending.pop(call), outcome(call))
+                self._answer(self._pending.pop(call), outcome_of(call))
 
     def end(self) -> None:
         """Let every process know how the episodes went. Raises RunError where all of them failed."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import pickle
 from typing import Any
 
+from rlhf_core.workers import awaited, run_async
 from rlhf_core.workers.pickling import dumps
 
 
@@ -15,11 +15,5 @@ def call_environment(state: bytes, method: str, arguments: tuple[Any, ...]) -> t
     environment = pickle.loads(state)
     value = getattr(environment, method)(*arguments)
     if inspect.isawaitable(value):
-        value = asyncio.run(_awaited(value))
+        value = run_async(awaited(value))  # on the loop of the calls before
     return dumps(environment), value
-
-
-async def _awaited(value: Any) -> Any:
-    while inspect.isawaitable(value):
-        value = await value
-    return value

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from rlhf_core.errors import InputError, NonFiniteError, RunError, error_line
 from rlhf_core.rewards.reward import part_of
 from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.runtime.agreement import broadcast_numbers, gather_maximum
-from rlhf_core.workers import DiedError, RaisedError, TooSlowError, run_async
+from rlhf_core.workers import DiedError, RaisedError, TooSlowError, awaited, outcome_of, start_async
 
 if TYPE_CHECKING:
     from rlhf_core.rewards.reward import Reward
@@ -125,19 +125,27 @@ def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
     outcomes: list[Outcome] = [None] * len(rewards)
     for group in groups:
         if group:
-            group_outcomes = run_async(call_together([rewards[f] for f in group], inputs))
+            group_outcomes = call_together([rewards[f] for f in group], inputs)
             for f, outcome in zip(group, group_outcomes, strict=True):
                 outcomes[f] = outcome
     return outcomes
 
 
-async def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
+def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
     """Call functions concurrently on the event loop; return one outcome each."""
     # Functions that block the loop come first, before any timeout starts.
     order = sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous)
-    outcomes = await asyncio.gather(*(_call_one(rewards[f], inputs) for f in order), return_exceptions=True)
-    by_function = dict(zip(order, outcomes, strict=True))
-    return [by_function[f] for f in range(len(rewards))]
+    calls: dict[int, futures.Future[Any]] = {
+        f: start_async(_call_one(rewards[f], inputs), None if rewards[f].in_workers else rewards[f].timeout)
+        for f in order
+    }
+    try:
+        futures.wait(calls.values())
+    except BaseException:
+        for call in calls.values():
+            call.cancel()
+        raise
+    return [outcome_of(calls[f]) for f in range(len(rewards))]
 
 
 async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
@@ -156,15 +164,7 @@ async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
                 for values, part in zip(returned, parts, strict=True)
             ]
         )
-    try:
-        async with asyncio.timeout(reward.timeout) as limit:
-            values = reward.function(**reward.arguments(inputs))
-            while inspect.isawaitable(values):
-                values = await values
-    except TimeoutError as error:
-        if not limit.expired():  # the function's own
-            raise
-        raise TooSlowError from error
+    values = await awaited(reward.function(**reward.arguments(inputs)))
     return reward.checked(values, len(inputs.completions))
 
 
@@ -179,7 +179,7 @@ def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException
         return ""
     began, failing, passes = time.monotonic(), -1, False
     for i in range(len(inputs.completions)):
-        (again,) = run_async(call_together([reward], part_of(inputs, i, i + 1)))
+        (again,) = call_together([reward], part_of(inputs, i, i + 1))
         same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
         failing, passes = i if same and failing < 0 else failing, passes or not same
         if failing >= 0 and passes:  # an error on every row is not the row's fault

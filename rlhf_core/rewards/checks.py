@@ -22,7 +22,7 @@ from rlhf_core.rewards.calls import call_together, failure
 from rlhf_core.rewards.reward import OWN, Reward
 from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.runtime.agreement import broadcast_text
-from rlhf_core.workers import RaisedError, TooSlowError, run_async
+from rlhf_core.workers import RaisedError, TooSlowError
 
 if TYPE_CHECKING:
     from rlhf_core.data import EpisodeRows, Prompts, Records
@@ -219,7 +219,7 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
     except InputError:
         probe = dataclasses.replace(reward)
     with contextlib.redirect_stdout(sys.stderr):
-        (outcome,) = run_async(call_together([probe], inputs))
+        (outcome,) = call_together([probe], inputs)
     if probe.in_workers:
         probe.pool().close()
     return _describe_outcome(probe, outcome, FORMS[prompts.chat])

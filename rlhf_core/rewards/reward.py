@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf_core.config import Component
-from rlhf_core.contracts import REWARD, RewardInputs
+from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, suggest
 from rlhf_core.rewards.worker_call import NotNumeric, WorkerCall, plain_values
 from rlhf_core.workers import Pool, UnsendableError
@@ -200,10 +200,11 @@ class Reward:
                     f"reward '{self.label}' returned {value.text} for completion {i}; a number or None is expected"
                 )
             out[i] = np.nan if value is None else value
-        if np.isinf(out).any():
+        beyond = np.abs(out) > LARGEST_REWARD
+        if beyond.any():
             raise RunError(
-                f"reward '{self.label}' returned {out[np.isinf(out)][0]} for completion {int(np.isinf(out).argmax())}; "
-                "rewards must be finite, None where the function does not apply"
+                f"reward '{self.label}' returned {out[beyond][0]} for completion {int(beyond.argmax())}; "
+                f"rewards must be finite (float32, at most {LARGEST_REWARD:.3g}), None where it does not apply"
             )
         undefined = sum(value is not None and np.isnan(x) for value, x in zip(returned, out, strict=True))
         if undefined and not self.warned:

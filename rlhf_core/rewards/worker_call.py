@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
+
+from rlhf_core.workers import awaited, run_async
 
 SHOWN = 200
 """Characters of a wrong value to show."""
@@ -32,7 +33,7 @@ class WorkerCall:
     def __call__(self, **arguments: Any) -> list[float | NotNumeric | None] | NotNumeric:
         values = self.function(**arguments)
         if inspect.isawaitable(values):
-            values = asyncio.run(_awaited(values))
+            values = run_async(awaited(values))  # on the loop of the calls before
         return plain_values(values)
 
 
@@ -42,7 +43,7 @@ def plain_values(values: Any) -> list[float | NotNumeric | None] | NotNumeric:
         return values
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if isinstance(values, str | bytes | bytearray | Mapping) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
         return NotNumeric(type(values).__name__)
     return [_plain_value(value) for value in values]
 
@@ -60,9 +61,3 @@ def _plain_value(value: Any) -> float | NotNumeric | None:
             type(value).__name__,
             text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)",
         )
-
-
-async def _awaited(values: Any) -> Any:
-    while inspect.isawaitable(values):
-        values = await values
-    return values

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import RewardInputs, all_equal, total_reward
+from rlhf_core.contracts import LARGEST_REWARD, RewardInputs, all_equal, total_reward
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.data.conversations import is_blank
 from rlhf_core.environments import Episode
+from rlhf_core.errors import RunError
 from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.reward import Reward
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS
@@ -96,7 +97,13 @@ def measure(
         count = len(inputs.completions)
         return np.zeros((count, 0)), np.full(count, np.nan)
     each = score(rewards, inputs, needed=needed)
-    return each, total_reward(each, np.array([reward.weight for reward in rewards]))
+    total = total_reward(each, np.array([reward.weight for reward in rewards]))
+    if (beyond := np.abs(total) > LARGEST_REWARD).any():
+        raise RunError(
+            f"the weighted rewards of completion {int(beyond.argmax())} add up to {total[beyond][0]:g}; float32 holds "
+            f"numbers up to {LARGEST_REWARD:.3g}: make their weights smaller"
+        )
+    return each, total
 
 
 def rollout_metrics(

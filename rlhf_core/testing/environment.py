@@ -11,7 +11,6 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -196,7 +195,7 @@ class _Episode:
         if message != completion:
             self.changed.append("step changes the completion")
         try:
-            turn = checked_turn(value)
+            turn = checked_turn(value, sum(turn.reward or 0.0 for turn in self.turns))
         except EpisodeError as error:
             raise Broken(f"in {place} it {error}") from error
         self.turns.append(turn)
@@ -211,10 +210,10 @@ class _Episode:
 
     def _call(self, method: str, place: str, *arguments: Any) -> Any:
         try:
-            call = self.calls.call(self.environment, method, *arguments)
-            value = call.result()[1] if isinstance(call, Future) else call
-        except Exception as error:
-            raise Broken(f"in {place} it {error_line(error, KITS, HERE)}") from error
+            value = self.calls.wait_for(self.environment, method, *arguments)[1]
+        except (EpisodeError, InputError) as error:
+            what = str(error) if isinstance(error, EpisodeError) else error_line(error, KITS, HERE)
+            raise Broken(f"in {place} it {what}") from error
         if self.given != self.row and not self.changed:
             self.changed.append(f"{method} changes the row")
         return value

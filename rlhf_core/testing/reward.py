@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.contracts import REWARD
-from rlhf_core.errors import suggest
+from rlhf_core.contracts import LARGEST_REWARD, REWARD
+from rlhf_core.errors import error_line, suggest
+from rlhf_core.rewards.checks import HERE
+from rlhf_core.rewards.worker_call import NotNumeric, plain_values
 from rlhf_core.testing.findings import Broken, Findings, make_component, require_close
 from rlhf_core.testing.fixtures import a_stage
+from rlhf_core.workers import awaited, outcome_of, start_async
 
 ODD = ("", " ", "\n", "é 漢 🙂 \u200b", "a" * 5000, "{[(<\\", "1e999 -0 ½")
 """Unusual completions that models write sooner or later."""
@@ -91,10 +91,10 @@ def check_reward(reward: Any, rows: Sequence[Mapping[str, Any]] = ROWS, *, group
 
 def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
     """Score rows: float64 [rows], NaN where the reward does not apply. Raises Broken for invalid values."""
-    values = _call(reward, _arguments(reward, rows))
-    if not isinstance(values, Sequence | np.ndarray):
+    values = plain_values(_call(reward, _arguments(reward, rows)))
+    if isinstance(values, NotNumeric):
         raise Broken(
-            f"it returned {type(values).__name__}; return a list of {len(rows)} numbers, one per completion"
+            f"it returned {values.type_name}; return a list of {len(rows)} numbers, one per completion"
         )
     if len(values) != len(rows):
         raise Broken(
@@ -102,27 +102,25 @@ def scores(reward: Any, rows: Sequence[Mapping[str, Any]]) -> NDArray[np.float64
             "does not apply"
         )
     for row, value in zip(rows, values, strict=True):
-        try:
-            wrong = isinstance(value, str) or (value is not None and not math.isfinite(float(value)))
-        except (TypeError, ValueError):
-            wrong = True
-        if wrong:
+        if isinstance(value, NotNumeric) or not (value is None or abs(value) <= LARGEST_REWARD):
+            said = value.text if isinstance(value, NotNumeric) else repr(value)
             raise Broken(
-                f"{value!r} for the completion {str(row['completion'])[:40]!r}; return a finite number, or None "
-                "where it does not apply"
+                f"{said} for the completion {str(row['completion'])[:40]!r}; return a finite number, at most "
+                f"{LARGEST_REWARD:.3g}, or None where it does not apply"
             )
-    return np.array([np.nan if value is None else float(value) for value in values])
+    return np.array(values, np.float64)
 
 
 def _call(reward: Any, arguments: Mapping[str, Any]) -> Any:
     async def call() -> Any:
-        values = reward(**arguments)
-        while inspect.isawaitable(values):
-            values = await values
-        return values
+        return await awaited(reward(**arguments))
 
-    with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs an event loop
-        return thread.submit(asyncio.run, call()).result()
+    value = outcome_of(start_async(call()))  # as in a run, on one event loop for all calls
+    if isinstance(value, Exception):
+        raise value
+    if isinstance(value, BaseException):
+        raise Broken(error_line(value, HERE))
+    return value
 
 
 def _arguments(reward: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

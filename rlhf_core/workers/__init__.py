@@ -1,5 +1,7 @@
 """Where a stranger's slow or fragile code runs: worker processes, and one event loop in a thread of its own."""
 
+from rlhf_core.workers.event_loop import awaited as awaited
+from rlhf_core.workers.event_loop import outcome_of as outcome_of
 from rlhf_core.workers.event_loop import run_async as run_async
 from rlhf_core.workers.event_loop import start_async as start_async
 from rlhf_core.workers.pickling import ByName as ByName

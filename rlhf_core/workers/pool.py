@@ -37,7 +37,7 @@ ROUNDS = 20
 
 
 class TooSlowError(Exception):
-    """The call exceeded its limit of CPU or wall time, and its process was ended."""
+    """The call exceeded its limit of CPU or wall time. Its process was ended, or its coroutine cancelled and left."""
 
 
 class DiedError(Exception):

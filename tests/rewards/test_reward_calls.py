@@ -118,6 +118,36 @@ def test_an_asynchronous_function_is_cancelled_at_its_timeout():
     assert time.perf_counter() - begin < 10
 
 
+async def late_to_end(completions):
+    try:
+        await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(30)
+
+
+async def blocks(completions):
+    time.sleep(1.5)
+
+
+@pytest.mark.parametrize("function", [late_to_end, blocks])
+def test_an_asynchronous_function_that_cannot_be_cancelled_is_left_behind(function):
+    begin = time.perf_counter()
+    stuck = Reward("stuck", 1.0, function, timeout=0.1, on_error="skip")
+    with pytest.warns(UserWarning, match=r"'stuck' took longer than its timeout of 0\.1 s"):
+        values = score(
+            [stuck, Reward("ones", 1.0, ones), Reward("double", 1.0, doubles, timeout=1.0)], INPUTS
+        )
+    assert np.isnan(values[:, 0]).all()
+    assert values[:, 1:].tolist() == [[1, 2]] * 3
+    assert score([Reward("double", 1.0, doubles)], INPUTS).tolist() == [[2]] * 3
+    workers.close()
+    assert time.perf_counter() - begin < (5 if function is late_to_end else 1.4)
+
+
+async def doubles(completions):
+    return [2.0] * len(completions)
+
+
 def test_a_plain_function_is_ended_at_its_timeout(mine):
     begin = time.perf_counter()
     with pytest.raises(RunError, match=r"^reward 'slow' took longer than its timeout of 1 s$"):
@@ -389,7 +419,9 @@ def test_values_that_misbehave_stay_in_the_call_that_made_them(tmp_path, timeout
             score([Reward("r", 1.0, functions.waits, timeout=SOON)], INPUTS)
 
 
-@pytest.mark.parametrize("returned", [[1.0], 1.0, [1, 2, "x"], [0, 0, float("inf")]])
+@pytest.mark.parametrize(
+    "returned", [[1.0], 1.0, [1, 2, "x"], [0, 0, float("inf")], [0, 0, -1e39], {0, 1, 2}]
+)
 def test_values_that_are_no_rewards_are_never_skipped(returned):
     wrong = Reward("r", 1.0, lambda completions: returned, on_error="skip")
     with pytest.raises(RunError, match="reward 'r' returned"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from rlhf_reward.model_reward import ModelReward
 
@@ -133,6 +134,33 @@ def test_async_and_any_column() -> None:
         return [float(len(a)) for a in columns["answer"]]
 
     check_reward(reward, ROWS)
+
+
+def test_all_calls_share_an_event_loop_as_in_a_run() -> None:
+    made: list[Any] = []
+
+    async def reward(completions: Sequence[str]) -> list[float]:
+        made.append(asyncio.get_running_loop())
+        return lengths(completions)
+
+    check_reward(reward, ROWS)
+    assert len(made) > 3
+    assert len(set(map(id, made))) == 1
+
+
+def test_numbers_are_those_that_a_run_takes(failures: Any) -> None:
+    def generator(completions: Sequence[str]) -> Any:
+        return (np.float16(len(text)) for text in completions)
+
+    def beyond(completions: Sequence[str]) -> Any:
+        return [1e39 for _ in completions]
+
+    def exits(completions: Sequence[str]) -> Any:
+        raise SystemExit(3)
+
+    check_reward(generator, ROWS)
+    assert "1e+39 for the completion" in failures(check_reward, beyond)["values"]
+    assert "raised SystemExit: 3" in failures(check_reward, exits)["values"]
 
 
 @pytest.mark.parametrize("name", [n for n in plugins.load().registry.names(REWARD) if n != "model"])
