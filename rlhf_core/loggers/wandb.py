@@ -6,6 +6,7 @@ import json
 import netrc
 import os
 import secrets
+import shlex
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 Mode = Literal["online", "offline", "disabled"]
+NO_LOGIN = "wandb has no login (`wandb login`, or WANDB_API_KEY)"
 
 
 @dataclass(eq=False)
@@ -28,7 +30,8 @@ class Wandb:
 
     project, entity, name: as in wandb; name's default is "RUN_DIRECTORY/STAGE".
     mode: "online", "offline" or "disabled"; by default `WANDB_MODE`, else online with a key and offline
-    without. A resumed stage keeps its wandb id. Errors in wandb become warnings.
+    without a key or where wandb cannot go online, which is said. A resumed stage keeps its wandb id. Errors in wandb
+    become warnings.
     """
 
     project: str = "rlhf"
@@ -42,24 +45,41 @@ class Wandb:
         if not stage.is_main:
             return
         mode = self._mode()
+        reason = "" if mode != "offline" or self._asked() == "offline" else NO_LOGIN
         try:
             import wandb
 
-            self._run = wandb.init(
-                project=self.project,
-                entity=self.entity,
-                name=self.name or f"{stage.dir.parent.name}/{stage.name}",
-                group=stage.dir.parent.name,
-                job_type=stage.name,
-                id=_run_id(stage),
-                resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
-                mode=mode,
-                dir=str(stage.dir),
-                config=_config(stage),
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            try:
+                self._run = self._begin(wandb, stage, mode)
+            except Exception as error:  # such as a key that is refused, or no network
+                if mode != "online":
+                    raise
+                mode, reason = "offline", f"wandb could not go online ({' '.join(str(error).split())})"
+                self._run = self._begin(wandb, stage, mode)
         except Exception as error:
             warnings.warn(f"wandb did not start, continuing without it: {error}", stacklevel=2)
+            return
+        if mode == "offline":
+            files = shlex.quote(str(Path(self._run.dir).parent))
+            if reason:
+                warnings.warn(f"{reason}: logging offline. To upload the run: wandb sync {files}", stacklevel=2)
+            else:
+                stage.say(f"wandb is offline, as asked. To upload the run: wandb sync {files}")
+
+    def _begin(self, wandb: Any, stage: Stage, mode: Any) -> Any:
+        return wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=self.name or f"{stage.dir.parent.name}/{stage.name}",
+            group=stage.dir.parent.name,
+            job_type=stage.name,
+            id=_run_id(stage),
+            resume="allow" if mode == "online" else None,  # wandb sync joins offline runs of one id
+            mode=mode,
+            dir=str(stage.dir),
+            config=_config(stage),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
 
     @hookimpl
     def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -73,8 +93,11 @@ class Wandb:
             self._run = None
 
     def _mode(self) -> Any:
-        chosen = self.mode or os.environ.get("WANDB_MODE") or "online"
-        return "offline" if chosen == "online" and not _has_key() else chosen
+        asked = self._asked()
+        return "offline" if asked == "online" and not _has_key() else asked
+
+    def _asked(self) -> str:
+        return self.mode or os.environ.get("WANDB_MODE") or "online"
 
     def _guarded(self, call: Any) -> None:
         try:

@@ -45,10 +45,16 @@ def play(logger: Wandb, stage: Stage, steps: range) -> Any:
     return run
 
 
-def test_offline_without_a_key_silent_and_continued(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
-    first = play(Wandb(project="demo"), stage, range(1, 4))
-    second = play(Wandb(project="demo"), stage, range(4, 6))
-    assert capfd.readouterr() == ("", "")
+def test_offline_without_a_key_says_how_to_upload_and_is_continued(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="wandb has no login .*: logging offline") as warned:
+        first = play(Wandb(project="demo"), stage, range(1, 4))
+    (command,) = (str(each.message).partition("To upload the run: ")[2] for each in warned)
+    assert command == f"wandb sync {Path(first.dir).parent}"
+    assert list(Path(command.removeprefix("wandb sync ")).glob("*.wandb"))
+    second = play(Wandb(project="demo", mode="offline"), stage, range(4, 6))
+    out, err = capfd.readouterr()
+    asked = f"[policy] wandb is offline, as asked. To upload the run: wandb sync {Path(second.dir).parent}\n"
+    assert (out, err) == ("", asked)
     assert first.settings.mode == second.settings.mode == "offline"
     assert first.id == second.id == (stage.dir / "wandb_run_id.txt").read_text().strip()
     assert (first.name, first.group, first.project) == ("first/policy", "first", "demo")
@@ -104,6 +110,30 @@ def test_failing_to_start_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyP
         logger.rlhf_stage_start(stage=stage)
     logger.rlhf_step_end(step=1, metrics={"loss": 1.0})
     logger.rlhf_stage_end(error=None)
+
+
+def test_a_key_that_is_refused_goes_offline_and_says_so(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, modes = wandb.init, []
+
+    def refuse(mode: str, **rest: Any) -> Any:
+        modes.append(mode)
+        if mode == "online":
+            raise wandb.errors.AuthenticationError("API key verification\nfailed")
+        return begin(mode=mode, **rest)
+
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr(wandb, "init", refuse)
+    said = r"could not go online \(API key verification failed\): logging offline.*wandb sync /"
+    with pytest.warns(UserWarning, match=said):
+        play(Wandb(), stage, range(1, 2))
+    assert modes == ["online", "offline"]
+
+
+def test_a_disabled_wandb_says_nothing(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    play(Wandb(mode="disabled"), stage, range(1, 2))
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_missing_wandb_is_a_warning(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
