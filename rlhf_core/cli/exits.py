@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import logging
+import os
 import re
 import sys
 import traceback
@@ -21,10 +22,14 @@ from rlhf_core.runtime import peers, signals
 from rlhf_core.runtime.disk_errors import DISK, disk_message
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
+INTERRUPTED = 130
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Run a command and exit: 0 done, 1 failed, 2 bad input or configuration, 75 stopped with its state saved."""
+    """Run a command and exit: 0 done, 1 failed, 2 bad input or configuration, 75 stopped with its state saved.
+
+    130 after a second Ctrl-C.
+    """
     warned: list[str] = []
     warnings.showwarning = functools.partial(_show_warning, warned)
     logging.setLogRecordFactory(_Record)
@@ -35,6 +40,9 @@ def run(command: Callable[[], Any]) -> None:
         peers.end(code, message)
         if message:
             print(message, file=sys.stderr, flush=True)
+    if code == INTERRUPTED:  # Python's own exit would wait for the computation
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -50,6 +58,10 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
         return STOPPED, str(stopped)
     except RunError as error:
         return FAILED, str(error)
+    except KeyboardInterrupt:
+        if not signals.stop_requested():  # another command, or a press before the handlers were set
+            raise
+        return INTERRUPTED, signals.AT_ONCE
     except BaseException as error:
         if not is_library_error(error):
             raise

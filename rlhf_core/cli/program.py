@@ -154,7 +154,7 @@ def main() -> None:
     130 after a second Ctrl-C. All processes of a job end with the same code, and one of them says why.
     """
     # Before any heavy import: a signal waits until the run can stop without losing work.
-    with stop_signals() if sys.argv[1:2] in (["run"], ["train"]) else nullcontext():
+    with stop_signals(exits=True) if sys.argv[1:2] in (["run"], ["train"]) else nullcontext():
         exits.run(app)
 
 

@@ -109,7 +109,7 @@ def fit(
         )
     run = _Run(stage, config, objective, updates, schedule, evaluate, preview, stop_when)
     try:
-        with stop_signals() as run.stop:
+        with stop_signals(stops="saving after this update") as run.stop:
             fitted = run.loop(state, after_update, after_update_steps)
     finally:
         run.progress.checkpoints.close()

@@ -62,7 +62,9 @@ class Wandb:
         if mode == "offline":
             files = shlex.quote(str(Path(self._run.dir).parent))
             if reason:
-                warnings.warn(f"{reason}: logging offline. To upload the run: wandb sync {files}", stacklevel=2)
+                warnings.warn(
+                    f"{reason}: logging offline. To upload the run: wandb sync {files}", stacklevel=2
+                )
             else:
                 stage.say(f"wandb is offline, as asked. To upload the run: wandb sync {files}")
 

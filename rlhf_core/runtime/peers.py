@@ -248,6 +248,7 @@ def watch(process: int, count: int, links: Mapping[int, socket.socket]) -> None:
     _watch = _Watch(process, count)
     for number, link in links.items():
         _watch.add(number, link)
+    signals.may_print = _watch.may_print
     os.register_at_fork(after_in_child=_close_in_child)
     atexit.register(_at_exit)
 

@@ -8,11 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from rlhf_core.errors import Stopped
 
+AT_A_SAFE_POINT = "at the next point where nothing is lost"
+AT_ONCE = "stopped at once; what was saved before stays, and the same command resumes there"
+UNWIND_SECONDS = 0.5
+"""How long a second Ctrl-C waits for the main thread, which may be inside a computation that no handler can leave."""
 _NUMBERS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SAME_PRESS_SECONDS = 0.3
 """`timeout`, `srun` and others pass on a Ctrl-C that the terminal has already sent to the whole process group."""
@@ -26,6 +30,9 @@ class _Request:
         self.number: int | None = None
         self.handled: list[int] = []
         self.over = False
+        self.stops = AT_A_SAFE_POINT
+        self.pressed_again = False
+        self.interrupted = False
         self._interrupted_at: float | None = None
 
     def handle(self, number: int, _: Any) -> None:
@@ -34,10 +41,39 @@ class _Request:
             if before is not None and now - before < SAME_PRESS_SECONDS:
                 return
             self._interrupted_at = now
-            if self.event.is_set():
+            if self.event.is_set() or self.pressed_again:
+                self.interrupted = True
                 raise KeyboardInterrupt
         self.number = self.number or number
         self.event.set()
+
+    def announce(self, numbers: int, exits: bool) -> None:
+        """Say that the run stops as soon as a signal arrives, in a thread: a long computation delays `handle`.
+
+        numbers: a file descriptor from which the numbers of signals are read. exits: whether a second Ctrl-C may end
+        the process where the main thread does not get to it.
+        """
+        said, pressed_at = False, -SAME_PRESS_SECONDS
+        while received := os.read(numbers, 64):
+            for number in (each for each in received if each in self.handled and not self.over):
+                now = time.monotonic()
+                again = number == signal.SIGINT and said and now - pressed_at >= SAME_PRESS_SECONDS
+                pressed_at = now if number == signal.SIGINT else pressed_at
+                if not said:
+                    said = True
+                    _write(self._line(number))
+                elif again:
+                    self.pressed_again = True
+                    time.sleep(UNWIND_SECONDS)
+                    if exits and not self.interrupted and not self.over:
+                        _write(AT_ONCE)
+                        os._exit(128 + number)
+
+    def _line(self, number: int) -> str:
+        if number != signal.SIGINT:
+            return f"stopping ({signal.Signals(number).name}): {self.stops}; Ctrl-C (SIGINT) stops now"
+        again = "press Ctrl-C again" if os.isatty(2) else "press Ctrl-C (send SIGINT) again"
+        return f"stopping: {self.stops}; {again} to stop now"
 
     def interrupt_again(self) -> None:
         """Send SIGINT again, shortly after now, if this request is still the current one."""
@@ -53,27 +89,75 @@ class _Request:
 
 
 _current: _Request | None = None
+may_print: Callable[[str], bool] | None = None
+"""Whether this process of several prints a line, so that one does; set by `peers`."""
+
+
+def _write(line: str) -> None:
+    """Write a line to the terminal at once, past Python's streams and a progress bar, whose locks may be held."""
+    if may_print is None or may_print(line):
+        with suppress(OSError):
+            os.write(2, f"\n{line}\n".encode() if os.isatty(2) else f"{line}\n".encode())
 
 
 @contextmanager
-def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
+def _announced(request: _Request, exits: bool) -> Iterator[None]:
+    """Announce signals to the main thread, inside the block, on which Python's own handlers may have to wait."""
+    numbers, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=request.announce, args=(numbers, exits), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(numbers)
+
+
+def _forget_in_child() -> None:
+    """Keep a forked process, whose pipe is this one's, from announcing its own signals here."""
+    if _current is not None:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@contextmanager
+def stop_signals(
+    *, redeliver: bool = False, stops: str | None = None, exits: bool = False
+) -> Iterator[threading.Event]:
     """Handle SIGTERM, SIGINT, SIGHUP and SIGUSR1: the first sets the event, a later SIGINT raises KeyboardInterrupt.
 
-    There is one event per process: inside another `stop_signals`, this one returns the outer event and changes
-    nothing. The previous handlers are restored at the end. redeliver: send the signal again then, so that a run
+    The first is announced on stderr as it arrives. stops: how the run stops inside this block, in words. exits: a
+    second SIGINT ends the process with code 130 where the main thread is inside a computation.
+
+    There is one event per process: inside another `stop_signals`, this one returns the outer event, and only `stops`
+    counts. The previous handlers are restored at the end. redeliver: send the signal again then, so that a run
     which ended normally does not swallow it. SIGHUP stays ignored under `nohup`, and SIGUSR1, the only one that Open
     MPI passes on, keeps a handler that it has. In a thread other than the main one no handler can be set, and only
     other processes of the job set the event.
     """
     global _current
     if _current is not None:
-        yield _current.event
+        outer = _current.stops
+        _current.stops = stops or outer
+        try:
+            yield _current.event
+        finally:
+            if _current is not None:
+                _current.stops = outer
         return
     request = _current = _Request()
+    request.stops = stops or request.stops
     before: dict[int, Any] = {}
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        if threading.current_thread() is threading.main_thread():
-            for number in _NUMBERS:
+        with _announced(request, exits) if is_main else nullcontext():
+            for number in _NUMBERS if is_main else ():
                 present = signal.getsignal(number)
                 if number == signal.SIGHUP and present == signal.SIG_IGN:
                     continue
@@ -81,7 +165,7 @@ def stop_signals(*, redeliver: bool = False) -> Iterator[threading.Event]:
                     continue
                 before[number] = signal.signal(number, request.handle)
                 request.handled.append(number)
-        yield request.event
+            yield request.event
     finally:
         _current = None
         for number, handler in before.items() if not request.over else ():
