@@ -45,7 +45,9 @@ def play(logger: Wandb, stage: Stage, steps: range) -> Any:
     return run
 
 
-def test_offline_without_a_key_says_how_to_upload_and_is_continued(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+def test_offline_without_a_key_says_how_to_upload_and_is_continued(
+    stage: Stage, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.warns(UserWarning, match="wandb has no login .*: logging offline") as warned:
         first = play(Wandb(project="demo"), stage, range(1, 4))
     (command,) = (str(each.message).partition("To upload the run: ")[2] for each in warned)

@@ -198,7 +198,9 @@ def test_a_signal_while_waiting_for_the_others(job: Job) -> None:
     job.processes[0].send_signal(signal.SIGTERM)
     (code, said), (other, line) = job.ended(within=30)
     assert code == other == 75
-    assert said.startswith("stopped by SIGTERM while process 0 of 3 waited for the others")
+    announced, _, reason = said.partition("\n")
+    assert announced.startswith("stopping (SIGTERM): ")
+    assert reason.startswith("stopped by SIGTERM while process 0 of 3 waited for the others")
     assert line == "process 1 of 3 ends: process 0 stopped by a signal\n"
 
 
