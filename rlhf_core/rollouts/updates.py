@@ -79,10 +79,13 @@ class RolloutUpdates(ABC):
         """
 
     def needs_state(self, step: int) -> bool:
+        return self._needs_rollout(step)
+
+    def _needs_rollout(self, step: int) -> bool:
         return self.rollout is None or self.rollout.number != step // self.updates_per_rollout
 
     def update(self, step: int, state: TrainState) -> Update:
-        if self.needs_state(step):
+        if self._needs_rollout(step):
             self._begin_rollout(step, state)
         assert self.rollout is not None
         minibatch, groups = step % len(self.packed), len(self.rollout.prompts) // len(self.packed)
@@ -140,7 +143,7 @@ class RolloutUpdates(ABC):
 
     def snapshot(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         host = {"extra_rounds": self.order.extra_rounds, "rewards": snapshots(self.collector.rewards)}
-        if self.rollout is None or self.needs_state(step):
+        if self.rollout is None or self._needs_rollout(step):
             return host, {}
         host |= {"rollout": self.rollout.number, "metrics": self.rollout.metrics, "rounds": self.order.rounds}
         return host, self.rollout.arrays()

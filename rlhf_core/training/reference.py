@@ -22,6 +22,8 @@ class Reference:
     """A copy of the parameters that are trained; the others are the policy's own arrays.
 
     With adapters, which start without effect, that is the base model, which is in memory once.
+
+    apart: whether it is known to differ from the policy.
     """
 
     def __init__(self, params: Mapping[str, Any], frozen: str | Sequence[str] | None, mesh: Mesh) -> None:
@@ -31,11 +33,22 @@ class Reference:
         self._compiler = BackgroundCompiler()
         # The loop donates the policy's buffers to every update.
         self._trained = jax.tree.map(jnp.copy, trained)
+        self._equal = jax.jit(_all_equal, out_shardings=replicated_sharding(mesh))
+        self.apart = False
 
     @property
     def params(self) -> Any:
         """All parameters, as the model takes them."""
         return join(self._trained, self._rest)
+
+    def equals(self, params: Mapping[str, Any]) -> bool:
+        """Return whether the policy's parameters are the reference's, bit for bit; compare until they are not once.
+
+        Two programs round the same log-probability differently, and an optimizer such as AdamW turns a gradient of
+        rounding into whole steps: where this is true, the KL and its gradient are 0, whatever the programs say.
+        """
+        self.apart = self.apart or not bool(self._equal(split(params, self._fixed)[0], self._trained))
+        return not self.apart
 
     def compile(self, share: float) -> None:
         """Start to compile `move` in the background; nothing is computed."""
@@ -45,6 +58,7 @@ class Reference:
         """Set reference ← share · policy + (1 − share) · reference (TR-DPO, Gorbatovski et al. 2024)."""
         self._compiler.wait("mix")
         self._trained = _mix(split(params, self._fixed)[0], self._trained, share)
+        self.apart = False
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps of a reference that moves."""
@@ -63,7 +77,14 @@ class Reference:
 
 @jax.jit
 def _mix(policy: Any, reference: Any, share: Any) -> Any:
-    return jax.tree.map(lambda p, r: share * p + (1 - share) * r, policy, reference)
+    # Rounding must not take a reference away from a policy that it equals.
+    return jax.tree.map(lambda p, r: jnp.where(p == r, r, share * p + (1 - share) * r), policy, reference)
+
+
+def _all_equal(policy: Any, reference: Any) -> jax.Array:
+    return jnp.array(
+        [jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (policy, reference)), strict=True)]
+    ).all()
 
 
 def _gather(tree: Any) -> Any:

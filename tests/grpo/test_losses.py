@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rlhf_grpo import policy_loss
 from rlhf_grpo.functional import kept_by_entropy
+from rlhf_grpo.losses import DAPO
 from rlhf_grpo.objective import Terms, combine
 
 from rlhf_core import LossOutput, PolicyInputs
@@ -275,6 +276,25 @@ def test_an_option_that_needs_an_array_says_so():
         loss(top_entropy_quantile=0.5)
     with pytest.raises(InputError, match=r"no policy loss named 'dappo'\. Did you mean 'dapo'"):
         loss(loss_type="dappo")
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("bias_correction", [False, True])
+def test_where_the_policy_is_the_reference_there_is_no_kl(kl, bias_correction):
+    """Whatever another program made of the reference's log-probabilities; elsewhere its gradient stays."""
+    mask, zero = jnp.ones((2, 3)), jnp.zeros((2, 3))
+    same = jnp.array([[True] * 3, [False] * 3])
+    terms = Terms("dapo", beta=0.1, kl=kl, bias_correction=bias_correction)
+
+    def total(logps):
+        inputs = PolicyInputs(logps, logps, zero, mask, ref_logps=jnp.full((2, 3), -1 + 1e-6))
+        value, metrics = combine(DAPO(), inputs, terms, sequences=2, at_reference=same)
+        return value.total, metrics
+
+    gradient, metrics = jax.grad(total, has_aux=True)(jnp.full((2, 3), -1.0))
+    np.testing.assert_array_equal(gradient[0], 0)
+    assert gradient[1].all()
+    assert metrics["kl"].count == 6
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1)], ids=str)

@@ -18,7 +18,7 @@ def arrays(tree: Any) -> list[bytes]:
 
 
 def test_compiling_its_move_does_not_move_it(tiny: ModuleType) -> None:
-    """0.9 · r + (1 − 0.9) · r is not r in float32, so mixing it with itself in order to compile would."""
+    """A call in order to compile would be a move."""
     params = {
         "w": np.random.default_rng(0).normal(size=1000).astype(np.float32),
         "base": np.ones(3, np.float32),

@@ -78,7 +78,7 @@ def make(tiny, tmp_path):
             max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         )
         if reference is not None and not hasattr(reference, "params"):
-            reference = SimpleNamespace(params=reference)
+            reference = SimpleNamespace(params=reference, apart=True, equals=lambda params: False)
         policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
         advantage = advantage or Group(config.scale_rewards)
         return GRPOUpdates(stage, config, collector, advantage, policies, LAYOUT, "token_mean")
@@ -223,6 +223,49 @@ def test_the_kl_may_be_taken_from_the_rewards(make):
         (np.array(rewards) - np.mean(rewards)).tolist(), abs=1e-5
     )
     assert [plain[i][1] for i in range(3)] != [taxed[i][1] for i in range(3)]
+
+
+def reference_values(update):
+    return np.concatenate([batch.token_values["ref_logps"].ravel() for batch in update.batches])
+
+
+def test_as_long_as_the_policy_is_the_reference_its_own_numbers_are_used(make, tiny):
+    """Nothing is compared any more once it has moved, until the reference moves there too."""
+    params = [{"w": jax.device_put(np.float32(n))} for n in range(2)]
+    reference = Reference(params[0], None, tiny.one_device())
+    feed = make(reference=reference, num_iterations=2)
+    feed.policies.read = lambda trees, params: {
+        name: [np.full(len(b), -2.0) for tree in trees for b in tree.branches]
+        for name in ("old_logps", "ref_logps")
+    }
+    feed.collector.__dict__["policy"] = lambda params: int(params["w"])
+
+    def update(n, moved):
+        return reference_values(
+            feed.update(n, SimpleNamespace(**{**state(0).__dict__, "params": params[moved]}))
+        )
+
+    assert feed.needs_state(0)
+    assert np.isnan(update(0, 0)).all()
+    assert feed.needs_state(1)
+    assert np.isnan(update(1, 0)).all()
+    assert not np.isnan(update(2, 1)).any()
+    assert not feed.needs_state(3)
+    assert not np.isnan(update(3, 0)).any()
+    reference.move(params[1], 0.9)
+    assert not np.isnan(update(4, 0)).any()
+    reference.move(params[1], 1.0)
+    assert np.isnan(update(5, 1)).all()
+
+
+def test_the_kl_in_the_reward_is_0_where_the_policy_is_the_reference(make):
+    options = {
+        "kl": {"beta": 0.5, "place": "reward"},
+        "reward": lambda completion_ids: [1.0] * len(completion_ids),
+    }
+    feed = make(reference=2, **options)
+    feed.policies.reference.equals = lambda params: True
+    assert {advantage for _, advantage, _ in content(feed.update(0, state(0))).values()} == {0.0}
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -104,6 +104,7 @@ def combine(
     importance: jax.Array | None = None,
     num_items: Any = None,
     entropy_scale: Any = 1.0,
+    at_reference: jax.Array | None = None,
 ) -> tuple[Mean, dict[str, Metric]]:
     """Combine a policy loss with KL and entropy terms: return it as sum and count, with its metrics.
 
@@ -112,6 +113,7 @@ def combine(
     importance: float32 [N, T], what the policy loss is multiplied by, as `correction.importance` gives it.
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
+    at_reference: bool [N, T], tokens where policy and reference are the same model: their KL is 0, without gradient.
 
     Raises InputError for a loss that raises, or does not return one number per token.
     """
@@ -127,6 +129,7 @@ def combine(
     }
     if inputs.ref_logps is not None:
         kl = kl_estimate(inputs.logps, inputs.ref_logps, terms.kl)
+        kl = kl if at_reference is None else jnp.where(at_reference, 0.0, kl)
         metrics["kl"] = Mean.of(kl, mask)
         if terms.beta:
             level = cast("Level", POLICY_LOSS.attribute(loss, "importance_sampling_level"))
@@ -160,19 +163,25 @@ def objective(
     """Compute the loss and metrics of rows.
 
     Per trained token they carry `sampling_logps`, `advantages` and, where they are kept, `old_logps` (without: the
-    policy's own, so that the ratio is 1 with its gradient), `ref_logps` and `kept`; per sequence `reward` and
+    policy's own, so that the ratio is 1 with its gradient), `ref_logps` (NaN: this policy is the reference) and `kept`;
+    per sequence `reward` and
     `entropy_scale`, both optional.
     """
     logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
     mask, sequence = trained_weight(batch), trained_sequence(batch)
     values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
     own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
+    reference = values.get("ref_logps")
+    same = None
+    if reference is not None:
+        same = jnp.isnan(reference)
+        reference = jnp.where(same, own, reference)
     inputs = PolicyInputs(
         logps=logps,
         old_logps=values.get("old_logps", own),
         advantages=values["advantages"],
         mask=mask,
-        ref_logps=values.get("ref_logps"),
+        ref_logps=reference,
         entropies=entropies,
         sequence=sequence,
         sequences=batch.last.shape[1],
@@ -190,5 +199,6 @@ def objective(
         importance=corrected,
         # The same number in every sequence; a maximum finds it in whichever row has one.
         entropy_scale=1.0 if scale is None else scale.max(),
+        at_reference=same,
     )
     return value, metrics | mismatch(inputs, sampling, corrected)

@@ -85,6 +85,10 @@ class PolicyReader:
     def _policies(self, params: Any) -> dict[str, Any]:
         return {"policy": params, **({} if self.reference is None else {"reference": self.reference.params})}
 
+    def at_reference(self, params: Any) -> bool:
+        """Return whether the policy is the reference, so that their KL is 0. params: the policy's, as they are now."""
+        return self.reference is not None and self.reference.equals(params)
+
     def snapshot(self) -> dict[str, np.ndarray]:
         """Return the arrays that a checkpoint keeps: the reference, where it moves."""
         return self.reference.snapshot() if self.moves and self.reference is not None else {}

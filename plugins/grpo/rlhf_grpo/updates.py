@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.fit import empty_batches
+from rlhf_core.fit import Update, empty_batches
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import Rollout, RolloutCollector, RolloutUpdates
-from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept
+from rlhf_grpo.minibatches import sequence_kl, with_entropy_scale, with_kept, without_reference
 
 if TYPE_CHECKING:
     from rlhf_core import Advantage, Stage, TrainState
@@ -67,6 +67,16 @@ class GRPOUpdates(RolloutUpdates):
     def shapes(self) -> list[Packed]:
         return empty_batches(self.layout, **batch_values(self.config, self.policies.names))
 
+    def needs_state(self, step: int) -> bool:
+        reference = self.policies.reference
+        return super().needs_state(step) or (reference is not None and not reference.apart)
+
+    def update(self, step: int, state: TrainState) -> Update:
+        update = super().update(step, state)
+        if not self.policies.at_reference(state.params):
+            return update
+        return update._replace(batches=[without_reference(batch) for batch in update.batches])
+
     def complete(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
         in_reward = config.kl.place == "reward" and "ref_logps" in self.policies.names
@@ -75,7 +85,7 @@ class GRPOUpdates(RolloutUpdates):
             mask = rollout.samples.mask if in_reward else self._mask(rollout)
             values = self.policies.read(rollout.trees(self.prompts, mask=mask), state.params)
             rollout = rollout.with_token_values(values, mask=mask)
-        if in_reward:
+        if in_reward and not self.policies.at_reference(state.params):
             penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
             rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
         return rollout.with_advantages(self.advantage, self.collector.rewards, name=config.advantage.name)
