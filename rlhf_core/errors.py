@@ -48,9 +48,9 @@ class Stopped(Exception):
     """A signal or time limit ended the run after its state was saved (exit code 75)."""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` for the closest name in `known`, or an empty string if none is close."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean '{match[0]}'?" if match else ""
 
 

@@ -54,18 +54,20 @@ def check_columns(
     a reward cannot read is a problem, or a warning if the reward's `on_error` is "skip".
     """
     lines = column_warnings(rewards, columns, stage)  # on every process
+    lines += [line for reward in rewards for line in reward.overridden(_names(columns))]
     for line in lines if lines and stage.is_main else ():
         warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
 
 
 def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
     """Check columns as `check_columns` does, but return the warnings."""
-    names = list(columns) if isinstance(columns, Sequence) else list(columns.columns)
+    names = _names(columns)
     problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
     if problems:
         raise InputError(*problems)
+    lines = [line for reward in rewards for line in reward.misspelt(names)]
     if isinstance(columns, Sequence):
-        return []
+        return lines
     if stage.mesh is None:
         problems, skipped = check_rows(rewards, columns)
     else:
@@ -73,7 +75,11 @@ def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> li
         problems, skipped = json.loads(broadcast_text(results))
     if problems:
         raise InputError(*problems)
-    return skipped
+    return lines + skipped
+
+
+def _names(columns: Any) -> list[str]:
+    return list(columns if isinstance(columns, Sequence) else columns.columns)
 
 
 def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str]]:
@@ -145,7 +151,7 @@ def forecast_rewards(
     except InputError as error:
         problems += error.problems
     for reward in rewards:
-        lines += [*_collisions(reward, table.columns), *_without_value(reward, table)]
+        lines += [*_optional(reward, table.columns), *_without_value(reward, table)]
         callable_now = reward.tried and not reward.asynchronous and not reward.collective
         if not callable_now or not len(table.raw) or reward.check_columns(list(table.columns), ""):
             continue
@@ -169,13 +175,14 @@ def _untokenized(records: Records) -> _Table:
     )
 
 
-def _collisions(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Say whether the option or the column reaches the function where both have one name."""
+def _optional(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Say which optional parameters are options, which are columns, and which have a default in place of either."""
     needs, takes, _ = reward.wants()
-    lines = [
-        f"reward '{reward.label}': its option {name} = {value!r} is used, and the column '{name}' is not"
-        for name, value in reward.chosen.items()
-        if name in columns
+    lines = reward.overridden(list(columns))
+    lines += [
+        f"reward '{reward.label}': {name} is {default!r}: no option sets it, and the prompts have no such column"
+        for name, default in reward.defaults(list(columns)).items()
+        if default is None or (isinstance(default, str | tuple | list | dict) and not default)
     ]
     return lines + [
         f"reward '{reward.label}': {name} is the column of that name; an option {name} in the pipeline would be used "

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OWN = ("prompts", "completions", "completion_ids")
 """Arguments that every function may take besides the columns of the prompts."""
+ALIKE = 0.7
+"""Similarity, from 0 to 1, above which a parameter's name may be that of a column, misspelt."""
 ELSEWHERE = {
     "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
     "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
@@ -156,6 +158,33 @@ class Reward:
             f"{have}"
             f"{f'.{meant} Besides columns there are {own}' if (meant := suggest(name, [*OWN, *columns])) else ''}"
             for name in missing
+        ]
+
+    def defaults(self, columns: Sequence[str]) -> dict[str, Any]:
+        """Return {parameter: its default} of a user's function where no option and no column gives a value."""
+        function = getattr(self.function, "func", self.function)
+        if str(getattr(function, "__module__", "")).startswith("rlhf_core."):
+            return {}
+        given = {*OWN, *self.chosen, *columns}
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in given}
+
+    def overridden(self, columns: Sequence[str]) -> list[str]:
+        """List the columns that an option of the same name keeps from the function."""
+        return [
+            f"reward '{self.label}': its option {name} = {value!r} is used, and the column '{name}' is not"
+            for name, value in self.chosen.items()
+            if name in columns
+        ]
+
+    def misspelt(self, columns: Sequence[str]) -> list[str]:
+        """List defaults that a column with a similar name was probably meant to replace, as warnings."""
+        others = sorted({*OWN, *columns} - self.wants()[1])
+        return [
+            f"reward '{self.label}': {name} is {default!r} for every row: no option sets it, and the prompts have no "
+            f"column of that name.{meant} If the default is meant, set the option"
+            for name, default in self.defaults(columns).items()
+            if (meant := suggest(name, others, ALIKE))
         ]
 
     def arguments(self, inputs: RewardInputs) -> dict[str, Any]:

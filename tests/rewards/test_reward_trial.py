@@ -253,6 +253,38 @@ def test_an_option_of_the_pipeline_wins_over_a_column_of_its_name(registry: Regi
     )
 
 
+def test_a_column_that_an_option_hides_is_told_when_a_run_begins(registry: Registry) -> None:
+    chosen = rewards(registry, {"name": "length", "target": 40})
+    with pytest.warns(UserWarning, match="its option target = 40 is used, and the column 'target' is not"):
+        set_up(chosen, prompts(target=[[1, 2]]), STAGE)
+
+
+def test_a_default_in_place_of_a_misspelt_column_is_a_warning(registry: Registry, recwarn: Any) -> None:
+    def graded(
+        completions: Any, anwser: str = "", *, partly: float = 0.5, seed: int | None = None
+    ) -> list[float]:
+        return [partly] * len(completions)
+
+    reward, table = Reward("graded", 1.0, graded), prompts(answer=["4"], level=[1])
+    told = (
+        "reward 'graded': anwser is '' for every row: no option sets it, and the prompts have no column of that name. "
+        "Did you mean 'answer'? If the default is meant, set the option"
+    )
+    forecast = forecast_rewards([reward], table, STAGE)
+    assert forecast.warnings == (told,)
+    assert forecast.lines == (
+        "reward 'graded': anwser is '': no option sets it, and the prompts have no such column",
+        "reward 'graded': seed is None: no option sets it, and the prompts have no such column",
+    )
+    set_up([reward], table, STAGE)
+    assert [told in str(each.message) for each in recwarn] == [True]
+    for fine in (
+        Reward("graded", 1.0, functools.partial(graded, anwser="4")),
+        rewards(registry, {"name": "length"})[0],
+    ):
+        assert not forecast_rewards([fine], prompts(answer=["4"], targets=[1]), STAGE).warnings
+
+
 def test_an_option_wins_where_every_column_is_taken() -> None:
     def every(completions: Any, *, scale: float = 1.0, **columns: Any) -> list[float]:
         assert set(columns) == {"answer", "prompts", "completion_ids"}
