@@ -42,7 +42,15 @@ def trained_logps(
     tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
     targets = jnp.where(batch.trained >= 0, tokens, -1)
     kernel, softcap = model.unembedding(params)
-    return token_logps(states, kernel, targets, temperature=temperature, softcap=softcap, entropy=entropy)
+    return token_logps(
+        states,
+        kernel,
+        targets,
+        temperature=temperature,
+        softcap=softcap,
+        entropy=entropy,
+        absent=model.absent,
+    )
 
 
 def trained_weight(batch: Packed) -> jax.Array:

@@ -45,6 +45,8 @@ class SamplerInputs:
     options: a sampler honours all of them, or raises an InputError that names the field.
     stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
     prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
+    tokenizer: only its tokens may be sampled; `definition.absent` lists the other ids of the vocabulary, which have
+        probability 0 in the log-probabilities, too.
     memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
     conversation_length: in tokens, of the longest conversation without its prompt; None: there are no conversations,
         and `converse` is not called.

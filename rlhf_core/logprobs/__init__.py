@@ -43,6 +43,7 @@ def token_logps(
     chunk: int | None = None,
     block: int | None = None,
     entropy: bool = False,
+    absent: tuple[tuple[int, int], ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Compute log p(target) and the entropy of p, where p = softmax(cap(hidden · kernel) / temperature), in nats.
 
@@ -54,6 +55,7 @@ def token_logps(
         tokens are. At most one of the two; None chooses by the size of the logits, a block on one device and a chunk on
         several, over which the vocabulary may be sharded.
     entropy: compute H = -Σ p log p as well.
+    absent: ranges (first, one after the last) of ids that have probability 0, see `Definition.absent`.
 
     Returns (log-probs float32 [rows, K], entropies float32 [rows, K], zeros without `entropy`). Products are
     computed in hidden's dtype and summed in float32; everything after is float32. Gradients of both results
@@ -79,7 +81,9 @@ def token_logps(
         size = block_size(rows * length, words) if block is None else min(block, words)
     else:
         size = chunk_size(rows * row_parts(), length, words) if chunk is None else min(chunk, max(length, 1))
-    settings = Settings(float(temperature), None if softcap is None else float(softcap), size, entropy)
+    settings = Settings(
+        float(temperature), None if softcap is None else float(softcap), size, entropy, absent
+    )
     return (over_vocabulary if blocks else over_tokens)(
         hidden, kernel, jnp.asarray(targets, jnp.int32), settings
     )

@@ -56,7 +56,7 @@ def _forward(
 
     def one(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         chunk, target = xs
-        logits, _ = capped(chunk, weights, settings)
+        logits, _ = capped(chunk, weights, settings, kernel.shape[1])
         # All relative to the largest logit, so that large logits do not cancel.
         top = logits.max(-1, keepdims=True)
         exp = jnp.exp(logits - top)
@@ -88,7 +88,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.
     def one(d_kernels: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         chunk, target = xs[:2]
         normalizer, entropy, d_logp, d_entropy = (x[..., None] for x in xs[2:])
-        logits, tanh = capped(chunk, weights, settings)
+        logits, tanh = capped(chunk, weights, settings, kernel.shape[1])
         is_target = vocabulary == target[..., None]
         d_logits = d_uncapped(
             logits, tanh, is_target, normalizer, entropy, d_logp, d_entropy, settings

@@ -57,7 +57,7 @@ def _forward(
 
     def one(seen: _Seen, first: Any, words: int) -> _Seen:
         weights = lax.dynamic_slice_in_dim(kernel, first, words, axis=1)
-        logits, _ = capped(states, weights, settings)
+        logits, _ = capped(states, weights, settings, kernel.shape[1], first)
         top = jnp.maximum(seen.top, logits.max(-1))
         less = jnp.exp(seen.top - top)
         relative = logits - top[:, None]
@@ -93,7 +93,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: Any) -> tuple[jax.
     def one(carry: tuple[jax.Array, jax.Array], first: Any, words: int) -> tuple[jax.Array, jax.Array]:
         d_states, d_kernel = carry
         weights = lax.dynamic_slice_in_dim(kernel, first, words, axis=1).astype(hidden.dtype)
-        logits, tanh = capped(states, weights, settings)
+        logits, tanh = capped(states, weights, settings, kernel.shape[1], first)
         is_target = first + jnp.arange(words, dtype=jnp.int32) == wanted
         d_logits = d_uncapped(
             logits, tanh, is_target, normalizer, entropy, d_logp, d_entropy, settings

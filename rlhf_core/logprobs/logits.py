@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 
 class Settings(NamedTuple):
@@ -16,6 +18,27 @@ class Settings(NamedTuple):
     size: int
     """Tokens of a chunk, or words of a block."""
     entropy: bool
+    absent: tuple[tuple[int, int], ...] = ()
+
+
+NEVER = -1e30
+"""The logit of an id without a token: finite, because it is multiplied by zeros, which must stay 0."""
+
+
+def without(logits: jax.Array, absent: tuple[tuple[int, int], ...], words: int, first: Any = 0) -> jax.Array:
+    """Give ids without a token no probability: set their logits, float32 [..., n], to NEVER.
+
+    absent: ranges (first, one after the last) of these ids. words: the whole vocabulary. first: the first logit's id.
+    """
+    if not absent:
+        return logits
+    gone = np.zeros(words, np.bool_)
+    for start, stop in absent:
+        gone[start:stop] = True
+    here = jnp.asarray(gone)
+    if logits.shape[-1] < words:
+        here = lax.dynamic_slice_in_dim(here, first, logits.shape[-1])
+    return jnp.where(here, NEVER, logits)
 
 
 def unembed(hidden: jax.Array, kernel: jax.Array, softcap: float | None = None) -> jax.Array:
@@ -25,13 +48,20 @@ def unembed(hidden: jax.Array, kernel: jax.Array, softcap: float | None = None) 
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def capped(hidden: jax.Array, kernel: jax.Array, settings: Settings) -> tuple[jax.Array, jax.Array | None]:
-    """Compute logits, float32 [..., V], after cap and temperature, and tanh(x / softcap) for the backward pass."""
-    logits = unembed(hidden, kernel)
+def capped(
+    hidden: jax.Array, kernel: jax.Array, settings: Settings, words: int, first: Any = 0
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute logits, float32 [..., V], after cap and temperature, and tanh(x / softcap) for the backward pass.
+
+    words, first: the size of the whole vocabulary, and the first id of the kernel's.
+    """
+    logits, tanh = unembed(hidden, kernel), None
     if settings.softcap is None:
-        return logits / settings.temperature, None
-    tanh = jnp.tanh(logits / settings.softcap)
-    return tanh * (settings.softcap / settings.temperature), tanh
+        logits = logits / settings.temperature
+    else:
+        tanh = jnp.tanh(logits / settings.softcap)
+        logits = tanh * (settings.softcap / settings.temperature)
+    return without(logits, settings.absent, words, first), tanh
 
 
 def d_uncapped(

@@ -19,6 +19,7 @@ from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import Path, join, paths, split
 from rlhf_core.runtime.sharing import shared
+from rlhf_core.tokenizer.special_ids import ids_without_token
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -34,6 +35,13 @@ class Definition:
     family: ModelFamily
     config: Any
     head: Head
+    absent: tuple[tuple[int, int], ...] = ()
+    """Ranges (first, one after the last) of ids that are no token of the tokenizer. A policy never samples them, and
+    they are left out of the softmax of its log-probabilities; empty for a model that is not sampled from."""
+
+    def as_policy(self, tokenizer: Any) -> Definition:
+        """Return the definition of a policy that samples this tokenizer's tokens alone."""
+        return dataclasses.replace(self, absent=ids_without_token(tokenizer, self.vocab_size))
 
     @property
     def vocab_size(self) -> int:

@@ -186,6 +186,7 @@ class Model:
             remat=self.remat,
             attention=self.attention,
         )
+        definition = dataclasses.replace(definition, absent=self.definition.absent)
         return definition if lora is None else definition.with_lora(lora)
 
     def with_lora(

@@ -34,7 +34,7 @@ from rlhf_core.training.open import (
 
 if TYPE_CHECKING:
     from rlhf_core.config import Component, TrainerConfig
-    from rlhf_core.contracts import SamplerFunction
+    from rlhf_core.contracts import Rollouts, SamplerFunction
     from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.models import Model
     from rlhf_core.rewards.reward import Reward
@@ -54,6 +54,7 @@ class RolloutCollector:
         sampled, since those of the kept groups alone would say nothing about the policy.
     sampling: the options that the sampler was made with. policy: picks the policy's parameters from a state's, where it
         holds several models. episodes: holds the episodes of the stage's environment; None: prompts have completions.
+    absent: the ids that the sampler must not choose, see `Definition.absent`.
 
     Making one checks that the prompts have the columns that the rewards read, and lets rewards load their weights.
     """
@@ -68,6 +69,7 @@ class RolloutCollector:
     max_rounds: int = 1
     policy: Callable[[Any], Any] = lambda params: params
     episodes: EpisodeSource | None = None
+    absent: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         set_up(self.rewards, self.prompts, self.stage)
@@ -143,6 +145,7 @@ class RolloutCollector:
             samples = self.sampler(params, [self.prompts.ids[i] for i in chosen], key, ids)
         except NonFiniteError as error:
             raise RunError(f"{self.prompts.where(int(chosen[error.sequence]))}: {error}") from error
+        self._require_tokens(samples)
         sampled = time.perf_counter()  # samples are NumPy arrays: nothing is still being computed
         inputs = reward_inputs(
             self.prompts, chosen.tolist(), samples, self.tokenizer, self.sampling.stop_token_ids
@@ -169,6 +172,7 @@ class RolloutCollector:
         except NonFiniteError as error:
             raise RunError(f"{self.prompts.where(int(chosen[error.sequence // group]))}: {error}") from error
         ended, samples = time.perf_counter(), held.samples()
+        self._require_tokens(samples)
         failures = [episode.failure for episode in held.episodes if episode.failure is not None]
         if failures and self.stage.is_main:
             warnings.warn(
@@ -185,6 +189,17 @@ class RolloutCollector:
         return Rollout(
             chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, conversations=said
         )
+
+    def _require_tokens(self, samples: Rollouts) -> None:
+        """Raise RunError where a sampler chose ids without a token, which have no log-probability."""
+        tokens = samples.tokens[samples.mask]
+        if odd := [
+            int(i) for start, stop in self.absent for i in tokens[(tokens >= start) & (tokens < stop)]
+        ]:
+            raise RunError(
+                f"stage '{self.stage.name}'.sampler: {len(odd)} of {len(tokens)} sampled ids are no tokens of the "
+                f"tokenizer, the first is {odd[0]}: a sampler must never sample an id of `definition.absent`"
+            )
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
         """Measure a rollout, by the names of the metrics page."""
@@ -277,6 +292,7 @@ def open_collector(
         max_rounds,
         policy,
         episodes,
+        model.definition.absent,
     )
 
 

@@ -117,7 +117,8 @@ class Sampler:
     prompts_per_call: prompts that are sampled at once if they fit, rounded up to a multiple of the mesh's rows.
         memory: bytes per device for that; None: unknown. `room` is what was made of both.
     max_prompt_length: tokens; longer prompts are refused.
-    tokenizer: only needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
+    tokenizer: only its tokens are sampled: other ids of the vocabulary have probability 0, as in `Definition.absent`;
+        None: any id. Needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
         across token borders, but not across the border of prompt and completion.
     conversation_length: tokens that a conversation may have after its prompt; None: `converse` is not called. What is
         held at once is `conversation_room`, None where turns are whole calls.
@@ -148,6 +149,8 @@ class Sampler:
                 "num_generations, prompts_per_call, max_prompt_length and conversation_length must be positive; got "
                 f"{num_generations}, {prompts_per_call}, {max_prompt_length} and {conversation_length}"
             )
+        if tokenizer is not None and not definition.absent:
+            definition = definition.as_policy(tokenizer)
         self.definition = definition
         self.options = options
         prompt_length = bucket(max_prompt_length, max_prompt_length)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf_core.contracts import ModelDefinition, SamplingSettings
-from rlhf_core.logprobs import unembed
+from rlhf_core.logprobs.logits import unembed, without
 from rlhf_core.sampling.filters import (
     min_p_filter,
     repetition_penalty,
@@ -57,6 +57,7 @@ class TokenSampler:
     softcap: float | None
     peers: Peers
     vocab_size: int
+    absent: tuple[tuple[int, int], ...]
     options: SamplingSettings
     key_type: str
 
@@ -66,7 +67,7 @@ class TokenSampler:
     ) -> Self:
         kernel, softcap = model.unembedding(params)
         kernel = peers.own_columns(kernel, model.vocab_size)
-        return cls(kernel, softcap, peers, model.vocab_size, options, key_type)
+        return cls(kernel, softcap, peers, model.vocab_size, model.absent, options, key_type)
 
     def sample(
         self, hidden: jax.Array, keys: jax.Array, drawn: jax.Array, seen: jax.Array | None
@@ -80,6 +81,7 @@ class TokenSampler:
             logits = self.peers.exchange(unembed(hidden, self.kernel.astype(hidden.dtype), self.softcap))
         else:
             logits = unembed(self.peers.own_rows(hidden), self.kernel.astype(hidden.dtype), self.softcap)
+        logits = without(logits, self.absent, self.vocab_size)
         own_keys, own_drawn, seen = self.peers.own_rows((keys, drawn, seen))
         sampled = _choose(logits, _uniforms(own_keys, own_drawn, self.key_type), self.options, seen)
         return self.peers.join(*sampled, len(drawn))

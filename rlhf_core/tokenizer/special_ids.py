@@ -6,9 +6,28 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.tokenizer.chat_template import ChatTemplate
 from rlhf_core.tokenizer.text_options import TextOptions
+
+
+def ids_without_token(tokenizer: Any, size: int) -> tuple[tuple[int, int], ...]:
+    """Find which of `size` ids are no token of the tokenizer: ranges (first, one after the last), in order.
+
+    They are what a vocabulary is padded with, and holes in the tokenizer's own ids.
+    """
+    present = np.zeros(size + 2, np.bool_)  # an absent id at both ends, so that every range has two borders
+    present[[0, -1]] = True
+    ids = np.fromiter(tokenizer.get_vocab().values(), np.int64) + 1
+    present[ids[(ids > 0) & (ids <= size)]] = True
+    # A piece that is in the vocabulary twice has one id there, and is a token under both.
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        for i in np.flatnonzero(~present):
+            present[i] = backend.id_to_token(int(i) - 1) is not None
+    borders = np.flatnonzero(np.diff(present)).reshape(-1, 2)
+    return tuple((int(first), int(last)) for first, last in borders)
 
 
 class Special(NamedTuple):

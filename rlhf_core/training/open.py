@@ -106,6 +106,8 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
         model = replace(
             model, tokenizer=with_template_and_stop_ids(model.tokenizer, config.chat_template, model.source)
         )
+    if getattr(config, "sampling", None) is not None:
+        model = replace(model, definition=model.definition.as_policy(model.tokenizer))
     rates = {
         n: r for n, r in model.hf_config.items() if n.endswith(DROPOUT) and isinstance(r, int | float) and r
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
 
-from rlhf_core import SAMPLER, hookimpl, load_model
+from rlhf_core import SAMPLER, Rollouts, hookimpl, load_model
 from rlhf_core.errors import InputError, RunError
 
 CONTRACT = {
@@ -210,6 +210,46 @@ def test_the_sampler_and_the_trainer_agree(train, changes):
     run = train(**changes, max_training_steps=2)
     assert 0 <= run.rows[0]["sampling/logp_difference_max"] < 1e-4
     assert run.rows[0]["entropy"] > 0.1
+
+
+def test_likely_ids_that_no_token_has_are_never_sampled_and_everyone_agrees_about_it(tiny, tmp_path):
+    """Rows with which a vocabulary is padded, here most of the probability."""
+    made, size = tiny.make_model("lm", scale=4.0, vocab_size=64), len(tiny.WORDS)
+    head = made.params["lm_head"]["kernel"]
+    policy = made.with_params({**made.params, "lm_head": {"kernel": head.at[:, size:].multiply(30.0)}})
+    read = []
+
+    def none(completion_ids, **_):
+        read.extend(int(i) for ids in completion_ids for i in ids)
+        return [float(len(ids) % 3) for ids in completion_ids]
+
+    run = trained(tiny, policy, tmp_path, [none], num_iterations=1, max_training_steps=1)
+    assert 0 < max(read) < size
+    first = run.rows[0]
+    assert first["sampling/logp_difference_max"] < 1e-4
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert first["entropy"] > 0.1
+    np.testing.assert_array_equal(
+        run.params["lm_head.kernel"][:, size:], policy.params["lm_head"]["kernel"][:, size:]
+    )
+
+
+def test_a_sampler_that_chooses_ids_without_a_token_is_named(tiny, tmp_path):
+    class Plugin:
+        @hookimpl
+        def rlhf_register(self, registry):
+            registry.add(SAMPLER, "odd", lambda inputs: sample)
+
+    def sample(params, prompts, key, ids=None):
+        shape = (4 * len(prompts), 6)
+        return Rollouts(
+            np.full(shape, 50), np.full(shape[0], 6), np.zeros(shape, np.float32), np.zeros(shape[0], bool)
+        )
+
+    config = GRPOConfig(**BASE, sampler="odd")
+    inputs = {"model": tiny.make_model(vocab_size=64), "rewards": [early], "train_dataset": tiny.prompts(6)}
+    with pytest.raises(RunError, match=r"sampler: 48 of 48 sampled ids are no tokens.*the first is 50"):
+        tiny.run("grpo", config, tmp_path, listeners=[Plugin()], **inputs)
 
 
 def test_many_iterations_over_one_rollout_reach_the_clip(one_rollout):

@@ -70,6 +70,24 @@ def test_values_and_gradients_equal_float64(
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("cut", [{"chunk": 3}, {"block": 5}], ids=str)
+def test_absent_ids_are_left_out_of_the_softmax_and_get_no_gradient(cut: dict[str, int]) -> None:
+    """The first and the last block hold none but such ids, which are by far the likeliest."""
+    hidden, kernel, targets, g, h = problem()
+    absent, present = ((0, 6), (9, 10), (25, 31)), np.r_[6:9, 10:25]
+    targets = np.where(targets < 0, -1, np.abs(targets) % len(present))
+    kernel = kernel.at[:, np.setdiff1d(np.arange(31), present)].multiply(20.0)
+    *expected, d_kernel = reference(hidden, kernel[:, present], targets, g, h, 1.3, 2.5)
+    named = np.where(targets < 0, -1, present[targets])
+    *actual, d_whole = computed(
+        hidden, kernel, named, g, h, temperature=1.3, softcap=2.5, absent=absent, **cut
+    )
+    for name, a, b in zip(("logps", "entropies", "d_hidden"), actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
+    np.testing.assert_allclose(d_whole[:, present], d_kernel, atol=2e-5, rtol=2e-5)
+    assert not np.delete(d_whole, present, axis=1).any()
+
+
 @pytest.mark.parametrize("cut", [{"chunk": 3}, pytest.param({"block": 10}, marks=pytest.mark.long)], ids=str)
 def test_without_entropy_the_log_probs_and_their_gradient_are_the_same(cut: dict[str, int]) -> None:
     hidden, kernel, targets, g, _ = problem()

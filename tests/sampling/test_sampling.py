@@ -86,6 +86,49 @@ def assert_same(a: Rollouts, b: Rollouts) -> None:
     np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
 
 
+class OddIds:
+    """Stands for a tokenizer with a hole at ids 7 and 8, whose ids end at 24."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(i): i for i in range(25) if i not in (7, 8)}
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"top_k": 30, "min_p": 1e-3, "repetition_penalty": 1.5}, {}),
+        pytest.param({"temperature": 0.0}, {}, marks=pytest.mark.long),
+        pytest.param({"temperature": 1.3, "top_p": 0.99}, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[str, Any], mesh: Any) -> None:
+    definition, params = model()
+    devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
+    sampler = Sampler(
+        definition,
+        SamplingOptions(max_completion_length=NEW, **options),
+        mesh=devices,
+        stop_ids=(),
+        num_generations=3,
+        prompts_per_call=4,
+        max_prompt_length=40,
+        tokenizer=OddIds(),
+    )
+    assert sampler.definition.absent == ((7, 9), (25, VOCAB))
+    prompts = make_prompts(3, 9, 20, 30)
+    out = sampler(jax.device_put(params, definition.shardings(devices)), prompts, jax.random.key(0))
+    assert set(np.unique(out.tokens)) <= {*range(7), *range(9, 25)}
+    for i, prompt in enumerate(np.repeat(np.array(prompts, object), 3)):
+        logits = full_logits(np.concatenate([prompt, out.tokens[i]]).astype(np.int32))[len(prompt) - 1 : -1]
+        logits = np.delete(logits, [7, 8, *range(25, VOCAB)], axis=1) / (
+            options.get("temperature", 1.0) or 1.0
+        )
+        kept = np.searchsorted([*range(7), *range(9, 25)], out.tokens[i])
+        expected = np.take_along_axis(logits, kept[:, None], 1)[:, 0] - np.log(np.exp(logits).sum(1))
+        np.testing.assert_allclose(out.logps[i], expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -23,6 +23,7 @@ from rlhf_core.tokenizer import (
     tokenizer_hash,
 )
 from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer.special_ids import ids_without_token
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -204,3 +205,14 @@ def test_loading_is_silent(tmp_path):
     code = f"from rlhf_core.tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_ids_without_a_token_are_found():
+    words = Tokenizer(models.WordLevel({"a": 1, "b": 2, "c": 5}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert ids_without_token(tokenizer, 8) == ((0, 1), (3, 5), (6, 8))
+    assert ids_without_token(tokenizer, 2) == ((0, 1),)  # a model smaller than the tokenizer
+    tokenizer.add_tokens(["<x>"])
+    assert ids_without_token(tokenizer, 6)[-1][1] <= 5
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("a", -2.0)], unk_id=0))
+    assert ids_without_token(PreTrainedTokenizerFast(tokenizer_object=pieces), 4) == ((3, 4),)
