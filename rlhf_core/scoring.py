@@ -21,7 +21,7 @@ from rlhf_core.data.conversations import kwargs_of, tools_of
 from rlhf_core.data.report import Report
 from rlhf_core.data.source import CHUNK
 from rlhf_core.data.whole_sequences import whole_parts
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.mesh import make_mesh, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
 from rlhf_core.models.finite import nonfinite_error
@@ -339,8 +339,11 @@ class Scorer:
             for size in dict.fromkeys(len(row) for row in whole.sequences if row is not None):
                 which = [i for i, row in enumerate(whole.sequences) if row is not None and len(row) == size]
                 sequences = [ids for i in which for ids in whole.sequences[i] or ()]
-                places = [whole.places[i] for i in which]
-                values = self.score_ids(sequences, group=size, places=places).reshape(-1, size)
+                try:
+                    values = self.score_ids(sequences, group=size).reshape(-1, size)
+                except NonFiniteError as error:
+                    place = whole.places[which[error.sequence // size]]
+                    raise RunError(f"{place}: {error}") from error
                 for i, row in zip(which, values, strict=True):
                     scores[i] = row
             unread = [
@@ -370,15 +373,15 @@ class Scorer:
         sequences = self.encoder.whole(prompts, completions, row_tools, row_kwargs)
         return self.score_ids(sequences, group=_repeats(prompts))
 
-    def score_ids(
-        self, sequences: Sequence[np.ndarray], *, group: int = 1, places: Sequence[str] = ()
-    ) -> np.ndarray:
+    def score_ids(self, sequences: Sequence[np.ndarray], *, group: int = 1) -> np.ndarray:
         """Score whole sequences, int [n_i], in this model's tokens, EOS last: float32 [N], NaN for empty ones.
 
         Scores are in reward units, or in standard deviations from the mean if this scorer normalizes. group: neighbours
         that share a prefix (a pair, the completions of one prompt), which is computed once; scores do not depend on it.
-        Sequences longer than the contract's limit are truncated as in training, with a warning. places: what each group
-        is called in errors. Raises RunError where a score is not finite, and InputError where weights are not.
+        Sequences longer than the contract's limit are truncated as in training, with a warning.
+
+        Raises NonFiniteError, with a sequence's number, where its score is not finite, and InputError where weights are
+        not.
         """
         if len(sequences) % group:
             raise ValueError(f"{len(sequences)} sequences do not divide into groups of {group}")
@@ -391,13 +394,11 @@ class Scorer:
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
         empty = np.array([len(ids) == 0 for ids in sequences], bool)
         if bad := np.flatnonzero(~np.isfinite(scores) & ~empty).tolist():
-            names = places or [f"sequence {i}" for i in range(len(sequences) // group)]
-            where = self.model.source or "the reward model"
             raise nonfinite_error(
                 self.model.definition,
                 self.model.params,
-                where,
-                {i: (f"the score of {names[i // group]}", fitted[i]) for i in bad},
+                self.model.source or "the reward model",
+                {i: ("the score", fitted[i]) for i in bad},
             )
         scores[empty] = np.nan
         return self.contract.normalized(scores) if self.normalize else scores

@@ -122,10 +122,10 @@ class Options(BaseModel):
         return cls(**data)
 
     def replace(self, **changes: Any) -> Self:
-        """Copy with some fields changed; raises InputError."""
+        """Copy with some fields changed; those left at their defaults stay so. Raises InputError."""
         fields, problems = self._expand(changes, self)
         raise_or_warn(problems, type(self).__name__)
-        return type(self)(**{**self._table(), **fields})
+        return type(self)(**{**self._table(only_set=True), **fields})
 
     def _table(self, *, only_set: bool = False) -> dict[str, Any]:
         """Return the fields, one level deep; only_set: without those left at their defaults."""

@@ -102,9 +102,16 @@ class TrainerConfig(Options):
     optimizer: Annotated[Component, OPTIMIZER] = Field(
         Component(name="adamw"), description="by name, with options"
     )
-    num_train_epochs: int | float = Field(10, gt=0, description="passes over the training data")
+    num_train_epochs: int | float = Field(
+        10, gt=0, description="passes over the training data, counted in rows: an update may span two or more"
+    )
     max_training_steps: int | None = Field(None, ge=1, description="updates, instead of epochs")
-    total_batch_size: int = Field(32, ge=1, description="examples per update; for grpo, completions")
+    total_batch_size: int = Field(
+        32,
+        ge=1,
+        description="examples per update; where completions are sampled, all those of an update's prompts: prompts × "
+        "num_generations",
+    )
     gradient_accumulation_steps: int = Field(
         1,
         ge=1,

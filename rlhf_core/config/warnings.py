@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -22,3 +23,28 @@ def config_warnings(config: TrainerConfig, updates: int) -> Iterator[str]:
             f"warmup_steps={config.warmup_steps}: the run has {updates:,} update{'s'[: updates > 1]}, so that the "
             f"learning rate ends at {reached:g} of {config.learning_rate:g}"
         )
+
+
+def batch_warnings(
+    config: TrainerConfig, rows: int, *, prompts_per_rollout: int | None = None, num_generations: int = 1
+) -> Iterator[str]:
+    """Yield a line, beginning with its name, where an update, or a rollout, takes more rows than the data has.
+
+    rows: of the training data. prompts_per_rollout: of a trainer that samples, whose rollouts are always whole.
+    """
+    size, taken = config.total_batch_size, prompts_per_rollout or config.total_batch_size
+    if taken <= rows:
+        return
+    endless = config.max_training_steps is not None or prompts_per_rollout is not None
+    times = taken / rows if endless else min(taken / rows, config.num_train_epochs)
+    kind = "row" if prompts_per_rollout is None else "prompt"
+    data = f"total_batch_size={size}: train_data has {rows:,} {kind}{'s'[: rows > 1]}"
+    if times <= 1:
+        yield f"{data}, so that the run is one update of all of them; a smaller total_batch_size makes several"
+        return
+    fitting = max(size * rows // taken // num_generations, 1) * num_generations
+    holds = "an update" if prompts_per_rollout is None else f"a rollout of {taken:,}"
+    yield (
+        f"{data}, so that {holds} has each of them up to {math.ceil(times)} times: epochs count rows, and updates run "
+        f"across their ends; write total_batch_size = {fitting} for an update per epoch"
+    )

@@ -15,6 +15,8 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.plugins.component import Entry, load_function, make_entry, qualified_name
 
 T = TypeVar("T")
+DISTRIBUTED = ("sft", "reward", "grpo", "dpo", "distill")
+"""Trainers whose distribution, rlhf-NAME, is released together with this one; another such name may be anybody's."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,8 @@ class Registry:
                 f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
             )
         elif not ((alike and hint) or elsewhere or is_path or self.failures or self.disabled):
-            package = f"rlhf-{name.replace('_', '-')}"
-            message += f" Install the package that has it, usually {package}, or give its file with --plugin."
+            package = f", usually rlhf-{name}" if kind == TRAINER and name in DISTRIBUTED else ""
+            message += f" Install the package that has it{package}, or give its file with --plugin."
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
         return " ".join([message, *(str(plugin.error) for plugin in self.failures)])

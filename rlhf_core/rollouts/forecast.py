@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data
-from rlhf_core.config.warnings import config_warnings
+from rlhf_core.config.warnings import batch_warnings, config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
@@ -19,6 +19,7 @@ from rlhf_core.tokenizer import special_ids
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import frozen_bytes, memory_forecast, scoring_bytes
 from rlhf_core.training.open import (
+    default_warnings,
     open_episode_rows,
     open_prompts,
     open_records,
@@ -127,6 +128,10 @@ def forecast_rollouts(
     warnings += of_rewards.warnings
     warnings += [] if warn is None else warn(total, positions, longest)
     warnings += system_prompt_warnings(config, functions, stage)
+    warnings += default_warnings(config, stage)
+    warnings += batch_warnings(
+        config, count, prompts_per_rollout=per_rollout, num_generations=num_generations
+    )
     warnings += config_warnings(config, total)
     return Forecast((*lines, *of_rewards.lines), tuple(warnings))
 

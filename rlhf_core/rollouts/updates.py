@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.fit.batches import EncodedRows, Update
 from rlhf_core.metrics import Max, Metric, Min, Sum
 from rlhf_core.packing.rows import Packed
@@ -19,6 +20,7 @@ from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.shown import completion_lines
 from rlhf_core.rollouts.warnings import RolloutWarnings
+from rlhf_core.training.open import warn
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -46,6 +48,9 @@ class RolloutUpdates(ABC):
     ) -> None:
         """completions_to_print: how many of a logged rollout are printed."""
         self.stage, self.collector, self.prompts = stage, collector, collector.prompts
+        count, group = len(collector.prompts), collector.num_generations
+        lines = batch_warnings(config, count, prompts_per_rollout=prompts_per_rollout, num_generations=group)
+        warn(stage, lines)
         self.data: EncodedRows = collector.prompts
         self.updates_per_rollout = updates_per_rollout
         self.order = PromptOrder(

@@ -6,13 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import data, optimizers
-from rlhf_core.config.warnings import config_warnings
+from rlhf_core.config.warnings import batch_warnings, config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.models.lora import linear_modules
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.trees import lengths_of, sizes_of
 from rlhf_core.training.memory import definition_of, frozen_bytes, memory_forecast, training_bytes
-from rlhf_core.training.open import asked_lora, error_context, open_records, require_model, stop_warnings
+from rlhf_core.training.open import (
+    asked_lora,
+    default_warnings,
+    error_context,
+    open_records,
+    require_model,
+    stop_warnings,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -77,7 +84,13 @@ def forecast_lines(
     updates = f"{total:,} updates of {config.total_batch_size} {unit}, {drawn / count:.2f} epochs"
     return Forecast(
         (examples, updates, tokens, *memory.lines),
-        (*endless, *memory.warnings, *config_warnings(config, total)),
+        (
+            *endless,
+            *memory.warnings,
+            *default_warnings(config, stage),
+            *batch_warnings(config, count),
+            *config_warnings(config, total),
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf_core import data
-from rlhf_core.config import Component
+from rlhf_core.artifacts import MANIFEST
+from rlhf_core.config import Component, TrainerConfig
 from rlhf_core.contracts import SAMPLER, SamplerInputs
 from rlhf_core.data.conversations import require_conversations
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.models import (
     Head,
     Model,
@@ -37,7 +38,6 @@ from rlhf_core.tokenizer import load_tokenizer, special_ids, with_template_and_s
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rlhf_core.config import TrainerConfig
     from rlhf_core.config.trainer import LoraOptions
     from rlhf_core.data import EpisodeRows, Pairs, Prompts, Records, Texts
     from rlhf_core.data.report import Report
@@ -61,6 +61,7 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     """
     stop_if_asked(f"before the model of stage '{stage.name}' was loaded")
     source = _model_source(config, stage)
+    warn(stage, default_warnings(config, stage))
     mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
     if isinstance(source, Model):
         shardings = source.definition.shardings(mesh)
@@ -279,9 +280,52 @@ def require_stop_token(stop_ids: Sequence[int], options: SamplingOptions, stage:
 
 
 def _warn(stage: Stage, field: str, line: str) -> None:
-    """Warn on one process, and only while the stage runs, not while it is checked."""
+    warn(stage, [f"{field}: {line}"])
+
+
+def warn(stage: Stage, lines: Iterable[str]) -> None:
+    """Warn of lines that begin with a field, on one process, and only while the stage runs, not while it is checked."""
     if stage.is_main and stage.mesh is not None:
-        warnings.warn(f"stage '{stage.name}'.{field}: {line}", stacklevel=3)
+        for line in lines:
+            warnings.warn(f"stage '{stage.name}'.{line}", stacklevel=4)
+
+
+FOR_PRETRAINED = {"learning_rate": "1e-5", "num_train_epochs": "2"}
+"""What to write for all weights of a pretrained model, see docs/tutorial/chat_model.md, in place of shared defaults."""
+
+
+def default_warnings(config: TrainerConfig, stage: Stage) -> list[str]:
+    """Describe, in at most one line, shared defaults with which all weights of a pretrained model would be trained."""
+    shared = TrainerConfig.model_fields
+    left = [
+        name
+        for name in FOR_PRETRAINED
+        if name not in config.model_fields_set
+        and type(config).model_fields[name].default == shared[name].default
+        and (name != "num_train_epochs" or config.max_training_steps is None)
+    ]
+    source = stage.inputs.get("model")
+    source = config.model if source is None else source
+    if not left or config.lora or config.frozen_parameters or not _pretrained(source):
+        return []
+    defaults = " and ".join(f"{name} = {shared[name].default:g}" for name in left)
+    lines = " and ".join(f"{name} = {FOR_PRETRAINED[name]}" for name in left)
+    are = "the defaults are" if len(left) > 1 else "the default is"
+    return [
+        f"{left[0]}: {are} {defaults}, too much for all weights of a pretrained model; write {lines}, or other values"
+    ]
+
+
+def _pretrained(source: Any) -> bool:
+    """Whether a model came from elsewhere: of one that a stage trained, the model that the stage started from."""
+    if isinstance(source, Model):
+        source = source.source
+    while isinstance(source, str | Path):
+        record = Path(source).parent.parent / "stage.json"
+        if not (Path(source) / MANIFEST).is_file() or not record.is_file():
+            return True
+        source = (read_json_object(record).get("config") or {}).get("model")
+    return False
 
 
 def open_texts(

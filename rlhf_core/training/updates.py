@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_core import data
+from rlhf_core.config.warnings import batch_warnings
 from rlhf_core.fit.batches import DatasetUpdates, choose_row_layout
 from rlhf_core.training.attention import choose_attention
+from rlhf_core.training.open import warn
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -34,6 +36,7 @@ def dataset_updates(
     `DatasetUpdates`. Raises InputError naming the rows with tokens that the model has no embedding for.
     """
     data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
+    warn(stage, batch_warnings(config, len(trees)))
     width = model.definition.hidden_size
     layout = choose_row_layout(trees, config, stage.devices(), width, reads_tokens=reads_tokens)
     model = choose_attention(model, config, stage, trees, layout, group=group)

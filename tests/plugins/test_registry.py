@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlhf_core import plugins
-from rlhf_core.contracts import ADVANTAGE, OPTIMIZER, POLICY_LOSS, REWARD, TRAINER, Kind
+from rlhf_core.contracts import ADVANTAGE, LOGGER, OPTIMIZER, POLICY_LOSS, REWARD, TRAINER, Kind
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.registry import CollisionError, PluginInfo, Registry
+from rlhf_core.plugins.registry import DISTRIBUTED, CollisionError, PluginInfo, Registry
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import LossOutput, PolicyInputs
@@ -192,6 +192,21 @@ def test_another_method_is_not_taken_for_a_trainer_that_is_there() -> None:
     assert "Did you mean" not in said
     with pytest.raises(InputError, match=r"no trainer named 'gpro'\. Did you mean 'grpo'"):
         registry.get(TRAINER, "gpro")
+
+
+def test_only_packages_that_are_released_with_the_core_are_named_for_installation(repository: Path) -> None:
+    assert set(DISTRIBUTED) == {path.parent.name for path in repository.glob("plugins/*/pyproject.toml")}
+    empty = Registry()
+    for kind, name, package in [
+        (TRAINER, "grpo", ", usually rlhf-grpo"),
+        (TRAINER, "ppo", ""),
+        (LOGGER, "dpo", ""),
+    ]:
+        with pytest.raises(InputError) as caught:
+            empty.get(kind, name)
+        assert str(caught.value).endswith(
+            f"Install the package that has it{package}, or give its file with --plugin."
+        )
 
 
 def test_option_models_are_made_once_per_component() -> None:
