@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.hidden import scrub
+
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
 """Libraries that call components, whose frames are therefore not a component's own."""
 
@@ -78,9 +80,17 @@ def disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def said_by(error: BaseException) -> str:
+    """Return an exception's text, empty where it has none: strangers' exceptions may fail even here."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
 def error_line(error: BaseException, *callers: str) -> str:
     """Describe in one line what a component raised, with its `code_location`."""
-    text = textwrap.shorten(str(error), 300, placeholder=" …")
+    text = textwrap.shorten(scrub(said_by(error)), 300, placeholder=" …")
     return f"raised {type(error).__name__}{f': {text}' if text else ''}{code_location(error, *callers)}"
 
 
@@ -153,5 +163,5 @@ def library_words(error: BaseException) -> str:
         )
     if isinstance(error, KeyError):
         return f"it has no {error}"
-    lines = str(error).strip().splitlines()
+    lines = scrub(str(error)).strip().splitlines()
     return textwrap.shorten(lines[0], 300, placeholder=" …") if lines else type(error).__name__

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error
+from rlhf_core.hidden import hide_in_output
 from rlhf_core.runtime import peers, signals
 from rlhf_core.runtime.disk_errors import DISK, disk_message
 
@@ -33,6 +34,7 @@ def run(command: Callable[[], Any]) -> None:
     warned: list[str] = []
     warnings.showwarning = functools.partial(_show_warning, warned)
     logging.setLogRecordFactory(_Record)
+    hide_in_output()
     code, message = _attempt(command, warned)
     signals.ignore_until_exit()
     if code:
@@ -102,15 +104,16 @@ class _Record(logging.LogRecord):
     """What a library logs, which may quote a file name, a header or an address."""
 
     def getMessage(self) -> str:  # noqa: N802  # the library's name
+        if self.exc_info and not self.exc_text:  # formatted once, here
+            self.exc_text = _for_reader("".join(traceback.format_exception(*self.exc_info))).rstrip()
         return _for_reader(super().getMessage())
 
 
 def _for_reader(message: str) -> str:
     """Remove this process's secrets from a message and escape control characters."""
-    from rlhf_core.config.secrets import scrub  # imports pydantic, which `--help` does not need
     from rlhf_core.runtime.terminal import escape_control
 
-    return escape_control(scrub(message))
+    return escape_control(message)
 
 
 def _show_warning(warned: list[str], message: Warning | str, *_: Any, **__: Any) -> None:

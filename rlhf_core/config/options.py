@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema
 from rlhf_core.config.other_names import OTHER_NAMES
 from rlhf_core.config.problems import Problem, format_value, join, raise_or_warn, unknown_name
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.hidden import hide_named
 
 
 def _plain(value: Any) -> Any:
@@ -63,6 +64,11 @@ class Options(BaseModel):
     """{another library's name: ours}, for the message about an unknown name."""
     ABSENT: ClassVar[Mapping[str, str]] = {}
     """{another library's name: what happens here}, for the same message if we have no such field."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Hide texts under names such as `api_key` where the options are printed."""
+        for name, value in super().__repr_args__():
+            yield name, hide_named(name or "", value)
 
     def __init__(self, /, **data: Any) -> None:
         fields, problems = self._expand(data)

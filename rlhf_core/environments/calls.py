@@ -16,6 +16,7 @@ from rlhf_core.contracts import LARGEST_REWARD, Turn
 from rlhf_core.data.conversations import message_problem
 from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, Stopped, error_line
+from rlhf_core.hidden import scrub
 from rlhf_core.tokenizer.content_parts import with_joined_parts
 from rlhf_core.workers import (
     DiedError,
@@ -105,7 +106,7 @@ class EnvironmentCalls:
 
     def explain(self, method: str, error: BaseException) -> str:
         """Describe a call that raised."""
-        return f"environment '{self.name}': {method} {self._how(error)}"
+        return scrub(f"environment '{self.name}': {method} {self._how(error)}")
 
     def _how(self, error: BaseException) -> str:
         if isinstance(error, TooSlowError):
@@ -163,7 +164,9 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
             f"returned {type(value).__name__}; it returns rlhf_core.Turn(messages=[…], reward=…, done=…)"
         )
     if not isinstance(value.metrics, Mapping) or not all(isinstance(name, str) for name in value.metrics):
-        raise EpisodeError(f"returned metrics={value.metrics!r:.80}; a dict of names and numbers is expected")
+        raise EpisodeError(
+            f"returned metrics={_shown(value.metrics)}; a dict of names and numbers is expected"
+        )
     if taken := [name for name in OWN_METRICS if name in value.metrics]:
         raise EpisodeError(
             f"returned metrics['{taken[0]}'], but episodes/{taken[0]} is measured for every environment; give "
@@ -177,7 +180,7 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
         )
     metrics = {name: _number(f"metrics['{name}']", number) for name, number in value.metrics.items()}
     if not isinstance(value.done, bool) and not _is_truth(value.done):
-        raise EpisodeError(f"returned done={value.done!r:.80}; True or False is expected")
+        raise EpisodeError(f"returned done={_shown(value.done)}; True or False is expected")
     messages = checked_messages(value.messages, "step")
     if not messages and not value.done:
         raise EpisodeError("returned no messages and done=False: there is nothing to reply to")
@@ -194,8 +197,12 @@ def _number(name: str, value: Any) -> float:
         number = np.nan
     if not abs(number) <= LARGEST_REWARD:
         beyond = f", at most {LARGEST_REWARD:.3g} as in float32" if np.isfinite(number) else ""
-        raise EpisodeError(f"returned {name}={value!r:.80}; a finite number is expected{beyond}")
+        raise EpisodeError(f"returned {name}={_shown(value)}; a finite number is expected{beyond}")
     return number
+
+
+def _shown(value: Any) -> str:
+    return scrub(repr(value))[:80]
 
 
 def _is_truth(value: Any) -> bool:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.contracts import Turn
-from rlhf_core.errors import InputError, Stopped, code_location, suggest
+from rlhf_core.errors import InputError, Stopped, code_location, said_by, suggest
+from rlhf_core.hidden import scrub
 from rlhf_core.plugins.component import load_function
 
 LONGEST = 300
@@ -147,7 +148,9 @@ class ToolEnvironment:
                 "as an answer, and episodes/call_errors counts it",
                 stacklevel=2,
             )
-            return _Answer.failed(name, f"{name} raised {type(error).__name__}: {_said(error)}".rstrip(": "))
+            return _Answer.failed(
+                name, f"{name} raised {type(error).__name__}: {said_by(error)}".rstrip(": ")
+            )
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -174,16 +177,9 @@ class _Answer(NamedTuple):
     @classmethod
     def failed(cls, name: str, text: str) -> _Answer:
         """Make one short line of what went wrong, without the machine's directories."""
-        line = " ".join(PATH.sub(r"\1", QUOTED_PATH.sub(r"\1", text)).split())
+        line = " ".join(PATH.sub(r"\1", QUOTED_PATH.sub(r"\1", scrub(text))).split())
         line = line if len(line) <= LONGEST else line[:LONGEST] + " …"
         return cls({"role": "tool", "name": _valid(name), "content": _valid(f"Error: {line}")}, True)
-
-
-def _said(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # strangers' exceptions may fail even here
-        return ""
 
 
 def _as_text(result: Any) -> str:
@@ -299,4 +295,4 @@ def _with_parameter(annotation: Any) -> Callable[..., Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return (_said(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")
+    return (scrub(said_by(error)).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")

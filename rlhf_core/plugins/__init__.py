@@ -18,8 +18,8 @@ from typing import Any
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlhf_core.config.secrets import scrub
 from rlhf_core.errors import InputError, error_line, suggest
+from rlhf_core.hidden import scrub
 from rlhf_core.plugins import hooks
 from rlhf_core.plugins.component import HERE, load_file
 from rlhf_core.plugins.hooks import hookimpl as hookimpl

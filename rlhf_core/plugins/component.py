@@ -23,15 +23,14 @@ from rlhf_core.config import Options, TrainerConfig
 from rlhf_core.config.options import explain
 from rlhf_core.config.problems import Problem, problem_lines, unknown_name
 from rlhf_core.config.secrets import (
-    SECRET_NAME,
     from_environment,
     is_hidden,
     reads_environment,
-    remember,
     remember_all,
 )
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
+from rlhf_core.hidden import SECRET_NAME, remember
 from rlhf_core.workers.pickling import file_module_name
 
 

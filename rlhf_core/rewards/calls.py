@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, error_line
+from rlhf_core.hidden import scrub
 from rlhf_core.rewards.reward import part_of
 from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.runtime.agreement import broadcast_numbers, gather_maximum
@@ -105,7 +106,7 @@ def failure(reward: Reward, outcome: Outcome) -> str:
         how = error_line(outcome, HERE)
     else:
         how = "failed in another process, whose output says why"
-    return f"reward '{reward.label}' {how}"
+    return scrub(f"reward '{reward.label}' {how}")
 
 
 def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> list[str]:

@@ -17,6 +17,7 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, suggest
+from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.worker_call import NotNumeric, WorkerCall, plain_values
 from rlhf_core.workers import Pool, UnsendableError
 
@@ -172,7 +173,8 @@ class Reward:
     def overridden(self, columns: Sequence[str]) -> list[str]:
         """List the columns that an option of the same name keeps from the function."""
         return [
-            f"reward '{self.label}': its option {name} = {value!r} is used, and the column '{name}' is not"
+            f"reward '{self.label}': its option {name} = {hide_named(name, value)!r} is used, and the column "
+            f"'{name}' is not"
             for name, value in self.chosen.items()
             if name in columns
         ]

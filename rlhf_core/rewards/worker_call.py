@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_core.hidden import scrub
 from rlhf_core.workers import awaited, run_async
 
 SHOWN = 200
@@ -56,7 +57,7 @@ def _plain_value(value: Any) -> float | NotNumeric | None:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        text = repr(value)
+        text = scrub(repr(value))
         return NotNumeric(
             type(value).__name__,
             text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)",

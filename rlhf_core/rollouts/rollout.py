@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.contracts import RewardInputs
+from rlhf_core.hidden import scrub, scrub_all
 from rlhf_core.metrics import Mean, Metric
 from rlhf_core.packing.rows import Tree
 from rlhf_core.rollouts.advantages import compute_advantages
@@ -263,7 +264,7 @@ class Rollout:
                 "finished": bool(self.samples.finished[i]),
                 **({} if said is None else said.described(i)),
             }
-            lines.append(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            lines.append(json.dumps(scrub_all(line), ensure_ascii=False, default=_text) + "\n")
         write_atomic(path, "".join(lines))
 
     def _columns(self, i: int) -> dict[str, Any]:
@@ -298,9 +299,14 @@ def mean_advantage(rollout: Rollout, i: int) -> float:
     return float(advantage[rollout.samples.mask[i]].mean()) if advantage.ndim else float(advantage)
 
 
+def _text(value: Any) -> str:
+    return scrub(str(value))
+
+
 def _cut(value: Any) -> Any:
     """Return a value that JSON can hold, as a text cut to LONGEST_CELL characters where it is longer."""
-    written = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    value = scrub_all(value)
+    written = json.dumps(value, ensure_ascii=False, default=_text, skipkeys=True)
     if len(written) <= LONGEST_CELL:
         return json.loads(written, parse_constant=lambda _: None)
     return f"{(value if isinstance(value, str) else written)[:LONGEST_CELL]}…"

@@ -14,6 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from rlhf_core.hidden import scrub
+
 WIDTH = 120
 """Columns, if the output is not a terminal and COLUMNS is not set."""
 
@@ -24,8 +26,11 @@ _CONTROL = re.compile(
 
 
 def escape_control(text: str) -> str:
-    """Replace control characters by their escapes, such as \\x1b: a name or completion must not drive the terminal."""
-    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    """Replace control characters by their escapes, such as \\x1b: a name or completion must not drive the terminal.
+
+    Hides secrets: all that the suite prints for a person comes through here.
+    """
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], scrub(text))
 
 
 def echo(text: str, *, err: bool = False) -> None:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rlhf_core.config.secrets import HIDDEN
 from rlhf_core.data.source import digest as hashed
+from rlhf_core.hidden import HIDDEN
 
 Record = Mapping[str, Any]
 """JSON: `trainer`, `seed`, `config` (nested), `inputs` {field: {path, reference, identity}}, `code` {field: {name,

@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.config.secrets import scrub
 from rlhf_core.errors import RunError, Stopped
+from rlhf_core.hidden import scrub_all
 from rlhf_core.runtime.disk_errors import disk_reason
 from rlhf_core.runtime.files import append_line
 
@@ -29,7 +29,7 @@ def log_event(directory: Path, stage: str, event: str, **about: Any) -> str | No
     Returns a warning if it could not be written, and never raises: that must not end the run.
     """
     # Scrub before JSON escapes the text: a secret may contain a quotation mark.
-    about = {name: scrub(value) if isinstance(value, str) else value for name, value in about.items()}
+    about = scrub_all(about)
     row = {"time": round(time.time(), 3), "stage": stage, "event": event, **about}
     try:
         append_line(directory / FILE, json.dumps(row, ensure_ascii=False), durable=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlhf_core.contracts import Kind, LossOutput, ModelFamily, Trainer
 from rlhf_core.errors import InputError, error_line
+from rlhf_core.hidden import hide_named, scrub
 from rlhf_core.plugins.component import make_entry, qualified_name
 
 KITS = str(Path(__file__).parent)
@@ -56,7 +57,7 @@ class Findings:
     def _raise(self, rest: str) -> None:
         count = f"{len(self.failures)} of the {len(self.tried)} properties checked{rest}"
         lines = "\n".join(f"  {name}: {message}" for name, message in self.failures.items())
-        raise AssertionError(f"{self.kind} {self.what} breaks {count}:\n{lines}")
+        raise AssertionError(scrub(f"{self.kind} {self.what} breaks {count}:\n{lines}"))
 
 
 def component_name(thing: Any) -> str:
@@ -68,7 +69,12 @@ def component_name(thing: Any) -> str:
     if isinstance(thing, ModelFamily):
         return ", ".join(thing.name)
     if dataclasses.is_dataclass(thing) and not inspect.isclass(thing):
-        return repr(thing)
+        fields = [
+            f"{field.name}={hide_named(field.name, getattr(thing, field.name))!r}"
+            for field in dataclasses.fields(thing)
+            if field.repr
+        ]
+        return f"{type(thing).__qualname__}({', '.join(fields)})"
     return str(getattr(thing, "__qualname__", None) or type(thing).__qualname__)
 
 

@@ -29,6 +29,9 @@ def main() -> None:
     _die_with(start["parent"])
     _limit_memory(start["memory"])
     sys.path[:] = start["path"]
+    from rlhf_core.hidden import hide_in_output
+
+    hide_in_output(start["secrets"])
     function, reply = None, _try(lambda: (pickle.loads(start["function"]),))
     if reply[0] == "value":
         function, reply = reply[1][0], ("value", None)
@@ -119,7 +122,9 @@ def _pickle_reply(reply: tuple[Any, ...]) -> bytes:
     try:
         packed = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        text = f"returned what cannot be sent from its process: {type(error).__name__}: {str(error)[:300]}"
+        from rlhf_core.hidden import scrub
+
+        text = f"returned what cannot be sent from its process: {type(error).__name__}: {scrub(str(error))[:300]}"
         return pickle.dumps(("raised", text, type(error).__name__))
     if len(packed) > LARGEST_REPLY:
         text = (

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.errors import RunError
+from rlhf_core.hidden import known
 from rlhf_core.workers import stage_end
 from rlhf_core.workers.child import LARGEST_REPLY
 from rlhf_core.workers.pickling import dumps
@@ -265,7 +266,13 @@ class _Worker:
 
     def load(self, function: bytes, memory: int | None) -> None:
         """Have the process import the function."""
-        start = {"parent": os.getpid(), "path": sys.path, "memory": memory, "function": function}
+        start = {
+            "parent": os.getpid(),
+            "path": sys.path,
+            "memory": memory,
+            "function": function,
+            "secrets": known(),
+        }
         deadline = time.monotonic() + LOAD_SECONDS
         try:
             self._send(pickle.dumps(start), deadline)

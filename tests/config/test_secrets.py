@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +16,13 @@ import pytest
 from pydantic import SecretStr
 
 from rlhf_core import LOGGER, REWARD, Registry, TrainerConfig, plugins
+from rlhf_core.cli.exits import _Record
 from rlhf_core.config import Component, build
-from rlhf_core.config.secrets import HIDDEN, public_table, remember, scrub
-from rlhf_core.errors import InputError
+from rlhf_core.config.secrets import public_table
+from rlhf_core.errors import InputError, error_line
+from rlhf_core.hidden import HIDDEN, hide_in_output, remember, scrub
 from rlhf_core.stage import events
+from rlhf_core.testing import check_reward
 
 CANARY = "canary-3f9a77"
 
@@ -151,3 +157,67 @@ def test_a_secret_that_does_not_fit_its_option_is_not_quoted() -> None:
             registry.get(REWARD, "judge", **{option: value})
         assert CANARY not in str(raised.value)
     assert scrub(f"refused {CANARY}") == f"refused {HIDDEN}"
+
+
+LINES = "-----BEGIN KEY-----\nMIIcanary7\n  line two"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        LINES,
+        " ".join(LINES.split()),
+        repr(LINES),
+        repr({"key": LINES.encode()}),
+        json.dumps([LINES]),
+        "in line 2: MIIcanary7",
+        quote(LINES),
+    ],
+)
+def test_a_secret_of_several_lines_is_hidden_in_every_form(said: str) -> None:
+    remember(LINES)
+    assert not any(part in scrub(said) for part in ("MIIcanary7", "line two"))
+
+
+def test_what_a_component_raises_is_hidden_before_it_is_cut() -> None:
+    remember("canary-cut-4d1e")
+    raised = error_line(ValueError("x" * 292 + "canary-cut-4d1e"))
+    assert "can" not in raised.replace("cannot", "")
+
+
+def test_configurations_and_components_show_no_secret_in_python() -> None:
+    assert CANARY not in repr(Component(name="judge", api_key=CANARY, headers={"authorization": CANARY}))
+    assert CANARY not in str(Config(judge={"name": "judge", "api_key": CANARY}))
+
+    @dataclasses.dataclass
+    class Fails(Judge):
+        def __call__(self, completions: list[str]) -> list[float]:
+            raise PermissionError(f"401 for {self.api_key} at {self.headers}")
+
+    with pytest.raises(AssertionError, match=r"PermissionError: 401 for \*+ at") as broken:
+        check_reward(Fails(api_key="canary-typed-8b0", headers={"token": "canary-header-2"}))
+    assert "canary" not in str(broken.value)
+
+
+def test_threads_and_logged_tracebacks_hide_secrets(capfd: pytest.CaptureFixture[str]) -> None:
+    remember(CANARY)
+
+    def fails() -> None:
+        raise ValueError(CANARY)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", threading.excepthook)
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)
+        hide_in_output()
+        thread = threading.Thread(target=fails)
+        thread.start()
+        thread.join()
+        assert CANARY not in warnings.formatwarning(CANARY, UserWarning, "a.py", 1, f"warn({CANARY})")
+    said = capfd.readouterr().err
+    try:
+        fails()
+    except ValueError:
+        record = _Record("lib", logging.ERROR, "a.py", 1, "failed", (), sys.exc_info())
+    said += logging.Formatter().format(record)
+    assert said.count("ValueError: *") == 2
+    assert CANARY not in said

@@ -16,6 +16,7 @@ from rlhf_core.contracts import Continuation, Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, Episodes
 from rlhf_core.environments.calls import EpisodeError, attempt, checked_turn
 from rlhf_core.errors import RunError, Stopped
+from rlhf_core.hidden import HIDDEN, remember
 
 PROMPT, ADDED, STOP = 5, 3, 1
 """Tokens of a prompt, and of what an environment adds; the id that ends a completion."""
@@ -213,3 +214,16 @@ def test_reset_is_held_to_on_error_too(messages: Sequence[Any], said: str) -> No
     assert said in str(held.episodes[0].failure)
     with pytest.raises(RunError, match=said):
         episodes(make, on_error="stop")
+
+
+def test_a_failure_hides_secrets_in_samples_too() -> None:
+    secret = remember("canary-refused-17")
+
+    def fails() -> Any:
+        raise PermissionError(f"401 for {secret}")
+
+    for answer in (fails, lambda: TURN._replace(reward=secret)):
+        held = episodes(lambda answer=answer: Plain(answer))
+        say(held, 2)
+        assert HIDDEN in str(held.episodes[0].failure)
+        assert secret not in str(held.episodes[0].failure)

@@ -14,6 +14,7 @@ import pytest
 from rlhf_core.contracts import Turn
 from rlhf_core.environments.tools import ToolEnvironment
 from rlhf_core.errors import InputError, Stopped
+from rlhf_core.hidden import HIDDEN, remember
 
 
 class Unit(enum.Enum):
@@ -69,7 +70,7 @@ def fails(how: str) -> str:
         return "\ud800"
     if how == "mute":
         raise Mute
-    raise ValueError("first line\nsecond line " + "x" * 1000)
+    raise ValueError(how if len(how) > 200 else "first line\nsecond line " + "x" * 1000)
 
 
 class Mute(Exception):
@@ -203,6 +204,14 @@ def test_errors_are_short() -> None:
         content = answer("fails", {"how": "long"})
     assert content.startswith("Error: fails raised ValueError: first line second line xxx")
     assert len(content) < 330
+
+
+def test_a_secret_in_the_error_of_a_tool_is_hidden_before_the_error_is_cut() -> None:
+    secret = remember("canary-" + 15 * "0123456789" + "/etc/key")
+    with pytest.warns(UserWarning, match="tool 'fails' raised"):
+        content = answer("fails", {"how": "x" * 200 + secret})
+    assert "xxx" + HIDDEN in content
+    assert "canary" not in content
 
 
 def test_a_signal_is_no_error_of_a_tool() -> None:

@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlhf_core import data
+from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
 from rlhf_core.sampling import Rollouts
@@ -172,6 +174,19 @@ def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_pa
     replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
     columns = json.loads((tmp_path / "some.jsonl").read_text().splitlines()[0])["columns"]
     assert columns == {"answer": [None], "when": "2026-01-02", "long": "x" * 1000 + "…"}
+
+
+def test_samples_hold_no_secret(prompts, rollout, tokenizer, tmp_path):
+    """Neither a message that quotes one, nor a column, however it is cut."""
+    secret = remember('canary-"said"-9')
+    inputs = reward_inputs(prompts, rollout.prompts.tolist(), rollout.samples, tokenizer)
+    said = [{"role": "user", "content": f"401 for {secret}"}]
+    cells = {"key": ["x" * 990 + secret] * 6, "object": [Path(secret)] * 6}
+    inputs = inputs._replace(completions=[said] * 6, columns=cells)
+    replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
+    text = (tmp_path / "some.jsonl").read_text()
+    assert "canary" not in text
+    assert json.loads(text.splitlines()[0])["completion"][0]["content"] == f"401 for {HIDDEN}"
 
 
 def test_a_checkpoint_gives_the_rollout_back(rollout):

@@ -17,6 +17,7 @@ import pytest
 
 from rlhf_core import workers
 from rlhf_core.errors import InputError
+from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.plugins.component import load_file
 from rlhf_core.workers.pool import _kill_marked
 
@@ -48,6 +49,15 @@ def work(what, x=None):
         return len(bytearray(x))
     if what == "raise":
         raise KeyError("gold")
+    if what == "tell":
+        import warnings
+        warnings.warn(f"{x} is wrong")
+        def fail():
+            raise ValueError(f"{x} in a thread")
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        raise KeyError("x" * 285 + x)  # shortened in its middle
     if what == "refuse":
         raise InputError("one", "two")
     if what == "exit":
@@ -174,6 +184,19 @@ def test_what_it_prints_goes_to_stderr(functions: Any, capfd: pytest.CaptureFixt
     assert out == ""
     assert "said by the worker" in err
     assert "and by its descriptor" in err
+
+
+def test_workers_hide_secrets_in_errors_and_in_what_python_prints(
+    functions: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secret = remember("canary-in-a-worker-5")
+    pool = workers.Pool(functions.work, 1)
+    (raised,) = pool.outcomes([("tell", secret)])
+    pool.close()
+    err = capfd.readouterr().err
+    assert f"{HIDDEN} is wrong" in err
+    assert f"ValueError: {HIDDEN} in a thread" in err
+    assert "canary" not in f"{err}{raised}"
 
 
 def test_a_thousand_calls_leave_no_descriptor_and_no_zombie(functions: Any) -> None:
