@@ -111,6 +111,25 @@ class Contract:
             system_prompt=options.system_prompt,
         )
 
+    @classmethod
+    def of_foreign(cls, model: Model) -> Contract:
+        """Build the contract of a model without one: its tokenizer's template and limit, read at the template's end.
+
+        A `model_max_length` below the model's positions is the length that it was trained on, as in what is exported.
+        """
+        tokenizer: Any = model.tokenizer
+        limit, positions = tokenizer.model_max_length, model.hf_config.get("max_position_embeddings")
+        chosen = isinstance(positions, int) and limit < positions
+        side: Literal["keep_end", "keep_start"] = (
+            "keep_end" if tokenizer.truncation_side == "left" else "keep_start"
+        )
+        return cls.of(
+            tokenizer,
+            max_length=int(limit) if chosen else None,
+            truncation_mode=side,
+            chat_template=TextOptions(read_at="template"),
+        )
+
     @property
     def text_options(self) -> TextOptions:
         """Return the options with which its texts become tokens."""
@@ -250,8 +269,7 @@ class Scorer:
                 f"{path}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"
             )
         if contract is None:
-            foreign = TextOptions(read_at="template")
-            contract = Contract.of(model.tokenizer, max_length=None, chat_template=foreign)
+            contract = Contract.of_foreign(model)
         if contract.base is not None and base_identity(model) != contract.base:
             raise InputError(
                 f"{path}: its base model, {model.source}, has other weights than those that it was trained on; restore "

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf_core import artifacts
+from rlhf_core.cli.reward_card import card, for_other_libraries
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model, load_model, stored_head
 from rlhf_core.models.loading import local_directory
 from rlhf_core.models.weights import INDEX, open_weights
 from rlhf_core.runtime.files import fill_directory
+from rlhf_core.scoring import Contract
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
@@ -21,7 +24,8 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 def export(model: str, directory: Path, *, registry: Registry, merge: bool = False) -> str:
     """Write `model`, an artifact, a directory or a hub name, to a new directory in Hugging Face layout.
 
-    Of a model with adapters, only the adapters are written, in PEFT's layout, or the merged model if `merge`.
+    Of a model with adapters, only the adapters are written, in PEFT's layout, or the merged model if `merge`. A reward
+    model's contract goes into its tokenizer and a README.md.
     Returns a text: what was written, and what of the source was left out. Raises InputError if the directory is not
     empty or there is nothing to merge; RunError, leaving no files, if the disk is full or not writable.
     """
@@ -33,13 +37,27 @@ def export(model: str, directory: Path, *, registry: Registry, merge: bool = Fal
     lora = loaded.definition.lora
     if merge and lora is None:
         raise InputError(f"{model} has no adapters to merge; leave out --merge")
-    whole = loaded.merged() if merge else loaded
-    fill_directory(directory, whole.save, f"the model {model}")
+    whole, readme = loaded.merged() if merge else loaded, None
+    recorded = artifacts.read_contract(source) if head == "score" else {}
+    if "tokenizer_hash" in recorded and whole.tokenizer is not None:
+        contract = Contract.from_dict(recorded, str(source / artifacts.MANIFEST))
+        whole = for_other_libraries(whole, contract)
+        base = None if whole.adapter is None else whole.adapter["base_model_name_or_path"]
+        readme = card(whole, contract, base)
+
+    def write(target: Path) -> None:
+        whole.save(target)
+        if readme is not None:
+            (target / "README.md").write_text(readme, encoding="utf-8")
+
+    fill_directory(directory, write, f"the model {model}")
     kind = "a reward model" if head == "score" else "a language model"
     if lora is not None and not merge:
         assert loaded.adapter is not None
         of = "a reward model's adapter" if head == "score" else "an adapter"
         kind = f"{of} of {loaded.adapter['base_model_name_or_path']}, for PEFT"
+    if readme is not None:
+        kind += "; README.md says how others score with it"
     left_out = _left_out(source, directory, loaded)
     return f"{kind}; left out: {', '.join(left_out)}" if left_out else kind
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_core.errors import InputError
@@ -27,18 +28,41 @@ def config_for(hf_config: Mapping[str, Any], head: Head, tokenizer: Any | None) 
     config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     pad = getattr(tokenizer, "pad_token_id", None)
     config["pad_token_id"] = config.get("pad_token_id") if pad is None else pad
-    if config["pad_token_id"] is None:
-        # A first token never ends a sequence, so transformers still finds the last one.
-        config["pad_token_id"] = config.get("bos_token_id")
-    ends = config.get("eos_token_id")
-    if config["pad_token_id"] in (ends if isinstance(ends, list) else [ends]) and ends is not None:
+    return config
+
+
+def padding_apart(
+    hf_config: Mapping[str, Any], tokenizer: Any | None, stop_ids: Sequence[int], vocab_size: int
+) -> tuple[dict[str, Any], Any | None]:
+    """Give a reward model's config and tokenizer a padding token that ends no sequence; return both.
+
+    Without a tokenizer the first token of sequences pads, where the config names none. Warns where no token can pad.
+    """
+    named = hf_config.get("eos_token_id")
+    ends = {*stop_ids, *(named if isinstance(named, list) else [named])}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i: token.content for i, token in added.items() if token.special and i < vocab_size}
+    own, first = hf_config.get("pad_token_id"), hf_config.get("bos_token_id")
+    if tokenizer is None:
+        pad = first if own is None else own
+        pad = None if pad in ends else pad
+    elif (pad := tokenizer.pad_token_id) is None or pad in ends:
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        free = [i for i in special if i not in ends]
+        pad = min(
+            free, key=lambda i: (i != own, "pad" not in special[i].lower(), i == unknown, i), default=None
+        )
+        if pad is not None:
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.pad_token = special[pad]
+    if pad is None and own is not None:
         warnings.warn(
-            f"the tokenizer's pad token ({config['pad_token_id']}) also ends sequences. Scores here are right, but "
-            "transformers, which skips padding, reads them one token before the end: set pad_token in "
-            "tokenizer_config.json to another token before training, if you use the model there",
+            f"the tokenizer's pad token ({own}) also ends sequences, and it has no other that could pad. config.json "
+            "names none, so transformers scores one sequence at a time: add a pad_token to tokenizer_config.json "
+            "before training, if you need batches there",
             stacklevel=3,
         )
-    return config
+    return {**hf_config, "pad_token_id": pad}, tokenizer
 
 
 def require_architectures(config: Mapping[str, Any], where: str) -> None:

@@ -26,7 +26,7 @@ from rlhf_core.models.definition import Definition, complete, define
 from rlhf_core.models.families import ARCHITECTURES
 from rlhf_core.models.head_config import config_for, require_architectures
 from rlhf_core.models.hf_config import EXPERT_COUNTS
-from rlhf_core.models.model import TOKENIZER_FILES, Model
+from rlhf_core.models.model import TOKENIZER_FILES, Model, with_padding_apart
 from rlhf_core.models.params import paths
 from rlhf_core.plugins import installed_registry
 
@@ -94,6 +94,10 @@ def load_model(
         stored_dtype=_stored_dtype(directory, hf_config),
         compute_dtype=dtype,
     )
+    if fresh and (
+        adapters is None or adapters.score is None
+    ):  # a stored head's contract has its tokenizer's hash
+        model = with_padding_apart(model)
     return model if adapters is None else adapters.on(model, base)
 
 
@@ -256,7 +260,7 @@ def fresh_model(
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     require_memory(definition, mesh)
     params = complete(definition, {}, mesh, seed)
-    return Model(definition, params, tokenizer, hf_config, None, mesh)
+    return with_padding_apart(Model(definition, params, tokenizer, hf_config, None, mesh))
 
 
 def require_memory(definition: Definition, mesh: Mesh) -> None:

@@ -22,7 +22,7 @@ from rlhf_core.models import peft
 from rlhf_core.models.attention import capped
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.definition import Definition, complete, define
-from rlhf_core.models.head_config import config_for
+from rlhf_core.models.head_config import config_for, padding_apart
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.models.params import paths, split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
@@ -152,12 +152,13 @@ class Model:
         if head == self.definition.head:
             return self
         definition = self._define(head)
-        return dataclasses.replace(
+        model = dataclasses.replace(
             self,
             definition=definition,
             params=complete(definition, self.params, self.mesh, seed),
             hf_config=config_for(self.hf_config, head, self.tokenizer),
         )
+        return with_padding_apart(model)
 
     def computing(
         self, *, dtype: str | None = None, remat: Remat = "auto", attention: AttentionOver | None = None
@@ -280,6 +281,18 @@ class Model:
         if jax.process_index() == 0:
             assert self.adapter is not None
             peft.save(directory, self.adapter, values)
+
+
+def with_padding_apart(model: Model) -> Model:
+    """Return a reward model whose padding token ends no sequence, in config.json and tokenizer; others unchanged.
+
+    transformers reads a score at the last token that is not `pad_token_id`.
+    """
+    if model.definition.head != "score":
+        return model
+    size = model.definition.vocab_size
+    hf_config, tokenizer = padding_apart(model.hf_config, model.tokenizer, model.stop_ids, size)
+    return dataclasses.replace(model, hf_config=hf_config, tokenizer=tokenizer)
 
 
 def _is_of(tokenizer: Any, directory: Path) -> bool:

@@ -123,7 +123,7 @@ class Encoder:
         self, turns: Sequence[Message], *, tools: Any = None, kwargs: Kwargs = None, first: int = 0
     ) -> Rendered:
         """Call `ChatTemplate.locate_replies` with the texts of the stop tokens."""
-        return self.chat.locate_replies(turns, self._stops, tools=tools, kwargs=kwargs, first=first)
+        return self.chat.locate_replies(turns, self.stops, tools=tools, kwargs=kwargs, first=first)
 
     def encode_replies(self, conversations: Sequence[Rendered]) -> list[tuple[Ints, NDArray[np.bool_]]]:
         """Encode rendered conversations, int32 [n] with EOS last, and mask their replies, bool [n].
@@ -168,7 +168,7 @@ class Encoder:
         return mask
 
     @cached_property
-    def _stops(self) -> list[str]:
+    def stops(self) -> list[str]:
         """The texts of the stop tokens."""
         return [text for i in self.special.eos if (text := self.tokenizer.decode([i]).strip())]
 

@@ -29,6 +29,7 @@ from rlhf_core.models import (
     stored_head,
 )
 from rlhf_core.models.lora import Lora, linear_modules, resolve
+from rlhf_core.models.model import with_padding_apart
 from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
@@ -104,9 +105,8 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
             "tokenizer_config.json beside its config.json"
         )
     with error_context(stage, "chat_template"):
-        model = replace(
-            model, tokenizer=with_template_and_stop_ids(model.tokenizer, config.chat_template, model.source)
-        )
+        tokenizer = with_template_and_stop_ids(model.tokenizer, config.chat_template, model.source)
+        model = with_padding_apart(replace(model, tokenizer=tokenizer))
     if getattr(config, "sampling", None) is not None:
         model = replace(model, definition=model.definition.as_policy(model.tokenizer))
     rates = {

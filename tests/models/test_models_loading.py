@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition, Model, find_family, fresh_model, load_model, model
 from rlhf_core.models.families import ARCHITECTURES
+from rlhf_core.models.head_config import padding_apart
 from rlhf_core.models.hf_config import parse
 from rlhf_core.tokenizer import load_tokenizer, special_ids
 
@@ -143,9 +146,42 @@ def test_a_language_model_gets_a_reward_head_aloud(tmp_path: Path) -> None:
 
 def test_padding_that_ends_sequences_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"pad token \(2\) also ends sequences"):
-        fresh_model(TABLE | IDS | {"pad_token_id": 2}, "score")
+        named = fresh_model(TABLE | IDS | {"pad_token_id": 2}, "score")
+    assert (
+        named.hf_config["pad_token_id"] is None
+    )  # transformers then refuses batches, which it would misread
     no_padding = fresh_model({k: v for k, v in (TABLE | IDS).items() if k != "pad_token_id"}, "score")
     assert no_padding.hf_config["pad_token_id"] == 1  # the first token, which never is the last
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config_pad", "pad"),
+    [
+        ({"pad_token": "<pad>"}, None, "<pad>"),
+        ({"pad_token": "</s>"}, None, "<right_pad>"),
+        ({}, None, "<right_pad>"),
+        ({}, 3, "<s>"),
+        ({"pad_token": "<pad>", "eos_token": "<pad>"}, None, "<right_pad>"),
+    ],
+)
+def test_a_reward_model_pads_with_a_token_that_ends_nothing(
+    tokens: dict[str, str], config_pad: int | None, pad: str
+) -> None:
+    words = ["<pad>", "<unk>", "</s>", "<s>", "<right_pad>", "a"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.add_special_tokens(["</s>", "<s>", "<right_pad>"])
+    given = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>", **tokens}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **given)
+    before = tokenizer.pad_token
+    config, made = padding_apart(
+        {"pad_token_id": config_pad}, tokenizer, [tokenizer.eos_token_id], len(words)
+    )
+    assert made is not None
+    assert (made.pad_token, config["pad_token_id"]) == (pad, words.index(pad))
+    assert tokenizer.pad_token == before
+    _, small = padding_apart({}, tokenizer, [tokenizer.eos_token_id], 4)
+    assert small is not None
+    assert small.pad_token != "<right_pad>"  # the model has no embedding for it
 
 
 def test_padding_on_either_side_changes_nothing() -> None:

@@ -74,7 +74,7 @@ def test_a_run_warns_once(config: Any, opened: Any, tiny: ModuleType, tmp_path: 
     rows = [{**row, "completion": row["chosen"]} for row in tiny.pairs(4)]
     stage = SimpleNamespace(
         name="s", is_main=True, mesh=tiny.one_device(), inputs={"train_dataset": rows, "eval_dataset": rows},
-        registry=plugins.load().registry, dir=tmp_path, template_date=None,
+        registry=plugins.load().registry, dir=tmp_path, template_date=None, say=print,
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

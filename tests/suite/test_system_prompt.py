@@ -94,7 +94,7 @@ def test_tokens_are_cached_apart() -> None:
 def stage_of(rows: Any, tmp_path: Path) -> Any:
     return SimpleNamespace(
         name="s", is_main=True, mesh=None, inputs={"train_dataset": rows},
-        registry=plugins.load().registry, dir=tmp_path, template_date=None,
+        registry=plugins.load().registry, dir=tmp_path, template_date=None, say=print,
     )  # fmt: skip
 
 
