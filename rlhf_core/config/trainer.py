@@ -75,15 +75,15 @@ class TrainerConfig(Options):
     )
     train_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
         None,
-        description="a file, a dataset name, a table { name, path, weight, split, columns }, or a list of these",
+        description="a file, a dataset name, a table { name, path, weight, split, field, columns }, or a list of these",
     )
     eval_data: Annotated[str | dict[str, Any] | list[Any] | None, BeforeValidator(path_text)] = Field(
         None, description="held-out data, as train_data; none: no evaluation"
     )
-    columns: dict[str, str] | None = Field(
+    columns: dict[str, str | list[str]] | None = Field(
         None,
-        description='columns that the data has under other names, { prompt = "question" }; a table\'s own `columns` '
-        "go before",
+        description='columns that the data has under other names, { prompt = "question" }, or a list of names whose '
+        "texts are joined; a table's own `columns` go before",
     )
     learning_rate: float = Field(5e-5, ge=0, description="peak learning rate")
     learning_rate_end: float | None = Field(

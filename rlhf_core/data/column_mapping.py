@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from rlhf_core.data.column_kinds import (
 )
 from rlhf_core.data.source import MappedRows, Source, digest
 from rlhf_core.errors import InputError, suggest
+from rlhf_core.tokenizer.content_parts import is_parts
 
 COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),
@@ -36,49 +38,145 @@ COLUMNS = (
 """The columns that this package reads; reward functions may read others."""
 
 
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "prompt": ("instruction", "question", "query", "problem", "input", "user"),
+    "completion": ("output", "response", "answer", "target", "assistant", "completions"),
+    "chosen": ("chosen_response", "response_chosen", "preferred", "better", "accepted", "positive"),
+    "rejected": ("rejected_response", "response_rejected", "dispreferred", "worse", "declined", "negative"),
+    "messages": (),
+    "text": ("content", "document"),
+}
+"""{column: names that published datasets have for it, in order of precedence}."""
+
+
+def mapping_hint(source: Source, *formats: tuple[str, ...]) -> str:
+    """Return a sentence with the line that makes a source's columns one of these formats; "" if none fits.
+
+    formats: the columns that each needs. Conversations are found by their form; Alpaca's `input` joins its instruction.
+    """
+    if field := _wrapped_rows(source):
+        rows = source.rows[0][field]
+        inner = _mapping(Source(source.name, rows, range(len(rows)), ""), formats)
+        table = f'path = {json.dumps(source.name)}, field = "{field}"'
+        table += f", columns = {_as_toml(inner)}" if inner else ""
+        return f" The rows are in the list '{field}': in a stage write train_data = {{ {table} }}."
+    mapping = _mapping(source, formats)
+    return f" In a stage write columns = {_as_toml(mapping)}." if mapping else ""
+
+
+def _wrapped_rows(source: Source) -> str | None:
+    """Name the column of a single row that holds all rows as a list; None if there is none."""
+    if len(source.rows) != 1:
+        return None
+    lists = {name: value for name, value in source.rows[0].items() if name not in (*COLUMNS, "conversations")}
+    return next(
+        (name for name, value in lists.items() if _holds(value, lambda row: not _is_message(row))), None
+    )
+
+
+def _holds(value: Any, of: Callable[[Mapping[str, Any]], bool]) -> bool:
+    """Whether a value is a list of objects that all are `of` a kind."""
+    return (
+        is_parts(value) and len(value) > 0 and all(isinstance(item, Mapping) and of(item) for item in value)
+    )
+
+
+def _mapping(source: Source, formats: Sequence[tuple[str, ...]]) -> dict[str, str | list[str]]:
+    """Return the `columns` that make a source one of the formats; {} if none fits."""
+    have = source.columns
+    for wanted in formats:
+        mapping: dict[str, str | list[str]] = {}
+        for ours in wanted:
+            free = [name for name in have if name not in mapping.values() and name not in COLUMNS]
+            names = [name for name in SYNONYMS[ours] if name in free]
+            if ours == "messages":
+                names = [name for name in free if _holds(source.rows[0].get(name), _is_message)]
+            if ours in have:
+                continue
+            if not names:
+                break
+            joined = names[0] == "instruction" and "input" in free
+            mapping[ours] = ["instruction", "input"] if joined else names[0]
+        else:
+            return mapping
+    return {}
+
+
+def _is_message(item: Mapping[str, Any]) -> bool:
+    return {"role", "content"} <= set(item) or {"from", "value"} <= set(item)
+
+
+def _as_toml(mapping: Mapping[str, str | list[str]]) -> str:
+    return f"{{ {', '.join(f'{name} = {json.dumps(theirs)}' for name, theirs in mapping.items())} }}"
+
+
 def rename_columns(source: Source, columns: Any) -> Source:
     """Rename columns of a source. columns: {name that this package reads: name in the data}.
 
+    Texts of several columns, given as a list, become one, with an empty line between those that are not empty.
     Raises InputError for a missing column, and where two columns would share a name.
     """
-    if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
+    listed = {
+        ours: [theirs] if isinstance(theirs, str) else theirs
+        for ours, theirs in (columns.items() if isinstance(columns, Mapping) else ())
+    }
+    if not listed or not all(
+        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+        for names in listed.values()
+    ):
         raise InputError(
             f'columns of {source.name} is {columns!r}: give a table such as {{ prompt = "question" }}'
         )
     have = source.columns
+    used = [name for names in listed.values() for name in names]
     problems = [
         f"{source.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
         f"{suggest(theirs, have)}"
-        for ours, theirs in columns.items()
+        for ours, names in listed.items()
+        for theirs in names
         if theirs not in have
     ]
-    taken = [ours for ours in columns if ours in have and ours not in columns.values()]
+    taken = [ours for ours in listed if ours in have and ours not in used]
     problems += [
-        f"columns.{ours} of {source.name} names '{columns[ours]}', but there is a column '{ours}' too: give that one "
-        f'another name, {{ {ours}_before = "{ours}" }}'
+        f"columns.{ours} of {source.name} names '{', '.join(listed[ours])}', but there is a column '{ours}' too: give "
+        f'that one another name, {{ {ours}_before = "{ours}" }}'
         for ours in taken
     ]
-    if len(set(columns.values())) < len(columns):
+    if len(set(used)) < len(used):
         problems.append(f"columns of {source.name} names one column twice")
-    for ours in columns:
+    for ours in listed:
         if ours not in COLUMNS and (close := difflib.get_close_matches(ours, COLUMNS, n=1, cutoff=0.8)):
             problems.append(
                 f"columns.{ours} of {source.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
             )
     if problems:
         raise InputError(*problems)
-    names = {theirs: ours for ours, theirs in columns.items()}
+    names = {theirs[0]: ours for ours, theirs in listed.items()}
+    gone = {name for theirs in listed.values() for name in theirs[1:]}
     return replace(
         source,
-        rows=MappedRows(source.rows, partial(_rename_row, names)),
-        fingerprint=digest(source.fingerprint, "columns", *(f"{k}={v}" for k, v in sorted(names.items()))),
-        known_kinds={names.get(name, name): kind for name, kind in source.kinds.items()},
+        rows=MappedRows(source.rows, partial(_rename_row, listed)),
+        fingerprint=digest(source.fingerprint, "columns", *(f"{k}={v}" for k, v in sorted(columns.items()))),
+        known_kinds={names.get(name, name): kind for name, kind in source.kinds.items() if name not in gone},
         origin=source.original,
     )
 
 
-def _rename_row(names: Mapping[str, str], row: Mapping[str, Any]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in row.items()}
+def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
+    new = {theirs: (ours, names) for ours, names in listed.items() for theirs in names}
+    renamed: dict[str, Any] = {}
+    for name, value in row.items():
+        ours, names = new.get(name, (name, (name,)))
+        if ours not in renamed:
+            renamed[ours] = value if len(names) == 1 else _joined([row.get(each) for each in names])
+    return renamed
+
+
+def _joined(values: list[Any]) -> Any:
+    """Join texts with an empty line; return other values as they are, which no reader takes."""
+    if not all(isinstance(value, str | None) for value in values):
+        return values
+    return "\n\n".join(value for value in values if value and value.strip())
 
 
 def normalise_conversations(source: Source) -> Source:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.data.column_kinds import CONVERSATIONS
+from rlhf_core.data.column_mapping import mapping_hint
 from rlhf_core.data.source import Source
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.content_parts import is_parts, parts_problem
@@ -161,11 +162,13 @@ def unanswered_problem(row: Mapping[str, Any], column: str, purpose: str = "judg
     return f"'{column}' has no assistant turn, the reply to be {purpose} (its roles: {roles})"
 
 
-def missing_columns(source: Source, wanted: Sequence[str], accepted: str) -> InputError:
-    """Make the error for missing columns. accepted: the formats that would work."""
+def missing_columns(
+    source: Source, wanted: Sequence[str], accepted: str, *formats: tuple[str, ...]
+) -> InputError:
+    """Make the error for missing columns. accepted: the formats that would work. formats: as in `mapping_hint`."""
     columns = source.columns
     absent = [column for column in wanted if column not in columns]
-    hints = "".join(suggest(column, columns) for column in absent)
+    hints = mapping_hint(source, *formats) or "".join(suggest(column, columns) for column in absent)
     listed = ", ".join(f"'{column}'" for column in absent)
     return InputError(
         f"{source.name} has no column {listed}; it has {', '.join(columns)}.{hints} Accepted: {accepted}"

@@ -36,6 +36,7 @@ ACCEPTED = (
     "prompt + chosen + rejected, or chosen + rejected, as texts or conversations; or token ids: "
     "input_ids_chosen + input_ids_rejected, chosen_ids + rejected_ids, chosen_input_ids + rejected_input_ids"
 )
+FORMATS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 FAMILIES = (
     ("input_ids_chosen", "input_ids_rejected"),
     ("chosen_ids", "rejected_ids"),
@@ -78,7 +79,7 @@ def parse_pairs(source: Source, problems: Problems, prompt_repeated: bool | None
     """
     columns = set(source.columns)
     if not {"chosen", "rejected"} <= columns:
-        raise cells.missing_columns(source, ("chosen", "rejected"), ACCEPTED)
+        raise cells.missing_columns(source, ("chosen", "rejected"), ACCEPTED, *FORMATS)
     names = [name for name in ("prompt", "chosen", "rejected") if name in columns]
     chat = {name: cells.is_chat(source, name) for name in names}
     if chat["chosen"] != chat["rejected"]:

@@ -22,6 +22,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
 NOTES = ("left_out",)
+FORMATS = (("prompt",), ("messages",))
 ACCEPTED = "prompt as a text or a conversation, or messages; every other column reaches the reward functions"
 
 
@@ -151,7 +152,7 @@ def _encode_with_facts(source: Source, encoder: Encoder, chat: bool) -> Arrays:
 def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
     """Tokenise every row; an empty text has no ids if the tokenizer adds no special tokens."""
     if "prompt" not in source.columns:
-        raise cells.missing_columns(source, ("prompt",), ACCEPTED)
+        raise cells.missing_columns(source, ("prompt",), ACCEPTED, *FORMATS)
     if chat:
         cells.require_template(source, encoder)
     problems = Problems()

@@ -16,7 +16,7 @@ from rlhf_core.data.conversations import row_text_problem
 from rlhf_core.data.files import FORMATS, format_of, read_file
 from rlhf_core.data.lazy_rows import DatasetRows, TableRows
 from rlhf_core.data.report import Problems
-from rlhf_core.data.source import Records, Source, json_text
+from rlhf_core.data.source import Records, Source, digest, json_text
 from rlhf_core.errors import InputError, reading, suggest
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ DATA_COLUMNS = {
     "input_ids",
     "conversations",
 }
+FILE_OPTIONS = ("split", "field")
 HUB_OPTIONS = ("split", "subset", "revision", "data_files")
 PREFIXES = ("input_ids_", "chosen_", "rejected_")
 
@@ -42,19 +43,19 @@ def load(
     *,
     registry: Registry | None = None,
     base: Path | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> Records:
     """Load the rows that `spec` names.
 
     spec: a path (jsonl, json, csv, parquet, arrow, txt with one text per line, optionally compressed as .gz or .zst,
         or a directory saved by `datasets`); the name of a registered or a `datasets` dataset; a table {name, path |
-        subset, split, revision, data_files, weight, columns}; a list of these, concatenated; or rows in memory: a list
-        of mappings, a `datasets.Dataset`, a data frame, any object with `__len__` and `__getitem__`.
+        subset, split, field, revision, data_files, weight, columns}; a list of these, concatenated; or rows in memory:
+        a list of mappings, a `datasets.Dataset`, a data frame, any object with `__len__` and `__getitem__`.
     base: directory that relative paths start from; the current one by default.
-    columns: {name that this package reads: name in the data}, for every source without `columns` in its table.
+    columns: as in `rename_columns`, for every source without `columns` in its table.
 
-    `split` is a name, or part of the rows as in "train[:90%]". `weight` w repeats every row w times; its fractional
-    part adds evenly spaced rows.
+    `field` names the list of rows in a file that is one object, {"data": [...]}. `split` is a name, or part of the rows
+    as in "train[:90%]". `weight` w repeats every row w times; its fractional part adds evenly spaced rows.
 
     Raises InputError for data that is missing or cannot be read.
     """
@@ -78,7 +79,7 @@ def load(
     return Records([_with_columns_mapped(from_memory(spec), columns)])
 
 
-def _with_columns_mapped(source: Source, columns: Mapping[str, str] | None) -> Source:
+def _with_columns_mapped(source: Source, columns: Mapping[str, Any] | None) -> Source:
     return normalise_conversations(source if not columns else rename_columns(source, columns))
 
 
@@ -90,7 +91,7 @@ def _is_row(item: Any) -> bool:
 
 
 def _from_table(
-    table: Mapping[str, Any], registry: Registry | None, base: Path | None, columns: Mapping[str, str] | None
+    table: Mapping[str, Any], registry: Registry | None, base: Path | None, columns: Mapping[str, Any] | None
 ) -> Source:
     options = dict(table)
     columns = options.pop("columns", columns)
@@ -98,6 +99,9 @@ def _from_table(
         raise InputError(f"the data has several splits ({', '.join(options)}): give one of them")
     name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
     if name is None and path is None:
+        held = [key for key, value in table.items() if isinstance(value, list) and all(map(_is_row, value))]
+        if held:
+            raise InputError(f"the rows are in '{held[0]}' of an object: give that list, data['{held[0]}']")
         raise InputError(
             f"a data table needs a name or a path; it has {', '.join(map(str, table)) or 'nothing'}: "
             '{ name = "jsonl", path = "pairs.jsonl" }'
@@ -108,8 +112,8 @@ def _from_table(
         arguments = options if path is None else {**options, "path": path}
         source = from_memory(registry.get(DATASET, name, **arguments), name)
     else:
-        if unknown := [key for key in options if key not in HUB_OPTIONS]:
-            known = ["name", "path", "weight", "columns", *HUB_OPTIONS]
+        if unknown := [key for key in options if key not in (*HUB_OPTIONS, *FILE_OPTIONS)]:
+            known = ["name", "path", "weight", "columns", "field", *HUB_OPTIONS]
             raise InputError(
                 *(f"data table {name or path}: no option '{k}'.{suggest(k, known)}" for k in unknown)
             )
@@ -159,11 +163,13 @@ def _missing(path: Path, name: str) -> str:
 
 def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Source:
     split = options.get("split")
-    if hub := [key for key in options if key != "split"]:
+    if hub := [key for key in options if key not in FILE_OPTIONS]:
         raise InputError(f"{name} is a file: {', '.join(hub)} is for datasets of the hub; leave it out")
     if not path.exists():
         raise InputError(_missing(path, name))
     if path.is_dir():
+        if "field" in options:
+            raise InputError(f"{name} is a directory: field is for files; leave it out")
         return _from_directory(path, name, split)
     kind = kind or format_of(path)
     if kind is None:
@@ -173,7 +179,20 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
         )
     rows, numbers, kinds, fingerprint = read_file(path, name, kind)
     source = Source(name, rows, numbers, fingerprint, kinds)
+    if (field := options.get("field")) is not None:
+        source = _rows_in_field(source, field)
     return source if split is None else _part(source, split)
+
+
+def _rows_in_field(source: Source, field: Any) -> Source:
+    """Take the list of rows that a file's only object has in a field."""
+    rows = source.rows[0].get(field) if len(source.rows) == 1 else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise InputError(
+            f"field '{field}' of {source.name}: the file is not one object with a list of rows in it."
+            f"{suggest(str(field), source.columns)}"
+        )
+    return Source(source.name, rows, range(1, len(rows) + 1), digest(source.fingerprint, "field", field))
 
 
 def _part(source: Source, split: str) -> Source:
@@ -218,6 +237,8 @@ def _from_hub(name: str, options: Mapping[str, Any], path: Path, registry: Regis
     import datasets
     from huggingface_hub import dataset_info
 
+    if "field" in options:
+        raise InputError(f"{name} is no file here: field is for files; leave it out")
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
     hint = suggest(path.name, siblings) or suggest(name, registered)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from rlhf_core import data
 from rlhf_core.data import preferences, prompts, texts
+from rlhf_core.data.column_mapping import mapping_hint
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, suggest
@@ -140,7 +141,9 @@ def _kind(records: Records) -> str:
     if "prompt" in columns:
         return "prompts"
     known = {"prompt", "chosen", "rejected", "messages", "text", "completion"}
-    hints = "".join(suggest(column, known) for column in records.columns)
+    formats = (*preferences.FORMATS, *texts.FORMATS, *prompts.FORMATS)
+    hints = "".join(dict.fromkeys(mapping_hint(source, *formats) for source in records.sources))
+    hints = hints or "".join(suggest(column, known) for column in records.columns)
     raise InputError(
         f"{records.name} has no column that a trainer reads; it has {', '.join(records.columns)}.{hints} "
         f"Preferences: {preferences.ACCEPTED}. Demonstrations: {texts.ACCEPTED}. Prompts: {prompts.ACCEPTED}"

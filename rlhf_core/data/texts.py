@@ -45,7 +45,7 @@ ACCEPTED = (
     "is learned"
 )
 
-
+FORMATS = (("prompt", "completion"), ("messages",), ("text",))
 NOTES = ("doubled", "after_reply", "left_out", "unlike", "unlearned")
 """Lists of `Report` for unusual rows that are kept."""
 
@@ -158,7 +158,7 @@ def read_columns(source: Source) -> tuple[str, ...]:
     names = next((names for names in _READERS if set(names) <= columns), None)
     if names is None:
         wanted = ("prompt", "completion") if columns & {"prompt", "completion"} else ("text",)
-        raise cells.missing_columns(source, wanted, ACCEPTED)
+        raise cells.missing_columns(source, wanted, ACCEPTED, *FORMATS)
     return names
 
 
