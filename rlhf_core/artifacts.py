@@ -30,6 +30,9 @@ __all__ = ["save_model", "write_atomic"]
 
 MANIFEST = "rlhf_artifact.json"
 FORMAT = 1
+ADAPTER_CONFIG = "adapter_config.json"
+BASE = ("base_model_name_or_path", "revision")
+"""Fields of adapter_config.json that may be edited: they say where the base model is."""
 
 
 class Savable(Protocol):
@@ -57,6 +60,7 @@ def save_model(
         model.save(temporary)
         if not stage.is_main:
             return
+        base = _make_base_relative(temporary, stage.dir.parent.resolve())
         manifest = {
             "format": FORMAT,
             "name": output,
@@ -65,6 +69,7 @@ def save_model(
             "files": describe_files(temporary),
             "versions": versions(),
             "contract": {**day, **(contract or {})},
+            **({} if base is None else {"base": base}),
         }
         write_manifest(temporary, manifest)
         replace_directory(temporary, final)
@@ -78,6 +83,33 @@ def save_model(
     artifact = _open(final)
     stage.hook.rlhf_artifact_saved(stage=stage, artifact=artifact)
     return artifact
+
+
+def _make_base_relative(directory: Path, run: Path) -> str | None:
+    """Name the base of an adapter in `directory` relative to it where a stage of the same run made the base.
+
+    Returns the base's `identity`; None for a base from elsewhere, which keeps its name.
+    """
+    file = directory / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_bytes())
+    base = Path(config["base_model_name_or_path"] or "")
+    if not (base / MANIFEST).is_file() or base.parents[2:3] != (run,) or base.parent.name != "artifacts":
+        return None
+    relative = Path("..", "..", "..", base.relative_to(run)).as_posix()
+    file.write_text(json.dumps({**config, "base_model_name_or_path": relative}, indent=2) + "\n", "utf-8")
+    return identity(base)
+
+
+def require_base(adapter: Path, base: Path) -> None:
+    """Raise InputError where an adapter's manifest names another base than the artifact in `base`."""
+    named = _open(adapter).metadata.get("base") if (adapter / MANIFEST).is_file() else None
+    if named is not None and (base / MANIFEST).is_file() and identity(base) != named:
+        raise InputError(
+            f"{adapter / ADAPTER_CONFIG}: its base model, {base}, is not the one that the adapter was trained on: "
+            "restore that one, set base_model_name_or_path to where it is, or give it as --base"
+        )
 
 
 def open_artifact(path: str | Path, *, verify: bool = True, together: bool = False) -> Artifact:
@@ -143,11 +175,15 @@ def versions() -> dict[str, str]:
 
 
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Flush every file below `directory` to disk and return {relative path: {size in bytes, sha256}}."""
+    """Flush every file below `directory` to disk and return {relative path: {size in bytes, sha256}}.
+
+    That of an adapter_config.json also has a hash of everything but the name of its base model.
+    """
 
     def describe_file(path: Path) -> dict[str, Any]:
         flush(path)
-        return {"size": path.stat().st_size, "sha256": hash_file(path)}
+        rest = {"without_base": _without_base(path)} if path.name == ADAPTER_CONFIG else {}
+        return {"size": path.stat().st_size, "sha256": hash_file(path), **rest}
 
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     with ThreadPoolExecutor(8) as pool:
@@ -169,14 +205,18 @@ def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
     Raises PermissionError where this user may not read a file.
     """
 
+    def has_other_base(name: str) -> bool:
+        expected = files[name].get("without_base")
+        return expected is not None and _without_base(directory / name) == expected
+
     def other_size(name: str) -> str | None:
         path = directory / name
-        if path.is_file() and path.stat().st_size == files[name]["size"]:
+        if path.is_file() and (path.stat().st_size == files[name]["size"] or has_other_base(name)):
             return None
         return f"{path} is missing or has another size than when it was written"
 
     def other_content(name: str) -> str | None:
-        if hash_file(directory / name) == files[name]["sha256"]:
+        if hash_file(directory / name) == files[name]["sha256"] or has_other_base(name):
             return None
         return f"{directory / name} was changed since it was written"
 
@@ -193,6 +233,16 @@ def find_damage(directory: Path, files: Mapping[str, Mapping[str, Any]]) -> list
         return problems
     with ThreadPoolExecutor(8) as pool:
         return [line for line in pool.map(check_readable, files, repeat(other_content)) if line]
+
+
+def _without_base(file: Path) -> str:
+    """Hash an adapter_config.json without the name of its base model; "" where it is no JSON object."""
+    try:
+        config = dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError):
+        return ""
+    rest = {name: value for name, value in config.items() if name not in BASE}
+    return _digest(json.dumps(rest, sort_keys=True).encode())
 
 
 def hash_file(path: str | Path) -> str:

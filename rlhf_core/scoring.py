@@ -241,6 +241,7 @@ class Scorer:
         seed: int = 0,
         normalize: bool = False,
         dtype: str | None = None,
+        base: str | Path | None = None,
     ) -> Scorer:
         """Load a reward model from an artifact, a `…ForSequenceClassification` directory, or the hub.
 
@@ -248,6 +249,7 @@ class Scorer:
         template's text.
         mesh: default: all devices. registry: has the model families; default: those of all installed plugins.
         dtype: of the computation; default: the one it was trained in; another one causes a warning.
+        base: the base model of an adapter; default: the one that it names.
         Raises InputError for a language model, and for an adapter whose base model has changed since its training.
         """
         directory, contract = local_directory(path), None
@@ -262,7 +264,14 @@ class Scorer:
             raise InputError(f"{path} {NO_REWARD_HEAD}")
         mesh = make_mesh() if mesh is None else mesh
         model = load_model(
-            str(path), "score", mesh=mesh, registry=registry, seed=seed, fresh_head=False, dtype=dtype
+            str(base or path),
+            "score",
+            adapter=None if base is None else path,
+            mesh=mesh,
+            registry=registry,
+            seed=seed,
+            fresh_head=False,
+            dtype=dtype,
         )
         if model.tokenizer is None:
             raise InputError(
@@ -273,7 +282,7 @@ class Scorer:
         if contract.base is not None and base_identity(model) != contract.base:
             raise InputError(
                 f"{path}: its base model, {model.source}, has other weights than those that it was trained on; restore "
-                "these, or set base_model_name_or_path in its adapter_config.json to where they are"
+                "these, or set base_model_name_or_path in its adapter_config.json to where they are, or give --base"
             )
         trained_in = contract.compute_dtype
         if dtype is None and trained_in not in (None, model.computes_in):

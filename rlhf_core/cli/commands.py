@@ -141,14 +141,16 @@ def new(kind: str, name: str, directory: Path | None) -> None:
     )
 
 
-def export(model: str, directory: Path, *, merge: bool, plugins: Sequence[Path] = ()) -> None:
+def export(
+    model: str, directory: Path, *, merge: bool, base: str | None = None, plugins: Sequence[Path] = ()
+) -> None:
     """Export a model for other tools, and print what was written where."""
     from rlhf_core import runtime
     from rlhf_core.cli.export import export as export_model
 
     runtime.prepare()
     registry = plugin_loading.load(files=plugins).registry
-    echo(f"{directory}: {export_model(model, directory, registry=registry, merge=merge)}")
+    echo(f"{directory}: {export_model(model, directory, registry=registry, merge=merge, base=base)}")
 
 
 def profile(

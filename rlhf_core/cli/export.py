@@ -21,11 +21,14 @@ WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 """Suffixes of files with tensors, which are compared by name."""
 
 
-def export(model: str, directory: Path, *, registry: Registry, merge: bool = False) -> str:
+def export(
+    model: str, directory: Path, *, registry: Registry, merge: bool = False, base: str | None = None
+) -> str:
     """Write `model`, an artifact, a directory or a hub name, to a new directory in Hugging Face layout.
 
     Of a model with adapters, only the adapters are written, in PEFT's layout, or the merged model if `merge`. A reward
     model's contract goes into its tokenizer and a README.md.
+    base: their base model; None: the one that they name.
     Returns a text: what was written, and what of the source was left out. Raises InputError if the directory is not
     empty or there is nothing to merge; RunError, leaving no files, if the disk is full or not writable.
     """
@@ -33,7 +36,7 @@ def export(model: str, directory: Path, *, registry: Registry, merge: bool = Fal
         raise InputError(f"{directory} exists already: give a new directory")
     source = local_directory(model)
     head = stored_head(source) or "lm"
-    loaded = load_model(model, head, registry=registry)
+    loaded = load_model(base or model, head, adapter=base and model, registry=registry)
     lora = loaded.definition.lora
     if merge and lora is None:
         raise InputError(f"{model} has no adapters to merge; leave out --merge")

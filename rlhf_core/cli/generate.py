@@ -36,6 +36,7 @@ def generate(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     raw: bool = False,
     system: str | None = None,
+    base: str | None = None,
     plugins: Sequence[Path] = (),
 ) -> None:
     """Sample completions of `prompts`, or of the rows of `file`.
@@ -73,7 +74,7 @@ def generate(
         raise InputError(f"--chat_template_kwargs {problem}")
     if stored_head(local_directory(model)) == "score":
         raise InputError(f"{model} is a reward model, which does not generate: use it with rlhf score")
-    loaded = load_model(model, registry=registry)
+    loaded = load_model(base or model, adapter=base and model, registry=registry)
     if loaded.tokenizer is None:
         raise InputError(
             f"{model}: no tokenizer files; put tokenizer.json and tokenizer_config.json beside config.json"

@@ -118,6 +118,12 @@ Normalize = Annotated[
 Merge = Annotated[
     bool, typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone.")
 ]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base", metavar="DIR", help="MODEL's base, if it is an adapter; default: the one it names."
+    ),
+]
 CompletionLength = Annotated[int, typer.Option("--max_completion_length", min=1, help="Tokens.")]
 PromptLength = Annotated[
     int | None,
@@ -241,6 +247,7 @@ def score(
     chat: AsChat = False,
     subset: SubsetColumn = None,
     prompt_repeated: PromptRepeated = None,
+    base: Base = None,
     plugin: Plugins = None,
 ) -> None:
     """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
@@ -254,6 +261,7 @@ def score(
         prompt_repeated=prompt_repeated,
         chat=chat,
         subset=subset,
+        base=base,
         plugins=plugin or (),
     )
 
@@ -266,12 +274,13 @@ def export(
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
     merge: Merge = False,
+    base: Base = None,
     plugin: Plugins = None,
 ) -> None:
     """Export MODEL for transformers, PEFT and vLLM. In Hugging Face layout."""
     from rlhf_core.cli import commands
 
-    commands.export(model, directory, merge=merge, plugins=plugin or ())
+    commands.export(model, directory, merge=merge, base=base, plugins=plugin or ())
 
 
 @app.command(context_settings={"token_normalize_func": lambda name: name.replace("-", "_")})
@@ -306,6 +315,7 @@ def generate(
         ),
     ] = None,
     raw: Raw = False,
+    base: Base = None,
     plugin: Plugins = None,
 ) -> None:
     """Sample completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
@@ -334,6 +344,7 @@ def generate(
         chat_template_kwargs=chat_template_kwargs,
         system=system,
         raw=raw,
+        base=base,
         plugins=plugin or (),
     )
 

@@ -39,6 +39,7 @@ def score(
     prompt_repeated: bool | None = None,
     chat: bool = False,
     subset: str | None = None,
+    base: str | None = None,
     plugins: Sequence[Path] = (),
 ) -> None:
     """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
@@ -64,7 +65,7 @@ def score(
     lists = [completion_lists(source) for source in records.sources]
     if any(lists) and column in records.columns:
         check_ties(records, column)
-    scorer = Scorer.load(model, registry=registry, normalize=normalize)
+    scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
     read = Records([prompts_as_turns(source) for source in records.sources]) if chat else records
     _warn_untemplated(read, lists, scorer)
     counts = Counts(column)

@@ -71,6 +71,8 @@ def load_model(
         for each in (directory, beside):
             if each is not None and (each / artifacts.MANIFEST).is_file():
                 artifacts.open_artifact(each, together=together)
+        if beside is not None:
+            artifacts.require_base(beside, directory)
     definition, hf_config = _define(directory, head, registry, dtype)
     adapters = None if beside is None else Adapter(beside)
     params = definition.family.load(definition.config, directory, definition.shardings(mesh))
@@ -114,7 +116,13 @@ def model_directories(
         return directory, local_directory(adapter), peft.Base(peft.fixed_name(path), revision)
     if (directory / peft.CONFIG).is_file() and not (directory / "config.json").is_file():
         base = peft.base_of(directory)
-        return local_directory(base.named, base.revision), directory, base
+        try:
+            return local_directory(base.named, base.revision), directory, base
+        except InputError as error:
+            raise InputError(
+                f"{directory / peft.CONFIG}: its base model, base_model_name_or_path, is not there: {error} Where the "
+                "model has moved, set the field to its directory, or give it as --base"
+            ) from error
     return directory, None, peft.Base(peft.fixed_name(path), revision)
 
 

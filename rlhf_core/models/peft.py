@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
+from rlhf_core.artifacts import ADAPTER_CONFIG, MANIFEST
 from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.models.config_fields import LARGEST_NUMBER, shown
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import paths
 
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 HARMLESS = frozenset(
@@ -135,6 +136,7 @@ class Base(NamedTuple):
 def base_of(directory: Path) -> Base:
     """Find the base model that an adapter names; paths are relative to the adapter's directory.
 
+    An artifact that is gone is looked for in the adapter's own run, which may have moved.
     Raises InputError where the adapter names none.
     """
     config = read_config(directory)
@@ -145,6 +147,10 @@ def base_of(directory: Path) -> Base:
     if revision is not None and not isinstance(revision, str):
         raise InputError(f"{directory / CONFIG}: revision {revision!r} is not the name of a revision")
     beside = (directory / named).resolve()
+    place = beside.parts[-3:]  # STAGE/artifacts/OUTPUT
+    if not beside.is_dir() and place[1:2] == ("artifacts",) and len(directory.resolve().parents) > 2:
+        moved = directory.resolve().parents[2].joinpath(*place)
+        beside = moved if (moved / MANIFEST).is_file() and moved != directory.resolve() else beside
     return Base(str(beside) if beside.is_dir() else fixed_name(named), revision)
 
 
