@@ -45,8 +45,8 @@ def export(
     if "tokenizer_hash" in recorded and whole.tokenizer is not None:
         contract = Contract.from_dict(recorded, str(source / artifacts.MANIFEST))
         whole = for_other_libraries(whole, contract)
-        base = None if whole.adapter is None else whole.adapter["base_model_name_or_path"]
-        readme = card(whole, contract, base)
+        named = None if whole.adapter is None else whole.adapter["base_model_name_or_path"]
+        readme = card(whole, contract, named)
 
     def write(target: Path) -> None:
         whole.save(target)
