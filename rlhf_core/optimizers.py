@@ -13,7 +13,6 @@ from pydantic import Field
 
 from rlhf_core.contracts import OPTIMIZER
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.sharing import shared, shared_result
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
@@ -120,10 +119,10 @@ def schedule(
     to `end` over the last tenth.
     """
     if name == "constant":
-        return shared(partial(_constant_rate, learning_rate, warmup))
+        return partial(_constant_rate, learning_rate, warmup)
     if name not in _SHAPES:
         raise InputError(f"scheduler: no schedule named '{name}'; constant, linear, cosine and wsd are known")
-    return shared(partial(_falling_rate, name, learning_rate, 0.0 if end is None else end, warmup, total))
+    return partial(_falling_rate, name, learning_rate, 0.0 if end is None else end, warmup, total)
 
 
 def _constant_rate(learning_rate: float, warmup: int, step: Any) -> Any:
@@ -153,8 +152,7 @@ def make_optimizer(
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Make the optimizer and the schedule that a trainer's config asks for.
 
-    The optimizer first clips gradients to a global norm of `max_grad_norm`. Equal configs get the same optimizer: it is
-    part of a compiled update's type.
+    The optimizer first clips gradients to a global norm of `max_grad_norm`.
     """
     rate = schedule(
         config.scheduler,
@@ -169,7 +167,7 @@ def make_optimizer(
     ):
         options.setdefault("weight_decay", config.weight_decay)
     make = registry.get(OPTIMIZER, config.optimizer.name, **options)
-    return shared_result(partial(_clipped, make, rate, config.max_grad_norm)), rate
+    return _clipped(make, rate, config.max_grad_norm), rate
 
 
 def _clipped(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.objective import sequence_scores
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import Layout, Packed, choose_layout, pack, tree
+from rlhf_core.runtime.caches import cached
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import Encoder, special_ids, template_text
 from rlhf_core.tokenizer.text_options import ReadAt, TextOptions
@@ -491,7 +491,7 @@ def scoring_layout(
     )
 
 
-@functools.cache
+@cached
 def scoring_function(definition: Definition, mesh: Mesh) -> Any:
     """Return a jitted (params, Packed) → float32 [rows, sequences], replicated on every process."""
 

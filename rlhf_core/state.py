@@ -15,7 +15,6 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.mesh import AnyMesh, replicated_sharding, with_shardings
 from rlhf_core.models.lora import has_adapters, untrained
 from rlhf_core.models.params import Path, join, matching, named, paths, split
-from rlhf_core.runtime.sharing import shared_result
 
 if TYPE_CHECKING:
     import optax
@@ -119,7 +118,7 @@ def create_state(
     if isinstance(tx, Mapping):
         _require_names(tx, params, trained)
         each_tx = {name: tx[name] for name in trained}
-        tx = shared_result(functools.partial(_by_name, **each_tx))
+        tx = _by_name(**each_tx)
         opt_shardings: Any = {
             name: optimizer_shardings(
                 jax.eval_shape(model_tx.init, trained[name]), trained[name], shardings[name], mesh

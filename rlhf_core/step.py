@@ -23,7 +23,6 @@ from rlhf_core.metrics import Mean, Metric, empty_metric, merge
 from rlhf_core.models.lora import has_noise, with_noise
 from rlhf_core.models.params import Path, join, split
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.runtime.sharing import shared
 from rlhf_core.state import TrainState
 
 __all__ = ["Objective"]
@@ -43,8 +42,7 @@ parameters.
 Rows are independent: what is added for a row must not depend on other rows, which may be in another micro-batch or,
 where the mesh has `data`, in another part of the same batch.
 
-A `functools.partial` of a module's function, `partial(objective, model.definition, options)`, shares its compiled
-programs with equal ones in the process; a closure does not.
+It is traced once in a run: what it reads of globals and the environment is what they hold then.
 """
 Counts: TypeAlias = Mapping[str, Any]
 """Of every loss of several, float32 []: what its sum is divided by."""
@@ -73,10 +71,20 @@ def accumulate(
     key: for the adapters' dropout; None: no dropout. counts: of several losses, over the whole update; None: the
     micro-batch is the whole update. fixed: paths of parameters without a gradient.
     """
+    return accumulate_by(partial(_gradients, objective, fixed), params, batch, before, key, counts)
+
+
+def accumulate_by(
+    gradients: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    before: Accumulated | None,
+    key: jax.Array | None = None,
+    counts: Counts | None = None,
+) -> Accumulated:
     params = params if key is None else with_noise(params, key)
     # Jitted on its own, it is traced once for the first micro-batch of an update and for those that follow.
-    gradients = jax.jit(shared(partial(_gradients, objective, fixed)))
-    grads, (loss, metrics) = gradients(params, batch, counts)
+    grads, (loss, metrics) = jax.jit(gradients)(params, batch, counts)
     if before is None:
         return Accumulated(grads, loss, metrics)
     return Accumulated(
@@ -178,7 +186,7 @@ class Programs:
         mesh: Mesh = state.step.sharding.mesh
         # Parts would all draw the same dropout masks; and adapters have small gradients.
         self._make(state, in_parts=mesh.shape["data"] > 1 and not self._noise)
-        self._count = jax.jit(shared(partial(count, objective)), out_shardings=replicated_sharding(mesh))
+        self._count = jax.jit(partial(count, objective), out_shardings=replicated_sharding(mesh))
         self._counts: Counts | None = None  # abstract; None also where the objective has a single loss
         self._ahead = BackgroundCompiler()
         self._from_zero = from_zero
@@ -190,13 +198,15 @@ class Programs:
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
         mesh: Mesh = state.step.sharding.mesh
         everywhere: Any = replicated_sharding(mesh)
-        step: Callable[..., Accumulated] = partial(accumulate, self._objective, fixed=state.fixed)
+        step: Callable[..., Accumulated] = partial(
+            accumulate_by, partial(_gradients, self._objective, state.fixed)
+        )
         finish: Callable[..., Any] = apply
         placed = Accumulated(shardings.params, everywhere, everywhere)
         if in_parts:
             step, finish, placed = partial(accumulate_parts, step, mesh), apply_parts, _stacked(placed)
         self._in_parts, self._placed = in_parts, placed
-        self._accumulate = jax.jit(shared(step), donate_argnums=2, out_shardings=placed)
+        self._accumulate = jax.jit(step, donate_argnums=2, out_shardings=placed)
         self._apply = jax.jit(finish, donate_argnums=0, out_shardings=(shardings, everywhere))
 
     def compile(self, state: TrainState, calls: Sequence[tuple[Any, bool]]) -> None:
@@ -292,7 +302,7 @@ class Programs:
         if before is None and self._from_zero:
             if self._zeros is None:
                 leaves, tree = jax.tree.flatten(self._done)
-                zeros = shared(partial(_zeros, tree, tuple(leaves)))
+                zeros = partial(_zeros, tree, tuple(leaves))
                 self._zeros = jax.jit(zeros, out_shardings=self._placed)
             before = self._zeros()
         self._ahead.wait(_program_name(batch, before is not None))
@@ -317,7 +327,7 @@ def accumulate_parts(
 ) -> Accumulated:
     """Give each part of the rows along `data` sums of its own, stacked: the parts are micro-batches side by side.
 
-    step: `accumulate` with its objective bound.
+    step: `accumulate_by` with its gradients bound.
     """
 
     def one(batch: Any, before: Any) -> Accumulated:

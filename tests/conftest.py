@@ -19,7 +19,6 @@ import pytest
 
 from rlhf_core import cli
 from rlhf_core.plugins.component import load_file
-from rlhf_core.runtime import peak_memory, sharing
 
 # Tests run their programs for milliseconds: what counts is the time to compile. Without optimisations and with XLA's
 # older emitters it is less than half; programs so small are not worth splitting among threads.
@@ -45,6 +44,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ.setdefault("RLHF_CACHE", str(Path(tempfile.gettempdir()) / "rlhf-test-cache"))
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sharing: Any = load_file(REPOSITORY / "tests" / "shared" / "sharing.py")
 
 
 def pytest_collection_finish() -> None:
@@ -139,10 +139,16 @@ def _few_compiled_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _programs_outlive_stages() -> Iterator[None]:
-    """Keep the programs of this process, which are those of many tests, where a pipeline's next stage frees them."""
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(peak_memory, "free_memory", lambda: None)
+def _programs_shared() -> Iterator[None]:
+    """Share programs between the runs of this process, which are those of many tests; runs of users share none."""
+    with sharing.programs_shared():
+        yield
+
+
+@pytest.fixture
+def nothing_shared() -> Iterator[None]:
+    """Share nothing between the runs of this test, as where users run."""
+    with sharing.nothing_shared():
         yield
 
 
@@ -248,8 +254,6 @@ def good(places: ModuleType, repository: Path, tmp_path_factory: pytest.TempPath
 def place(places: ModuleType, good: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The current directory, with everything that the pipelines name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # rewards.py changes faster than its time stamp
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # in processes of its own too
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the command replaces it
     made = places.Place(tmp_path, good)
     made.restore()

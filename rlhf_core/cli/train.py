@@ -17,12 +17,14 @@ from rlhf_core.pipeline import run, start
 from rlhf_core.pipeline.file import PipelineFile, assemble
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.pipeline.toml import to_value
+from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.terminal import echo, show
 
 FLAG = "true or false"
 _NUMBER = re.compile(r"-\.?\d")
 
 
+@own_run()
 def train(trainer: str, arguments: Sequence[str]) -> None:
     """Run one stage from flags, or print the available flags.
 

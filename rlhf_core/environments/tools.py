@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import re
@@ -18,6 +17,7 @@ from rlhf_core.contracts import Turn
 from rlhf_core.errors import InputError, Stopped, code_location, said_by, suggest
 from rlhf_core.hidden import scrub
 from rlhf_core.plugins.component import load_function
+from rlhf_core.runtime.caches import cached
 
 LONGEST = 300
 """Characters of what a tool raised that the policy gets."""
@@ -221,7 +221,7 @@ def open_tools(tools: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
     return opened
 
 
-@functools.lru_cache(maxsize=256)
+@cached
 def make_tool(function: Callable[..., Any], written: str = "") -> Tool:
     """Make a tool of a function with annotations and a Google-style docstring.
 

@@ -38,7 +38,6 @@ from rlhf_core.metrics import Metrics
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.runtime.agreement import any_process, stop_together
 from rlhf_core.runtime.peak_memory import peak_memory, return_freed_memory
-from rlhf_core.runtime.sharing import shared
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.state import TrainState
 from rlhf_core.step import Objective, Programs
@@ -139,7 +138,7 @@ class _Run:
     ) -> None:
         self.stage, self.config, self.objective, self.updates = stage, config, objective, updates
         self.evaluate, self.preview, self.stop_when = evaluate, preview, stop_when
-        self.rate = jax.jit(shared(schedule))
+        self.rate = jax.jit(schedule)
         self.mesh = stage.devices()
         self.pending: list[tuple[int, jax.Array, Update, Metrics]] = []
         self.progress = Progress(stage, config, updates, schedule)

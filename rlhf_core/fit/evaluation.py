@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from rlhf_core.metrics import Metric, fetch_metrics, merge
 from rlhf_core.models.finite import nonfinite_weights
 from rlhf_core.packing.rows import Packed
 from rlhf_core.runtime.agreement import any_process
-from rlhf_core.runtime.sharing import shared
 from rlhf_core.step import loss_metrics
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def evaluator(
     stored: converts parameters to those that are saved, such as `model.as_stored`. say: prints the progress of an
     evaluation that takes longer than a few seconds, such as `stage.say`.
     """
-    forward = jax.jit(shared(objective))
+    forward = jax.jit(partial(objective))
 
     def evaluate(state: TrainState) -> dict[str, float]:
         total: dict[str, Metric] = {}

@@ -14,7 +14,6 @@ from rlhf_core.fit.batches import pack_chunks
 from rlhf_core.fit.compute import compute_batches
 from rlhf_core.mesh import replicated_sharding
 from rlhf_core.packing.rows import Layout, Packed, Tree
-from rlhf_core.runtime.sharing import shared
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -77,7 +76,7 @@ def compute_sequences(
     say: Callable[[str], None] | None = None,
 ) -> NDArray[Any]:
     """Compute what `per_sequence` returns, from the batches of `pack_numbered`."""
-    compute = partial(jax.jit(shared(function), out_shardings=replicated_sharding(mesh)), params)
+    compute = partial(jax.jit(function, out_shardings=replicated_sharding(mesh)), params)
     examples: list[NDArray[Any]] = [np.zeros(0, np.int32)]
     branches: list[NDArray[Any]] = [np.zeros(0, np.float32)]
     values: list[NDArray[Any]] = [np.zeros(0, np.float32)]

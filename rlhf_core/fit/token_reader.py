@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +16,6 @@ from rlhf_core.fit.sequence_values import BRANCH, chunks_of, pack_numbered
 from rlhf_core.mesh import abstract_rows, replicated_sharding
 from rlhf_core.packing.rows import Layout, Packed, Tree
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.runtime.sharing import shared
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -50,7 +50,7 @@ class TokenReader:
     ) -> None:
         self.layout, self.mesh = layout, mesh
         self.token_names, self.sequence_names = token_names, sequence_names
-        self._compute = jax.jit(shared(function), out_shardings=replicated_sharding(mesh))
+        self._compute = jax.jit(partial(function), out_shardings=replicated_sharding(mesh))
         self._compiler = BackgroundCompiler()
 
     def compile(self, params: Any) -> None:

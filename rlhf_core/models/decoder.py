@@ -26,6 +26,7 @@ from rlhf_core.models.config import DecoderConfig, Kind, kinds, remat_policy
 from rlhf_core.models.layers import Embedding, Layer, Linear, RMSNorm
 from rlhf_core.models.lora import Lora, merge
 from rlhf_core.models.rope import rotation, shared_rotation
+from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import device_count, platform
 
 Params = dict[str, Any]
@@ -76,7 +77,7 @@ def _check_length(config: DecoderConfig, length: int) -> None:
         )
 
 
-@functools.cache
+@cached
 def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
     """Return the module without its arrays, the arrays' shapes, and their logical axes."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
@@ -86,7 +87,7 @@ def _definition(config: DecoderConfig) -> tuple[Any, Params, Params]:
     return graph, nnx.to_pure_dict(state), nnx.to_pure_dict(names)
 
 
-@functools.cache
+@cached
 def _parts(config: DecoderConfig, fused: bool) -> tuple[Any, Any, Any]:
     """Return embedding, one layer and last norm without their arrays. fused: whether projections are joined."""
     prepared = replace(config, lora=None, fused=fused)

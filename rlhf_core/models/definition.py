@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +18,7 @@ from rlhf_core.mesh import AnyMesh, param_shardings
 from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import Path, join, paths, split
-from rlhf_core.runtime.sharing import shared
+from rlhf_core.runtime.caches import Exact
 from rlhf_core.tokenizer.special_ids import ids_without_token
 
 if TYPE_CHECKING:
@@ -42,6 +42,16 @@ class Definition:
     def as_policy(self, tokenizer: Any) -> Definition:
         """Return the definition of a policy that samples this tokenizer's tokens alone."""
         return dataclasses.replace(self, absent=ids_without_token(tokenizer, self.vocab_size))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Definition) and self._exact == other._exact
+
+    def __hash__(self) -> int:
+        return hash(self._exact)
+
+    @cached_property
+    def _exact(self) -> Exact:
+        return Exact(tuple(getattr(self, each.name) for each in dataclasses.fields(self)))
 
     @property
     def vocab_size(self) -> int:
@@ -177,7 +187,7 @@ def complete(definition: Definition, params: Mapping[str, Any], mesh: Mesh, seed
     if not missing:
         return kept
 
-    draw = shared(partial(_draw, definition, frozenset(present)))
+    draw = partial(_draw, definition, frozenset(present))
     return join(kept, jax.jit(draw, out_shardings=missing)(jax.random.key(seed)))
 
 

@@ -16,6 +16,7 @@ from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
 from rlhf_core.pipeline.toml import to_toml
 from rlhf_core.runtime import peers
+from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 from rlhf_core.runtime.terminal import echo, indented_list
 from rlhf_core.stage import differences, experiment
@@ -62,7 +63,7 @@ def run_pipeline(
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
     """
-    with stop_signals(redeliver=True):
+    with stop_signals(redeliver=True), own_run():
         start()  # before plugins, whose import may run computations
         with peers.joint_run():
             file = read(path, sets=sets, dir=dir)
@@ -81,7 +82,7 @@ def start() -> None:
 
 def run(plan: Plan, host: Host, *, say: Callable[[str], None] = echo) -> Results:
     """Run a plan. say: prints, on the main process, each stage's forecast and whether it is skipped or continued."""
-    with stop_signals(), peers.joint_run():
+    with stop_signals(), own_run(), peers.joint_run():
         start()
         return _run(plan, host, say)
 

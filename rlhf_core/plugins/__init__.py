@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import inspect
 import os
@@ -26,6 +25,7 @@ from rlhf_core.plugins.hooks import hookimpl as hookimpl
 from rlhf_core.plugins.registry import CollisionError, Registry
 from rlhf_core.plugins.registry import PluginInfo as PluginInfo
 from rlhf_core.runtime import distributions
+from rlhf_core.runtime.caches import cached
 
 GROUP = distributions.GROUP
 DISABLE = "RLHF_DISABLE_PLUGINS"
@@ -95,9 +95,16 @@ def load(*, files: Sequence[Path] = (), objects: Sequence[object] = ()) -> Host:
     return host
 
 
-@functools.cache
 def installed_registry() -> Registry:
-    """Load every installed plugin, once per process, for callers without a registry; return their components."""
+    """Load every installed plugin, for callers without a registry; return their components.
+
+    They are loaded once until the next run, and again where RLHF_DISABLE_PLUGINS changes.
+    """
+    return _installed(os.environ.get(DISABLE, ""))
+
+
+@cached
+def _installed(disabled: str) -> Registry:
     return load().registry
 
 

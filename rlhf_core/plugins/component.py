@@ -31,7 +31,8 @@ from rlhf_core.config.secrets import (
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
 from rlhf_core.hidden import SECRET_NAME, remember
-from rlhf_core.workers.pickling import file_module_name
+from rlhf_core.runtime.caches import at_run_end, cached
+from rlhf_core.workers.pickling import execute, file_module_name
 
 
 def parameters(kind: Kind[Any], thing: Any, what: str) -> list[inspect.Parameter]:
@@ -231,11 +232,11 @@ def make_entry(kind: Kind[Any], name: str, thing: Any, owner: str) -> Entry:
     return Entry(kind, name, thing, owner, models, required)
 
 
-@functools.lru_cache(maxsize=512)
+@cached
 def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[Options]], frozenset[str]]:
     """Make {option: a model with the one field `value`}, and list the options without a default.
 
-    Cached: plugins are loaded again for every run in a process, and the models take most of the time.
+    Cached: making the models takes most of the time in which plugins are loaded.
     """
     models, required = {}, set()
     for parameter in parameters(kind, thing, what):
@@ -297,6 +298,8 @@ def _allows(annotation: Any, wanted: type) -> bool:
 def load_file(path: Path) -> types.ModuleType:
     """Load a Python file that is not installed as a module; an unchanged file gives the same module again.
 
+    A run that loads it leaves no module behind: the next one begins with its globals as the file sets them.
+
     Raises InputError, naming the line, if the file is missing or fails.
     """
     try:
@@ -305,7 +308,7 @@ def load_file(path: Path) -> types.ModuleType:
         is_file = False
     if not is_file:
         raise InputError(f"{path}: no such file.{suggest_file(path)}")
-    name = file_module_name(path, path.read_bytes())
+    name = file_module_name(path, source := path.read_bytes())
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -314,7 +317,7 @@ def load_file(path: Path) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
     try:
-        spec.loader.exec_module(module)
+        execute(source, module)
     except Exception as error:
         del sys.modules[name]
         at = [
@@ -329,6 +332,7 @@ def load_file(path: Path) -> types.ModuleType:
             else ""
         )
         raise InputError(f"{path}{line}: {type(error).__name__}: {error}{hint}") from error
+    at_run_end(functools.partial(sys.modules.pop, name, None))
     return module
 
 

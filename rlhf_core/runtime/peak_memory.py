@@ -14,6 +14,7 @@ import jax
 
 from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.runtime.agreement import gather_maximum
+from rlhf_core.runtime.caches import forget
 from rlhf_core.runtime.devices import planned
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -142,7 +143,7 @@ def return_freed_memory() -> bool:
 def free_memory() -> None:
     """Free what a stage leaves behind: arrays in reference cycles, and its compiled programs."""
     gc.collect()
-    jax.clear_caches()
+    forget()
     return_freed_memory()
 
 

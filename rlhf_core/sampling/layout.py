@@ -29,6 +29,7 @@ from rlhf_core.mesh import (
     row_multiple,
     with_shardings,
 )
+from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import platform
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def linked_devices(mesh: Mesh) -> int:
     return count if all(len(run) == count and len(set(run)) == 1 for run in runs) else 1
 
 
-@functools.cache
+@cached
 def shardings(definition: ModelDefinition, mesh: AnyMesh) -> Any:
     """Choose a NamedSharding for every parameter in the sampler's layout."""
     parallel = definition.family.tensor_parallel
@@ -290,7 +291,7 @@ def param_specs(definition: ModelDefinition, mesh: AnyMesh) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, shardings(definition, mesh))
 
 
-@functools.cache
+@cached
 def bring(definition: ModelDefinition, mesh: Mesh) -> Any:
     """Compile-on-call: parameters as they are trained → the sampler's layout on `mesh`."""
     parallel = definition.family.tensor_parallel
@@ -299,7 +300,7 @@ def bring(definition: ModelDefinition, mesh: Mesh) -> Any:
     return jax.jit(prepare, out_shardings=shardings(definition, mesh))
 
 
-@functools.cache
+@cached
 def prepare(definition: ModelDefinition, mesh: Mesh) -> Any:
     """Compile-on-call: parameters as they are trained → what `PrepareParams` returns, on a mesh of one device."""
     return jax.jit(

@@ -18,6 +18,7 @@ from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
 from rlhf_core.runtime import peers
 from rlhf_core.runtime.agreement import broadcast_text
+from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_signals
 from rlhf_core.stage import Stage, experiment
 from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
@@ -97,7 +98,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
     is in use, or holds a run with another model, data, rewards or settings.
     """
-    with stop_signals(redeliver=True):
+    with stop_signals(redeliver=True), own_run():
         runtime.prepare()
         with peers.joint_run():
             return _run_alone(trainer, config, inputs)

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.runtime.caches import cached
+
 CORE = "rlhf_core"
 PLAIN = (str, bytes, int, float, complex, type(None))
 
@@ -28,7 +30,7 @@ def of_component(thing: Any) -> str | None:
     return None if top == CORE else _of_files(top)
 
 
-@functools.cache
+@cached
 def _of_files(top: str) -> str | None:
     """Hash the code of a top-level module: all files of a package, or the one file."""
     module = sys.modules.get(top)

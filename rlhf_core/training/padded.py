@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rlhf_core.config import Component
 from rlhf_core.metrics import Mean, Metric, results
 from rlhf_core.plugins import installed_registry
+from rlhf_core.runtime.caches import Exact
 from rlhf_core.step import split_step
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class PaddedObjective:
     """Update a state by a loss over padded batches, and evaluate it.
 
-    A subclass is a frozen dataclass whose fields are the loss's options, hashable: equal ones share their compiled
-    programs. It names the arrays of its batches, and defines `compute`.
+    A subclass is a frozen dataclass whose fields are the loss's options, hashable: those that are equal, in types
+    too, share their compiled programs until the next run. As under `jax.jit`, a loss reads globals when it is traced;
+    `jax.clear_caches()` lets it read them again. It names the arrays of its batches, and defines `compute`.
     """
 
     ids: ClassVar[tuple[str, ...]] = ()
@@ -50,11 +52,11 @@ class PaddedObjective:
         Returns the next state and the metrics, with `loss` and `grad_norm` (before the optimizer). Arrays of rank 0 are
         not split. Raises ValueError where the parts do not divide the batch, or an array is missing.
         """
-        return _update(self, state, self._arrays(batch), splits)
+        return _update(Exact(self), state, self._arrays(batch), splits)
 
     def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Compute the metrics and `loss` without an update, and so without `grad_norm`."""
-        return _evaluate(self, state, self._arrays(batch))
+        return _evaluate(Exact(self), state, self._arrays(batch))
 
     def _arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         if missing := [name for name in (*self.ids, *self.numbers) if batch.get(name) is None]:
@@ -69,19 +71,17 @@ class PaddedObjective:
         }
 
 
-@partial(jax.jit, static_argnames=("objective", "splits"))
+@partial(jax.jit, static_argnames=("exact", "splits"))
 def _update(
-    objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array], splits: int
+    exact: Exact, state: TrainState, batch: Mapping[str, jax.Array], splits: int
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    state, metrics = split_step(partial(objective.compute, state.model), state, batch, splits)
+    state, metrics = split_step(partial(exact.value.compute, state.model), state, batch, splits)
     return state, results(metrics)
 
 
-@partial(jax.jit, static_argnames="objective")
-def _evaluate(
-    objective: PaddedObjective, state: TrainState, batch: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    loss, metrics = objective.compute(state.model, state.params, batch)
+@partial(jax.jit, static_argnames="exact")
+def _evaluate(exact: Exact, state: TrainState, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    loss, metrics = exact.value.compute(state.model, state.params, batch)
     # As an update without a trained token, see `apply`.
     return {**results(metrics), "loss": jnp.where(loss.count > 0, loss.result(), 0.0)}
 

@@ -29,6 +29,14 @@ def file_module_name(path: Path, source: bytes) -> str:
     return f"{FILE_PREFIX}{path.stem}_{digest[:8]}"
 
 
+def execute(source: bytes, module: types.ModuleType) -> None:
+    """Execute this source as a module's.
+
+    Python's loader would take bytecode of another source, where a file of the same size was written within the second.
+    """
+    exec(compile(source, str(module.__file__), "exec", dont_inherit=True), vars(module))
+
+
 def dumps(function: Any) -> bytes:
     """Pickle a function, a partial of one, or an object. Raises UnsendableError if another process cannot import it."""
     buffer = io.BytesIO()
@@ -95,7 +103,8 @@ def _import_same_file(module_name: str, file: str) -> types.ModuleType | None:
 
 def _load_file(module_name: str, file: str) -> types.ModuleType:
     path = Path(file)
-    if module_name.startswith(FILE_PREFIX) and file_module_name(path, path.read_bytes()) != module_name:
+    source = path.read_bytes()
+    if module_name.startswith(FILE_PREFIX) and file_module_name(path, source) != module_name:
         raise ImportError(
             f"{file} was changed while the run goes on; start the run again to use what it is now"
         )
@@ -105,7 +114,7 @@ def _load_file(module_name: str, file: str) -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        execute(source, module)
     except BaseException:
         del sys.modules[module_name]
         raise

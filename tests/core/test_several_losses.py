@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ from rlhf_core import create_state
 from rlhf_core.fit.evaluation import evaluator
 from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean, fetch_metrics
-from rlhf_core.runtime import sharing
+from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Programs, split_step
 
+sharing: Any = load_file(Path(__file__).parents[1] / "shared" / "sharing.py")
 RATE = 0.1
 DRAW = np.random.default_rng(4)
 ROWS, WIDTH = 24, 3

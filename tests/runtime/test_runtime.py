@@ -164,7 +164,7 @@ def test_what_a_stage_leaves_behind_is_freed(monkeypatch: pytest.MonkeyPatch) ->
     """Arrays in cycles, then programs; not those of this process, which other tests would compile again."""
     done: list[str] = []
     monkeypatch.setattr(peak_memory, "gc", SimpleNamespace(collect=lambda: done.append("arrays")))
-    monkeypatch.setattr(peak_memory, "jax", SimpleNamespace(clear_caches=lambda: done.append("programs")))
+    monkeypatch.setattr(peak_memory, "forget", lambda: done.append("programs"))
     monkeypatch.setattr(peak_memory, "return_freed_memory", lambda: done.append("memory"))
     free_memory()
     assert done == ["arrays", "programs", "memory"]

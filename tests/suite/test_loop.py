@@ -18,7 +18,6 @@ import pytest
 from rlhf_reward import evaluation_step
 
 from rlhf_core import create_state, fit, load_model, optimizers
-from rlhf_core.runtime import sharing
 from rlhf_core.step import Programs
 
 ADAPTERS = {"rank": 2, "dropout": 0.1}
@@ -44,6 +43,7 @@ def monkeypatch() -> Iterator[pytest.MonkeyPatch]:
     ],
     ids=lambda value: value if isinstance(value, str) else "adapters" if value else "all",
 )
+@pytest.mark.usefixtures("nothing_shared")
 def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
     short: Any,
     short_runs: ModuleType,
@@ -67,7 +67,6 @@ def test_nothing_compiles_after_the_third_update_and_nothing_moves_unasked(
                 return super().apply(*arguments)
 
     monkeypatch.setattr(fit, "Programs", Guarded)
-    sharing.forget()  # other tests may have compiled the same
     before = len(short_runs.COMPILED)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match=r"[Dd]isallowed"):
         jax.jit(jnp.sin)(np.ones(3))  # the guard guards

@@ -95,9 +95,8 @@ def installed(made: dict[str, Path], plugin: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [*known(group=group), point], raising=True
     )
-    plugins.installed_registry.cache_clear()
+    monkeypatch.setenv(plugins.DISABLE, " ")  # asks for them again
     yield
-    plugins.installed_registry.cache_clear()
     sys.modules.pop(plugin.stem, None)
 
 

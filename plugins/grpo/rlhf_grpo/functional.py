@@ -263,7 +263,7 @@ def grpo_step(
     if top_entropy_quantile < 1.0:
         # The quantile is over the whole batch, so it is taken before the batch is split.
         read = {name: jnp.asarray(arrays[name], jnp.int32) for name in objective.ids}
-        arrays["kept"] = _kept(objective, state, read, top_entropy_quantile)
+        arrays["kept"] = _kept(temperature, state, read, top_entropy_quantile)
     if not is_training:
         return state, objective.evaluate(state, arrays)
     if arrays.get("num_items_in_batch") is not None:
@@ -306,7 +306,7 @@ class _Objective(PaddedObjective):
     def compute(
         self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[Mean, Mapping[str, Metric]]:
-        logps, entropies = self.logps_and_entropies(model, params, batch)
+        logps, entropies = _logps_and_entropies(model, params, batch, self.temperature)
         mask = batch["completion_mask"].astype(jnp.float32)
         inputs = padded_inputs(
             logps,
@@ -325,17 +325,17 @@ class _Objective(PaddedObjective):
             num_items=batch.get("num_items_in_batch"),
         )
 
-    def logps_and_entropies(
-        self, model: Definition, params: Any, batch: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        ids = jnp.concatenate([batch["prompt_ids"], batch["completion_ids"]], axis=1)
-        mask = jnp.concatenate([batch["prompt_mask"], batch["completion_mask"]], axis=1)
-        return completion_logps(model, params, ids, mask, batch["prompt_ids"].shape[1], self.temperature)
-
 
 @partial(jax.jit, static_argnums=(0, 3))
-def _kept(
-    objective: _Objective, state: TrainState, batch: Mapping[str, jax.Array], share: float
-) -> jax.Array:
+def _kept(temperature: float, state: TrainState, batch: Mapping[str, jax.Array], share: float) -> jax.Array:
     mask = batch["completion_mask"].astype(jnp.float32)
-    return kept_by_entropy(objective.logps_and_entropies(state.model, state.params, batch)[1], mask, share)
+    entropies = _logps_and_entropies(state.model, state.params, batch, temperature)[1]
+    return kept_by_entropy(entropies, mask, share)
+
+
+def _logps_and_entropies(
+    model: Definition, params: Any, batch: Mapping[str, jax.Array], temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    ids = jnp.concatenate([batch["prompt_ids"], batch["completion_ids"]], axis=1)
+    mask = jnp.concatenate([batch["prompt_mask"], batch["completion_mask"]], axis=1)
+    return completion_logps(model, params, ids, mask, batch["prompt_ids"].shape[1], temperature)

@@ -1,13 +1,22 @@
-"""Share functions between equal calls, so that a process traces, lowers and loads equal programs once."""
+"""Share programs between equal runs of the test process, which is what most tests spend their time on.
+
+Runs of users share none: what a function reads besides its arguments may have changed in between.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
+import jax
+import pytest
 from jax.sharding import Mesh
+
+from rlhf_core import optimizers, state
+from rlhf_core.runtime import caches, peak_memory
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -89,3 +98,50 @@ def _by_value(value: Any) -> Any:
         raise TypeError(f"{value!r} does not compare by value")
     hash(value)
     return value
+
+
+OF_USERS: tuple[tuple[Any, str, Any], ...] = tuple(
+    (module, name, getattr(module, name))
+    for module, name in (
+        (jax, "jit"),
+        (optimizers, "_clipped"),
+        (state, "_by_name"),
+        (peak_memory, "free_memory"),
+        (caches, "forget"),
+    )
+)
+"""What users' runs call; tests replace it."""
+
+
+@contextmanager
+def programs_shared() -> Iterator[None]:
+    """Share the programs of equal functions in this process, and keep them when stages and runs end."""
+    jit, clipped, by_name, *_ = (function for *_, function in OF_USERS)
+
+    def sharing_jit(*functions: Any, **options: Any) -> Any:
+        return jit(*map(shared, functions), **options)
+
+    def keep() -> None:
+        pass
+
+    with _replaced(sharing_jit, _sharing_results(clipped), _sharing_results(by_name), keep, keep):
+        yield
+
+
+@contextmanager
+def nothing_shared() -> Iterator[None]:
+    """Share nothing in the block, as where users run."""
+    with _replaced(*(function for *_, function in OF_USERS)):
+        yield
+
+
+@contextmanager
+def _replaced(*functions: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patches:
+        for (module, name, _), function in zip(OF_USERS, functions, strict=True):
+            patches.setattr(module, name, function)
+        yield
+
+
+def _sharing_results(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **named: shared_result(functools.partial(function, *arguments, **named))

@@ -1,4 +1,4 @@
-"""Which functions are shared, so that their programs are traced once, and which are not kept."""
+"""Which functions tests share, so that their programs are traced once, and which are not kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 import pytest
 
 from rlhf_core.mesh import make_mesh
-from rlhf_core.runtime import sharing
-from rlhf_core.runtime.sharing import shared, shared_result
+from rlhf_core.plugins.component import load_file
+
+sharing: Any = load_file(Path(__file__).parents[1] / "shared" / "sharing.py")
+shared, shared_result = sharing.shared, sharing.shared_result
 
 TRACED = []
 
