@@ -260,7 +260,7 @@ def lines(id: str, title: str, drawn: Sequence[Line], stretches: int, *, log: bo
     low, high = (f(f(e.points.values) for e in drawn) for f in (min, max))
     if low == high and not log:  # Bokeh would centre it in a range of 2
         fig.y_range = Range1d(min(0.0, 2 * low), max(0.0, 2 * high) or float(low == 0))
-    fig.xaxis.ticker.min_interval = 1
+    _over_updates(fig)
     _readout(fig, id)
     legend = tuple(Legend(e.label, e.colour, number(e.points.values[-1]), e.dashed) for e in drawn)
     summaries = (
@@ -285,7 +285,7 @@ def band(id: str, title: str, spread: Spread) -> Chart:
     for i, values in enumerate(columns):
         source = _source(f"{id}/{i}", x=x, y=values)
         _add(fig, source, glyphs.Line(x="x", y="y", line_width=2 if i == 2 else 0.5), STROKE, 0)
-    fig.xaxis.ticker.min_interval = 1
+    _over_updates(fig)
     _readout(fig, id)
     names = [f"{p} %" if p != 50 else "median" for p in PERCENTILES]
     legend = tuple(Legend(name, 0, number(v[-1])) for name, v in zip(names, columns, strict=True))
@@ -371,6 +371,12 @@ def _figure(id: str, *, log: bool = False, percent: bool = False) -> figure:
     fig.xgrid.grid_line_color = None
     fig.ygrid.grid_line_width = 1
     return fig
+
+
+def _over_updates(fig: figure) -> None:
+    """Begin the horizontal axis at update 0, before training, in every chart, and mark whole updates."""
+    fig.x_range.start = 0
+    fig.xaxis.ticker.min_interval = 1
 
 
 def _plain() -> BasicTickFormatter:

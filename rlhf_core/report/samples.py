@@ -86,28 +86,20 @@ class Side:
 
     @property
     def change(self) -> str:
-        """`better`, `worse` or empty, by the mean rewards."""
-        return direction(*self.means)
+        """`higher`, `lower` or empty: whether the mean reward rose or fell."""
+        before, after = self.means
+        if before is None or after is None or before == after:
+            return ""
+        return "higher" if after > before else "lower"
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over all completions of the prompts sampled both times; None if no completion has a value.
-
-    change: `better`, `worse` or empty.
-    """
+    """A mean over all completions of the prompts sampled both times; None if no completion has a value."""
 
     name: str
     before: float | None
     after: float | None
-    change: str = ""
-
-
-def direction(before: float | None, after: float | None) -> str:
-    """Return `better` where a reward rose, `worse` where it fell, else an empty text."""
-    if before is None or after is None or before == after:
-        return ""
-    return "better" if after > before else "worse"
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ class Group:
 
 @dataclass(frozen=True)
 class RolloutGroups:
-    """Groups of the newest stored rollout, sampled after `update` updates: those whose advantages differ most."""
+    """Groups of the newest stored rollout, sampled right before update `update`: those whose advantages differ most."""
 
     update: int
     groups: tuple[Group, ...]
@@ -130,7 +122,7 @@ class RolloutGroups:
 
 @dataclass(frozen=True)
 class Completions:
-    """Completions after `updates` (first, last), which are equal if there is only one.
+    """Completions after `updates` (first, last), or of the rollouts right before these; equal if there is only one.
 
     same_prompts: each side shows the median of a prompt's `group` completions, and `means` are over all of them; else
     the prompts differ, and each side shows the same quantile of the reward. prompt_means: mean rewards of every prompt,
@@ -198,18 +190,13 @@ def _opposite(prompt: str, before: Sequence[Text], after: Sequence[Text]) -> Sid
 def _means(before: Sequence[Text], after: Sequence[Text]) -> list[Mean]:
     names = dict.fromkeys(name for text in (*before, *after) for name in text.rewards)
     return [
-        _reward_mean("reward", [[text.reward for text in side] for side in (before, after)]),
+        Mean("reward", _mean([text.reward for text in before]), _mean([text.reward for text in after])),
         *(
-            _reward_mean(name, [[t.rewards.get(name) for t in side] for side in (before, after)])
+            Mean(name, *(_mean([text.rewards.get(name) for text in side]) for side in (before, after)))
             for name in names
         ),
         Mean("tokens", _mean([text.length for text in before]), _mean([text.length for text in after])),
     ]
-
-
-def _reward_mean(name: str, values: Sequence[Sequence[float | None]]) -> Mean:
-    before, after = map(_mean, values)
-    return Mean(name, before, after, direction(before, after))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -276,7 +263,8 @@ def completions(
     steps = sorted(files)
     if len(steps) > READ:
         steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, READ).astype(int))]
-    rollouts = {step: texts for step in steps if (texts := list(_texts(files[step], problems)))}
+    # A file is numbered by the updates before its rollout; metrics.jsonl has its metrics at the next update.
+    rollouts = {step + 1: texts for step in steps if (texts := list(_texts(files[step], problems)))}
     spreads = []
     if rollouts:
         spreads = [
@@ -306,15 +294,21 @@ def _groups(update: int, texts: Sequence[Text]) -> RolloutGroups | None:
 def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
     """Pair the first preview's completions of the fixed prompts with the trained model's."""
     files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
-    best = json_object(stage.dir / "best.json", problems).get("model")
-    trained = best if isinstance(best, int) and best in files else max(files, default=0)
-    ends = sorted({min(files), trained} if files else ())
+    ends = _ends(stage, files, problems)
     previews = [(step, texts) for step in ends if (texts := list(_texts(files[step], problems)))]
     if not previews:
         return None
     (first, early), (last, late) = previews[0], previews[-1]
     pairs = same_prompts((first, last), early, late if len(previews) > 1 else None)
     return None if pairs is None else replace(pairs, fixed=True)
+
+
+def _ends(stage: StageRun, files: Mapping[int, Path], problems: list[str]) -> list[int]:
+    """Return the first update with a file and that of the trained model, which may be of the best evaluation."""
+    if not files:
+        return []
+    best = json_object(stage.dir / "best.json", problems).get("model")
+    return sorted({min(files), best if isinstance(best, int) and best in files else max(files)})
 
 
 def _of_rollouts(rollouts: Mapping[int, Sequence[Text]]) -> Completions:
@@ -329,7 +323,7 @@ def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
     """Return the pairs that the stage's evaluations stored."""
     files = _numbered(stage.dir / "samples", "evaluation-*.jsonl")
     scores: dict[tuple[str, str, str, str], list[tuple[int, float, float]]] = {}
-    for step in sorted({min(files), max(files)} if files else ()):
+    for step in _ends(stage, files, problems):
         for row in rows(files[step], problems):
             chosen, rejected = number(row.get("chosen_score")), number(row.get("rejected_score"))
             if chosen is not None and rejected is not None:
@@ -341,13 +335,13 @@ def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
 
 
 def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
-    """Return `step` and the content of the first and last file of evaluations/.
+    """Return `step` and the content of the first file of evaluations/ and of that of the trained model.
 
     The content is `scores` and `calibration` of pairs, or `prompt_rewards`.
     """
     files = _numbered(stage.dir / "evaluations", "*.json")
     results = []
-    for step in sorted({min(files), max(files)} if files else ()):
+    for step in _ends(stage, files, problems):
         row = _evaluation(files[step])
         if row is None:
             problems.append(f"{stage.name}/evaluations/{files[step].name} is not readable")

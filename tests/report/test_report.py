@@ -18,6 +18,9 @@ import pytest
 from rlhf_core import report as reporting
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
+from rlhf_core.report import charts, samples
+from rlhf_core.report.charts import Line
+from rlhf_core.report.run_reader import Points, read_run
 
 runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
 make_run, write = runs.make_run, runs.write
@@ -305,14 +308,58 @@ def test_histograms_need_values(tmp_path: Path) -> None:
     assert len([title for title in policy_charts(page_of(run)) if title.endswith("before and after")]) == 2
 
 
-def test_a_reward_that_fell_is_marked_and_none_is_good_by_itself(tmp_path: Path) -> None:
+def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judges(tmp_path: Path) -> None:
     run = without_curves(make_run(tmp_path / "first"))
     for step, values in ((0, (3.0, 2.0)), (20, (2.0, 2.0))):
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values))
     page = page_of(run)
-    assert page.text.count("▼ worse") == 3  # of the first prompt, and the means of two rewards
-    assert "▲ better" not in page.text
-    assert [a["class"] for _, a in page.elements if a.get("class") in ("good", "bad")] == ["bad"] * 3
+    assert page.text.count("▼ lower") == 1  # of the first prompt
+    assert "▲ higher" not in page.text
+    assert "mean of these 2 prompts" in page.text
+    assert not [a for _, a in page.elements if a.get("class") in ("good", "bad")]
+    # 48 prompts, of which the two that are shown became worse, and most others better.
+    after = [2.0, 2.0, *[4.0] * 46]
+    for step, rewards in ((0, [3.0, 2.0, *[3.0] * 46]), (20, after)):
+        rows = {"step": step, "prompt_rewards": rewards}
+        write(run / f"policy/evaluations/{step:06d}.json", [rows])
+    words = " ".join(page_of(run).text.split())
+    assert (
+        "The mean reward of 48 training prompts was 2.979 before training and 3.917 after update 20" in words
+    )
+    assert words.count("an improvement") == 1
+    assert "better" not in words
+    assert "worse" not in words
+
+
+def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
+    """Of the best evaluation, where that is the model that was saved, and not of the last one."""
+    run = without_curves(make_run(tmp_path / "first"))
+    for step, reward in ((0, 1.0), (10, 3.0), (20, 2.0)):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, (reward, reward)))
+        write(run / f"policy/evaluations/{step:06d}.json", [{"step": step, "prompt_rewards": [reward] * 5}])
+    write(run / "policy/best.json", [{"model": 10}])
+    words = " ".join(page_of(run).text.split())
+    assert "was 1 before training and 3 after update 10" in words
+    assert "at update 0 and at update 10" in words
+
+
+ONE_TO_THREE = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 7.0])
+
+
+def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in range(3):
+        rows = [{"prompt": "p", "completion": "x", "reward": float(step), "length": 2}] * 4
+        write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
+    stage = next(stage for stage in read_run(run).stages if stage.name == "policy")
+    _, _, spreads = samples.completions(stage, [])
+    assert spreads[0].updates.tolist()[:3] == [1, 2, 3]
+    assert spreads[0].percentiles[:3, 2].tolist() == [0, 1, 2]
+    band, line = (
+        charts.band("b", "", spreads[0]),
+        charts.lines("l", "", [Line("reward", Points(*ONE_TO_THREE), 0)], 9),
+    )
+    assert all('"start":0' in json.dumps(each.item, separators=(",", ":")) for each in (band, line))
 
 
 def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
