@@ -30,6 +30,9 @@ def check(
     sets: Sequence[str] = (),
     plugins: Sequence[Path] = (),
     dir: Path | None = None,
+    reuse: Path | None = None,
+    only: Sequence[str] = (),
+    accept: Sequence[str] = (),
     devices: int | None = None,
     on: str | None = None,
     suggest: bool = False,
@@ -37,14 +40,17 @@ def check(
 ) -> None:
     """Print what a pipeline would do, stage by stage. Raises InputError with every problem.
 
-    devices: number of devices to forecast memory for, per device; None: memory in total. on: devices to compile every
-    program for, such as "h100:8". suggest: search for a mesh and settings that fit these, or a chip's fewest.
-    as_json: print what was found about these devices, and nothing else, as JSON.
+    reuse, only, accept: see `rlhf_core.run_pipeline`. devices: number of devices to forecast memory for, per device;
+    None: memory in total. on: devices to compile every program for, such as "h100:8". suggest: search for a mesh and
+    settings that fit these, or a chip's fewest. as_json: print what was found about these devices, and nothing else, as
+    JSON.
     """
     for flag in [
         name for name, asked in (("--json", as_json), ("--suggest", suggest)) if asked and on is None
     ]:
         raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
+    if on is not None and only:
+        raise InputError("rlhf check: --on compiles every stage; leave out --only")
     if on is not None and suggest:
         from rlhf_core.topologies.names import machines
 
@@ -62,26 +68,37 @@ def check(
                 f"rlhf check: --on {on} has {named.count} devices; leave out --devices {devices}"
             )
         devices = named.count
-    from rlhf_core.pipeline import stage_requests, warn_of_readers
+    from rlhf_core.pipeline import (
+        chosen_stages,
+        require_inputs,
+        reusable_stages,
+        stage_requests,
+        warn_of_readers,
+    )
     from rlhf_core.stage.record import StageRecord
-    from rlhf_core.stage.recorded_run import refusals
+    from rlhf_core.stage.recorded_run import read_records, refusals
 
     host = plugin_loading.load(files=list(plugins))
-    planned = plan(read(pipeline, sets=sets, dir=dir), host)
+    planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     states: dict[str, str] = {}
     requests = stage_requests(planned, host)
     records: dict[str, StageRecord] = {}
+    notes: list[str] = []
     try:
-        records = {
-            request.name: StageRecord(request.dir, request.name, fix=request.fix) for request in requests
-        }
+        records = read_records(requests, accept)
         problems += refusals(requests, records)
+        reused, notes = reusable_stages(planned, host, reuse)
+        if not problems:
+            words = {"new": "runs", "running": "continues", "done": "done, skipped"}
+            states = {each.name: words[records[each.name].settle(each.now)] for each in requests}
+            states |= {
+                name: f"taken over from {short_path(str(stage.source))}" for name, stage in reused.items()
+            }
+            done = {name for name, state in states.items() if state == words["done"]}
+            require_inputs(planned, only, {*done, *reused})
     except InputError as error:
         problems += error.problems
-    if not problems:
-        words = {"new": "runs", "running": "continues", "done": "done, skipped"}
-        states = {request.name: words[records[request.name].settle(request.now)] for request in requests}
     mesh = None
     if devices is not None:
         from rlhf_core.mesh import planned_mesh
@@ -107,6 +124,8 @@ def check(
     if not as_json:
         echo(f"{pipeline} → {short_path(str(planned.dir))}\n")
         show(table)
+        for line in notes:
+            echo(line)
     if on is not None:
         from rlhf_core.topologies import check_on, suggest_on
 

@@ -30,6 +30,28 @@ Sets = Annotated[
 RunDirectory = Annotated[
     Path | None, typer.Option("--dir", metavar="RUN", help="Run directory, in place of the file's `dir`.")
 ]
+Reuse = Annotated[
+    Path | None,
+    typer.Option(
+        "--reuse",
+        metavar="RUN",
+        help="Take over finished stages of another run directory that match; the others train.",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="STAGE", help="Run this stage, whose inputs must be finished; repeatable."
+    ),
+]
+Accept = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept",
+        metavar="NAME",
+        help="Continue with a reward or environment that has changed, such as rewards.judge; repeatable.",
+    ),
+]
 Devices = Annotated[
     int | None,
     typer.Option(
@@ -174,11 +196,27 @@ def _rlhf(
 
 
 @app.command()
-def run(pipeline: Pipeline, sets: Sets = None, plugin: Plugins = None, dir: RunDirectory = None) -> None:
+def run(
+    pipeline: Pipeline,
+    sets: Sets = None,
+    plugin: Plugins = None,
+    dir: RunDirectory = None,
+    reuse: Reuse = None,
+    only: Only = None,
+    accept: Accept = None,
+) -> None:
     """Run or continue a pipeline; finished stages are skipped."""
     from rlhf_core.pipeline import run_pipeline
 
-    run_pipeline(pipeline, sets=sets or (), plugins=plugin or (), dir=dir)
+    run_pipeline(
+        pipeline,
+        sets=sets or (),
+        plugins=plugin or (),
+        dir=dir,
+        accept=accept or (),
+        reuse=reuse,
+        only=only or (),
+    )
 
 
 @app.command()
@@ -187,6 +225,9 @@ def check(
     sets: Sets = None,
     plugin: Plugins = None,
     dir: RunDirectory = None,
+    reuse: Reuse = None,
+    only: Only = None,
+    accept: Accept = None,
     devices: Devices = None,
     on: On = None,
     suggest: Annotated[
@@ -207,6 +248,9 @@ def check(
         sets=sets or (),
         plugins=plugin or (),
         dir=dir,
+        reuse=reuse,
+        only=only or (),
+        accept=accept or (),
         devices=devices,
         on=on,
         suggest=suggest,
@@ -229,7 +273,7 @@ def train(
 
     The flags are the fields of the trainer's config: `rlhf train TRAINER --help` lists them. `--field value`,
     `--field=value`, `--some-field`, `--table.field` and a bare `--flag` are accepted, as are --dir,
-    --mesh.AXIS and --plugin FILE.py.
+    --mesh.AXIS, --plugin FILE.py, --reuse RUN and --accept NAME.
     """
     from rlhf_core.cli import train
 

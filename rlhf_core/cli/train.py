@@ -33,15 +33,20 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
     flags = list(_flags(arguments))
     if not any(key in ("help", "h") for key, _ in flags):
         start()
-    if ("plugin", None) in flags:
-        raise InputError("--plugin: needs a value")
-    host = plugins.load(files=[Path(value) for key, value in flags if key == "plugin" and value is not None])
+    given: dict[str, list[str]] = {"plugin": [], "reuse": [], "accept": []}
+    for key, value in flags:
+        if key in given and value is None:
+            raise InputError(f"--{key}: needs a value")
+        if key in given and value is not None:
+            given[key].append(value)
+    host = plugins.load(files=[Path(value) for value in given["plugin"]])
     config = host.registry.get(TRAINER, trainer).config
     if any(key in ("help", "h") for key, _ in flags):
         _print_fields(trainer, config)
         return
-    file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] != "plugin"])
-    run(plan(file, host), host)
+    file = pipeline_from_flags(trainer, config, [flag for flag in flags if flag[0] not in given])
+    reuse = given["reuse"][-1] if given["reuse"] else None
+    run(plan(file, host), host, accept=given["accept"], reuse=reuse)
 
 
 def pipeline_from_flags(

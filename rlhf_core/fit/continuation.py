@@ -66,14 +66,13 @@ class Continuation:
         Called before the state is read.
         """
         self._require_experiment(saved)
+        self._require_rows(saved)  # fewer rows may be what makes the run shorter
         if saved.step > self.updates.total:
-            self._refuse(
-                saved,
-                f"it has made more updates than the {self.updates.total:,} that are asked for; give at least as many",
+            raise InputError(
+                f"stage '{self.stage.name}': {differences.too_short(saved.step, self.updates.total)}"
             )
         if saved.host["total"] != self.updates.total:
             self._require_rates(saved)
-        self._require_rows(saved)
 
     def _require_experiment(self, saved: Restored) -> None:
         recorded = saved.host.get("experiment")
@@ -81,18 +80,19 @@ class Continuation:
             self._refuse(saved, "it was written by another version of this suite, which did not record that")
         if recorded["digest"] == differences.digest(self.experiment):
             return
-        refused = differences.compare(recorded, self.experiment).refused
-        if refused:
+        accepted = {each["field"] for each in self.experiment.get("accepted", ())}
+        changes = differences.compare(recorded, self.experiment).refused
+        if refused := [change for change in changes if change.field not in accepted]:
             self._refuse(saved, *map(str, refused))
 
     def _require_rates(self, saved: Restored) -> None:
         for at, rate in saved.host["rates"].items():
             now = self._rate(int(at))
             if not np.isclose(rate, now, rtol=1e-5, atol=0.0):
-                self._refuse(
-                    saved,
-                    f"with {self.updates.total:,} updates in place of {saved.host['total']:,}, update {int(at) + 1} "
-                    f"would have had a learning rate of {now:.6g} rather than {rate:.6g}; give back the length it had, "
+                raise InputError(
+                    f"stage '{self.stage.name}': with {self.updates.total:,} updates in place of "
+                    f"{saved.host['total']:,}, update {int(at) + 1} would have had a learning rate of {now:.6g} rather "
+                    f"than {rate:.6g}; give back the length it had, "
                     'or use scheduler = "constant" for runs that are to be extended',
                 )
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.secrets import public_table
 from rlhf_core.contracts import Artifact, Forecast
+from rlhf_core.errors import InputError, suggest
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
@@ -19,9 +20,10 @@ from rlhf_core.runtime import peers
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 from rlhf_core.runtime.terminal import echo, indented_list
-from rlhf_core.stage import differences, experiment
+from rlhf_core.stage import differences, events, experiment
 from rlhf_core.stage.record import StageRecord
 from rlhf_core.stage.recorded_run import StageRequest, open_records, run_recorded
+from rlhf_core.stage.reuse import Reused, find_reusable
 from rlhf_core.stage.text_settings import day_begun
 
 if TYPE_CHECKING:
@@ -55,10 +57,15 @@ def run_pipeline(
     sets: Sequence[str] = (),
     plugins: Sequence[str | Path] = (),
     dir: str | Path | None = None,
+    accept: Sequence[str] = (),
+    reuse: str | Path | None = None,
+    only: Sequence[str] = (),
 ) -> Results:
     """Run or continue a pipeline; stages that are done are skipped.
 
     sets: as `--set`, "stage.field=value" or "seed=1". plugins: files, as `--plugin`. dir: replaces the file's `dir`.
+    accept: names of changed rewards and environments to continue with, as `--accept`. reuse: another run directory,
+    whose finished stages are taken over where they match. only: the stages to run, whose inputs must be finished.
 
     Raises InputError with everything that is wrong with the file, or if a stage was begun with other settings;
     RunError if a stage fails for a known reason; Stopped after a signal, with the state saved.
@@ -68,7 +75,7 @@ def run_pipeline(
         with peers.joint_run():
             file = read(path, sets=sets, dir=dir)
             host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
-            return run(plan(file, host), host)
+            return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
 
 
 def start() -> None:
@@ -80,30 +87,67 @@ def start() -> None:
     stop_if_asked(BEFORE)
 
 
-def run(plan: Plan, host: Host, *, say: Callable[[str], None] = echo) -> Results:
-    """Run a plan. say: prints, on the main process, each stage's forecast and whether it is skipped or continued."""
+def run(
+    plan: Plan,
+    host: Host,
+    *,
+    say: Callable[[str], None] = echo,
+    accept: Sequence[str] = (),
+    reuse: str | Path | None = None,
+    only: Sequence[str] = (),
+) -> Results:
+    """Run a plan. say: prints, on the main process, each stage's forecast and whether it is skipped or continued.
+
+    accept, reuse, only: see `run_pipeline`.
+    """
     with stop_signals(), own_run(), peers.joint_run():
         start()
-        return _run(plan, host, say)
+        return _run(plan, host, say, accept, None if reuse is None else Path(reuse), only)
 
 
-def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
+def _run(
+    whole: Plan,
+    host: Host,
+    say: Callable[[str], None],
+    accept: Sequence[str],
+    reuse: Path | None,
+    only: Sequence[str],
+) -> Results:
     import jax
 
     from rlhf_core.mesh import make_mesh
     from rlhf_core.runtime.peak_memory import free_memory
 
+    plan = chosen_stages(whole, only)
     mesh = make_mesh(plan.mesh.get("data", -1), plan.mesh.get("fsdp", 1), plan.mesh.get("tensor", 1))
     is_main = jax.process_index() == 0
     say = say if is_main else _silent
-    with open_records(plan.dir, lambda: stage_requests(plan, host), mesh=dict(plan.mesh)) as records:
+
+    def take_over() -> None:
+        found, reasons = reusable_stages(plan, host, reuse)
+        for stage in found.values():
+            stage.take_over()
+            events.log_event(plan.dir, stage.request.name, "reused", message=str(stage.source))
+            say(f"stage '{stage.request.name}': taken over from {stage.source}")
+        for line in reasons:
+            say(line)
+
+    with open_records(
+        plan.dir,
+        lambda: stage_requests(plan, host),
+        accept=accept,
+        prepare=take_over,
+        mesh=dict(plan.mesh),
+        only=sorted(only),
+    ) as records:
         # Report problems with the last stage's data now, not after the first stages have trained.
         done = {name for name, (record, now) in records.items() if record.settle(now) == "done"}
+        require_inputs(plan, only, done)
         forecasts = stage_forecasts(plan, host, without=done)
         stop_if_asked(BEFORE)
         if is_main:
             warn_of_readers(plan, {name: record for name, (record, _) in records.items()})
-            _write_resolved(plan, host)
+            _write_resolved(whole, host)
         for name, forecast in forecasts.items():
             say(indented_list(f"stage '{name}' will train on", forecast.printed()))
         results: dict[str, StageResult] = {}
@@ -117,12 +161,50 @@ def _run(plan: Plan, host: Host, say: Callable[[str], None]) -> Results:
     return Results(plan.dir, results)
 
 
+def chosen_stages(plan: Plan, only: Sequence[str]) -> Plan:
+    """Return a plan of these stages and of those that they read; the whole plan for none."""
+    if not only:
+        return plan
+    by_name = {stage.name: stage for stage in plan.stages}
+    if unknown := [name for name in only if name not in by_name]:
+        raise InputError(
+            *(
+                f"--only {name}: no such stage.{suggest(name, by_name)} Stages: {', '.join(by_name)}"
+                for name in unknown
+            )
+        )
+    wanted = {*only}.union(*(_reads(by_name[name]) for name in only))
+    return replace(plan, stages=tuple(stage for stage in plan.stages if stage.name in wanted))
+
+
+def require_inputs(plan: Plan, only: Sequence[str], done: Collection[str]) -> None:
+    """Raise InputError for every stage that is read by those of `--only`, is none of them, and is not done."""
+    problems = [
+        f"--only {stage.name}: it reads '{source}', which is not finished in {plan.dir}; add --only {source}, or "
+        "--reuse a run in which it is"
+        for stage in plan.stages
+        if stage.name in only
+        for source in sorted(_reads(stage) - {*only} - {*done})
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
+def reusable_stages(plan: Plan, host: Host, run: Path | None) -> tuple[dict[str, Reused], list[str]]:
+    """Find the stages to take over from another run: see `rlhf_core.stage.reuse.find_reusable`."""
+    if run is None:
+        return {}, []
+    requests = stage_requests(plan, host)
+    records = {each.name: StageRecord(each.dir, each.name, fix=each.fix) for each in requests}
+    return find_reusable(run.expanduser().absolute(), requests, records)
+
+
 def warn_of_readers(plan: Plan, records: Mapping[str, StageRecord]) -> None:
     """Warn of stages that run anew although others, which are not new, have read what they made before."""
     for stage in plan.stages:
         if records[stage.name].state == "new":
             continue
-        for source in sorted(name for name in _reads(stage) if records[name].state == "new"):
+        for source in sorted(name for name in _reads(stage) & {*records} if records[name].state == "new"):
             warnings.warn(
                 f"stage '{source}' runs anew, and stage '{stage.name}' has read what it made before: if that "
                 f"changes, '{stage.name}' is refused then; delete {stage.dir} to run it anew too",
@@ -138,7 +220,8 @@ def stage_requests(plan: Plan, host: Host) -> list[StageRequest]:
             stage.dir,
             _record(stage, host),
             _reads(stage),
-            f"restore those, use another --dir, or delete {stage.dir} to run it anew",
+            f"restore those, use another --dir, or delete {stage.dir} to run it anew; --dir NEW --reuse {plan.dir} "
+            "takes over the stages that have not changed",
         )
         for stage in plan.stages
     ]

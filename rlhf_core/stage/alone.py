@@ -34,7 +34,7 @@ SPELLINGS = {
     "processing_class": "tokenizer",
     "reward_funcs": "rewards",
 }
-INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks")
+INPUTS = ("model", "train_dataset", "eval_dataset", "tokenizer", "rewards", "callbacks", "accept")
 """Arguments of a trainer class beside its config."""
 
 
@@ -93,7 +93,8 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """Load the plugins and run one trainer outside a pipeline.
 
     inputs: objects that a file cannot hold: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards`; and
-        `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called like loggers.
+        `callbacks`, objects with the methods of `rlhf_core.plugins.hooks`, which are called like loggers; and `accept`,
+        names of changed rewards and environments to continue with, such as "rewards.judge".
     Writes the files of a pipeline's stage and events.jsonl to `config.save_directory`, or to a new temporary directory.
     Continues an interrupted run there, and returns the result of a finished one. Raises InputError where the directory
     is in use, or holds a run with another model, data, rewards or settings.
@@ -108,7 +109,7 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
     host = plugins.load()
     component = host.registry.get(TRAINER, trainer)
     is_main = jax.process_index() == 0
-    callbacks = inputs.pop("callbacks", None) or ()
+    callbacks, accept = inputs.pop("callbacks", None) or (), inputs.pop("accept", None) or ()
     if is_main:
         listen(host, callbacks)
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
@@ -130,7 +131,7 @@ def _run_alone(trainer: str, config: TrainerConfig, inputs: dict[str, Any]) -> R
         now = experiment.of_objects(trainer, stage.seed, config, stage.inputs, host.registry)
         return [StageRequest(trainer, directory, now, fix=fix)]
 
-    with open_records(directory, ask, field="save_directory") as records:
+    with open_records(directory, ask, field="save_directory", accept=accept) as records:
         record, now = records[trainer]
         done = f"nothing is trained: the result is what {directory} holds; for another run, give another save_directory"
         ended = run_recorded(

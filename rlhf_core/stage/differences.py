@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from rlhf_core.hidden import HIDDEN
 
 Record = Mapping[str, Any]
 """JSON: `trainer`, `seed`, `config` (nested), `inputs` {field: {path, reference, identity}}, `code` {field: {name,
-owner, hash}}, `versions` {distribution: version}."""
+owner, hash}}, `versions` {distribution: version}; after accepted changes also `accepted`, a list of {field, change,
+after_update, time}."""
 KEYS = ("trainer", "seed", "config", "inputs", "code", "versions")
 UNCOMPARED = frozenset(
     {
@@ -48,6 +50,11 @@ MAY_CHANGE = frozenset(
     }
 )
 """Fields that may change during a run, with a warning; all processes of a job must have the same."""
+_OF_CALLS = re.compile(r"(rewards\[\d+\]|environment)\.(timeout|processes|on_error|check)")
+"""How a reward or an environment is called, which may change as well: it changes no value."""
+_REWARD = re.compile(r"rewards\[(\d+)\]")
+_EPISODES = ("max_turns", "max_tokens", "max_seconds", "weight", "history")
+"""Options of an `environment` that say how episodes are held, whatever their environment is."""
 WHOLE_RUN = ("linear", "cosine")
 """Schedules whose learning rates all depend on the length of the run."""
 
@@ -77,11 +84,11 @@ class Differences(NamedTuple):
 
 def digest(record: Record) -> str:
     """Hash the refused part of a record, without the training data, which are compared by row."""
-    config = {k: v for k, v in flat(record["config"]).items() if is_compared(k) and root(k) not in MAY_CHANGE}
+    config = {k: v for k, v in flat(record["config"]).items() if is_compared(k) and not _may_change(k)}
     identity = {
         "trainer": record["trainer"],
         "seed": record["seed"],
-        "config": {key: value for key, value in config.items() if key not in record["inputs"]},
+        "config": {k: _function(v) if k in record["inputs"] else v for k, v in config.items()},
         "inputs": {k: v["identity"] for k, v in record["inputs"].items() if not is_training_data(k)},
         "code": {k: v["hash"] for k, v in record["code"].items()},
     }
@@ -102,11 +109,13 @@ def compare(before: Record, now: Record) -> Differences:
     inputs = {*before["inputs"], *now["inputs"]}
     for key in sorted({*then, *asked}):
         if is_compared(key) and key not in inputs and then.get(key) != asked.get(key):
-            part = warned if root(key) in MAY_CHANGE else refused
+            part = warned if _may_change(key) else refused
             part.append(Difference(key, _shown(then.get(key)), _shown(asked.get(key))))
     for key in sorted(inputs):
         was, is_now = before["inputs"].get(key), now["inputs"].get(key)
-        if difference := _changed_input(key, was, is_now, then, asked):
+        if was and is_now and _function(then.get(key)) != _function(asked.get(key)):
+            refused.append(Difference(key, _shown(then.get(key)), _shown(asked.get(key))))
+        elif difference := _changed_input(key, was, is_now, then, asked):
             (data if was and is_now and is_training_data(key) else refused).append(difference)
     for key in sorted({*before["code"], *now["code"]}):
         was, is_now = before["code"].get(key), now["code"].get(key)
@@ -128,15 +137,52 @@ def is_training_data(field: str) -> bool:
     return root(field) == "train_data"
 
 
-def fixed_length(before: Record, now: Record) -> str | None:
-    """Explain why a stage cannot change its training length; None if it can."""
-    scheduler = now["config"].get("scheduler")
-    if scheduler not in WHOLE_RUN:
+def accept_names(field: str, before: Record, now: Record) -> tuple[str, ...]:
+    """Return the names under which a refused change can be accepted, such as "rewards.judge"; none if it cannot be.
+
+    These are changes of a reward that both records have, by label, and of an environment and its tools.
+    """
+    if match := _REWARD.match(field):
+        labels = {_label(record["config"], int(match[1])) for record in (before, now)}
+        label = labels.pop()
+        if labels or label is None:
+            return ()
+        return tuple(dict.fromkeys((f"rewards.{label}", f"rewards.{label.rpartition(':')[2]}", match[0])))
+    both = all(record["config"].get("environment") for record in (before, now))
+    of_episodes = field.partition(".")[2] in _EPISODES
+    return ("environment", "tools") if root(field) == "environment" and both and not of_episodes else ()
+
+
+def _label(config: Mapping[str, Any], index: int) -> str | None:
+    rewards = config.get("rewards") or ()
+    if index >= len(rewards):
         return None
+    reward = rewards[index]
+    if not isinstance(reward, Mapping):
+        return str(reward)
+    return str(reward.get("label") or str(reward.get("name")).rpartition("/")[2])
+
+
+def fixed_length(config: Mapping[str, Any], before: int, asked: int, made: int) -> str | None:
+    """Explain why a run of `before` updates, `made` of which are made, cannot have `asked`; None if it can."""
+    if asked < made:
+        return too_short(made, asked)
+    scheduler = config.get("scheduler")
+    warmup = config.get("warmup_steps") or 0
+    falls = warmup + 0.9 * (
+        min(before, asked) - warmup
+    )  # from which update; see `rlhf_core.optimizers.schedule`
+    if scheduler not in WHOLE_RUN and not (scheduler == "wsd" and before != asked and made - 1 > falls):
+        return None
+    how = "spreads the learning rate over the whole run" if scheduler in WHOLE_RUN else "had begun to fall"
     return (
-        f'scheduler = "{scheduler}" spreads the learning rate over the whole run, so the updates already made would '
-        'have had other rates; a run can be extended with scheduler = "constant"'
+        f'scheduler = "{scheduler}" {how}, so the updates already made would have had other rates; a run can be '
+        'extended with scheduler = "constant"'
     )
+
+
+def too_short(made: int, asked: int) -> str:
+    return f"it has made {made:,} updates, more than the {asked:,} that are asked for; give at least as many"
 
 
 def planned_updates(config: Mapping[str, Any], per_epoch: float) -> int:
@@ -171,6 +217,15 @@ def _once(differences: list[Difference]) -> list[Difference]:
 
 def root(key: str) -> str:
     return key.split(".")[0].split("[")[0]
+
+
+def _may_change(key: str) -> bool:
+    return root(key) in MAY_CHANGE or _OF_CALLS.fullmatch(key) is not None
+
+
+def _function(value: Any) -> str | None:
+    """Return the function of a `file.py:function`, whose file is an input."""
+    return value.rpartition(":")[2] if isinstance(value, str) and ".py:" in value else None
 
 
 def is_compared(key: str) -> bool:

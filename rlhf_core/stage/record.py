@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,11 +36,12 @@ State = Literal["new", "running", "done"]
 class StageRecord:
     """Read and write the stage.json of one stage.
 
-    fix: how a user can run the stage with other settings, for messages. Raises InputError if the file is damaged.
+    fix: how a user can run the stage with other settings, for messages. accept: names of refused changes to accept,
+    see `differences.accept_names`. Raises InputError if the file is damaged.
     """
 
-    def __init__(self, directory: Path, name: str, *, fix: str) -> None:
-        self.dir, self.name, self.fix = directory, name, fix
+    def __init__(self, directory: Path, name: str, *, fix: str, accept: Collection[str] = ()) -> None:
+        self.dir, self.name, self.fix, self.accept = directory, name, fix, accept
         self.path = directory / FILE
         self.then: dict[str, Any] = self._read()
 
@@ -92,23 +94,49 @@ class StageRecord:
             return "new"
         changes = differences.compare(self.then, now)
         state: State = self.state
-        problems = [str(change) for change in changes.refused]
+        refused = [change for change in changes.refused if change not in self.accepted(now)]
+        problems = [f"{change}{self._how_to_accept(change, now)}" for change in refused]
         length = [change for change in changes.warned if change.field in differences.LENGTH]
-        if length and changes.refused == [] and not self._same_length(now):
-            reason = differences.fixed_length(self.then, now) or self._why_not_extended(now)
+        too_long: list[str] = []
+        if length and not refused and not self._same_length(now):
+            reason = self._why_not_extended(now)
             if reason is None:
                 state = "running"
             else:
-                problems += [f"{change}: {reason}" for change in length]
+                too_long += [f"{change}: {reason}" for change in length]
         if state == "done" or not self._knows_rows():
             problems += map(str, changes.data)
-        if problems:
+        if problems or too_long:
             begun = "finished" if self.state == "done" else "begun"
+            ending = f"stage '{self.name}' was {begun} with other settings: {self.fix}"
             raise InputError(
-                *(f"stage '{self.name}'.{problem}" for problem in problems),
-                f"stage '{self.name}' was {begun} with other settings: {self.fix}",
+                *(f"stage '{self.name}'.{problem}" for problem in (*too_long, *problems)),
+                *([ending] if problems or self.state == "done" else []),
             )
         return state
+
+    def accepted(self, now: differences.Record) -> list[differences.Difference]:
+        """List the refused changes that the user accepts by name, with or without the stage's."""
+        names = {name.removeprefix(f"{self.name}.") for name in self.accept}
+        changes = differences.compare(self.then, now).refused if self.then and names else []
+        return [each for each in changes if names & {*differences.accept_names(each.field, self.then, now)}]
+
+    def with_accepted(self, now: differences.Record) -> differences.Record:
+        """Add to `now` what was accepted before and what is accepted now, after which update."""
+        after, time_now = self.newest or 0, _now()
+        new = [
+            {"field": change.field, "change": str(change), "after_update": after, "time": time_now}
+            for change in self.accepted(now)
+        ]
+        accepted = [*self.then.get("accepted", ()), *new]
+        return {**now, "accepted": accepted} if accepted else now
+
+    def _how_to_accept(self, change: differences.Difference, now: differences.Record) -> str:
+        names = differences.accept_names(change.field, self.then, now)
+        if not names:
+            return ""
+        what = "keep the stage, which was trained before that" if self.state == "done" else "continue with it"
+        return f'; to {what}: --accept {shlex.quote(names[0])}, in Python accept=["{names[0]}"]'
 
     def warnings(self, now: differences.Record) -> list[str]:
         """List the differences to warn of."""
@@ -116,6 +144,11 @@ class StageRecord:
         versions = [change.said for change in changes.warned if change.said]
         fields = [str(change) for change in changes.warned if not change.said]
         lines = [f"stage '{self.name}' was begun with {'; '.join(versions)}"] if versions else []
+        accepted = self.accepted(now)
+        if accepted:
+            what = "; ".join(map(str, accepted))
+            how = f"continues after update {self.newest or 0}" if self.settle(now) == "running" else "is kept"
+            lines.append(f"stage '{self.name}' {how} with what was accepted: {what}")
         if fields and self.settle(now) == "running":
             lines.append(f"stage '{self.name}' goes on with other settings: {'; '.join(fields)}")
         if changes.data and not self.has_checkpoints:
@@ -141,19 +174,25 @@ class StageRecord:
         asked = differences.planned_updates(now["config"], per_epoch)
         if self.state == "done" and asked <= before:
             return f"the stage has made its {before:,} updates; it can only be extended"
-        return None
+        made = self.newest if self.newest is not None else before if self.state == "done" else 0
+        return differences.fixed_length(now["config"], before, asked, made)
+
+    @property
+    def newest(self) -> int | None:
+        """Return the updates made before the newest checkpoint; None without one."""
+        checkpoints = (self.dir / "checkpoints").glob("[0-9]*")
+        return max((int(path.name) for path in checkpoints if path.name.isdecimal()), default=None)
 
     def _knows_rows(self) -> bool:
         """Return whether the loop can know which rows it has drawn: from the newest checkpoint, or without any.
 
         Changes in rows that were not drawn yet can then be accepted; `fit` decides.
         """
-        checkpoints = [path for path in (self.dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()]
-        if not checkpoints:
+        if self.newest is None:
             return True
-        newest = max(checkpoints, key=lambda path: int(path.name))
         try:
-            return bool(json.loads((newest / "host.json").read_bytes())["host"]["rows"])
+            host = json.loads((self.dir / "checkpoints" / str(self.newest) / "host.json").read_bytes())
+            return bool(host["host"]["rows"])
         except UNREADABLE:
             return False
 
@@ -174,6 +213,10 @@ class StageRecord:
             "artifacts": {name: artifacts.identity(artifact.path) for name, artifact in outputs.items()},
         }
         self._write({**self.then, "state": "done", "finished": _now(), "results": results})
+
+    def keep_done(self, now: differences.Record) -> None:
+        """Record the accepted changes of a stage that stays done."""
+        self._write({**self.then, **{key: now[key] for key in ("config", "inputs", "code", "accepted")}})
 
     def put_back(self, before: Mapping[str, Any]) -> None:
         """Undo `write_running` for a stage that failed before it did anything, so that its input can be repaired."""

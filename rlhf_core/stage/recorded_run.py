@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,23 +48,29 @@ class StageRequest(NamedTuple):
 
 @contextmanager
 def open_records(
-    directory: Path, ask: Callable[[], Sequence[StageRequest]], *, field: str = "dir", **facts: Any
+    directory: Path,
+    ask: Callable[[], Sequence[StageRequest]],
+    *,
+    field: str = "dir",
+    accept: Collection[str] = (),
+    prepare: Callable[[], None] | None = None,
+    **facts: Any,
 ) -> Iterator[dict[str, tuple[StageRecord, differences.Record]]]:
     """Lock a run directory and compare the records of its stages: {stage: (its record, what it computes now)}.
 
-    The main process takes the lock; every process compares. ask: returns the stages, in order. facts: what else all
-    processes must agree on. Raises InputError, on every process, if the directory is in use, a stage was begun as
-    another experiment, or processes differ.
+    The main process takes the lock; every process compares. ask: returns the stages, in order. accept: names of changes
+    to accept. prepare: called first, on the main process alone. facts: what else all processes must agree on. Raises
+    InputError, on every process, if the directory is in use, a stage was begun as another experiment, or processes
+    differ.
     """
-    with enter_on_first(lambda: lock(directory, field)):
+    with enter_on_first(lambda: _locked(directory, field, prepare)):
         require_shared_directory(directory, field)
         records: dict[str, StageRecord] = {}
         problems: list[str] = []
         stages: Sequence[StageRequest] = ()
         try:
             stages = ask()
-            for stage in stages:
-                records[stage.name] = StageRecord(stage.dir, stage.name, fix=stage.fix)
+            records = read_records(stages, accept)
             problems += refusals(stages, records)
             facts["stages"] = {
                 stage.name: {"record": dict(stage.now), "state": records[stage.name].state}
@@ -74,6 +80,31 @@ def open_records(
             problems += error.problems
         require_agreement(facts, problems)
         yield {stage.name: (records[stage.name], stage.now) for stage in stages}
+
+
+@contextmanager
+def _locked(directory: Path, field: str, prepare: Callable[[], None] | None) -> Iterator[None]:
+    with lock(directory, field):
+        if prepare is not None:
+            prepare()
+        yield
+
+
+def read_records(stages: Sequence[StageRequest], accept: Collection[str] = ()) -> dict[str, StageRecord]:
+    """Read the records of stages. accept: names of changes to accept; one that nothing answers to is warned of."""
+    records = {
+        stage.name: StageRecord(stage.dir, stage.name, fix=stage.fix, accept=accept) for stage in stages
+    }
+    used = {
+        name
+        for stage in stages
+        for change in records[stage.name].accepted(stage.now)
+        for short in differences.accept_names(change.field, records[stage.name].then, stage.now)
+        for name in (short, f"{stage.name}.{short}")
+    }
+    for name in sorted(set(accept) - used):
+        warnings.warn(f"accept '{name}': no change that was refused has this name", stacklevel=2)
+    return records
 
 
 def refusals(stages: Sequence[StageRequest], records: Mapping[str, StageRecord]) -> list[str]:
@@ -164,7 +195,6 @@ def run_recorded(
     memory, printed next to the peak. done: words for a stage that is done.
     Raises InputError, on every process, if it was begun as another experiment.
     """
-    stage = replace(stage, experiment=now)
     state: State = "new"
     problems: list[str] = []
     try:
@@ -172,14 +202,20 @@ def run_recorded(
     except InputError as error:
         problems += error.problems
     require_agreement({"stages": {}}, problems)
-    for line in record.warnings(now) if stage.is_main else ():
-        warnings.warn(line, stacklevel=3)
+    lines = record.warnings(now) if stage.is_main else []
+    accepts = bool(record.accepted(now))
+    now = record.with_accepted(now)
+    stage = replace(stage, experiment=now)
     if state == "done":
+        for line in lines:
+            warnings.warn(line, stacklevel=3)
         try:
             outputs = read_outputs(trainer, stage)
         except RunError as error:
             raise InputError(f"{error}; it was done before: delete {stage.dir} to run it anew") from error
         record.require_outputs(outputs)
+        if accepts and stage.is_main:
+            record.keep_done(now)
         say(f"stage '{stage.name}': done on {record.then['finished']}, {done}")
         return StageOutcome(outputs, True, record.metrics)
     stop_together(f"before stage '{stage.name}' was {'begun' if state == 'new' else 'continued'}")
@@ -195,6 +231,8 @@ def run_recorded(
     forget_peak()
     try:
         with event_log, hook_errors_named(host.pm):
+            for line in lines:
+                warnings.warn(line, stacklevel=3)
             outputs = execute(
                 trainer,
                 config,

@@ -17,7 +17,7 @@ class PythonTrainer:
 
     def __init__(self, config: Any = None, **inputs: Any) -> None:
         """inputs: `model`, `train_dataset`, `eval_dataset`, `tokenizer`, `rewards` (callables, registered names, reward
-        model directories), `callbacks`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
+        model directories), `callbacks`, `accept`; `args`, `arguments`, `processing_class` and `reward_funcs` too.
 
         Raises InputError for an unknown argument, TypeError for a config of another class.
         """

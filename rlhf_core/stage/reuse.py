@@ -1,0 +1,111 @@
+"""Take over finished stages of another run directory that match, so that only the other stages train."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_core.errors import InputError
+from rlhf_core.runtime.disk_errors import attempt
+from rlhf_core.runtime.files import make_directory, replace_directory
+from rlhf_core.stage import record
+from rlhf_core.stage.record import StageRecord
+
+if TYPE_CHECKING:
+    from rlhf_core.stage import differences
+    from rlhf_core.stage.recorded_run import StageRequest
+
+LINKED = ("artifacts", "checkpoints")
+"""Folders whose files are never written to again, so that two runs can share them; all others are copied."""
+
+
+class Reused(NamedTuple):
+    """A finished stage of another run. then: its record. now: what is asked for, with the identity of every input."""
+
+    request: StageRequest
+    source: Path
+    then: Mapping[str, Any]
+    now: differences.Record
+
+    def take_over(self) -> None:
+        """Copy the stage into this run, with hard links to its large files where the disk allows them."""
+        final = self.request.dir
+        temporary = final.with_name(f".{final.name}.tmp")
+        attempt(lambda: make_directory(final.parent), f"stage '{self.request.name}'", final.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
+        attempt(
+            lambda: self._copy(temporary, final), f"stage '{self.request.name}'", final, leftover=temporary
+        )
+
+    def _copy(self, temporary: Path, final: Path) -> None:
+        shutil.copytree(self.source, temporary, copy_function=self._link_or_copy)
+        # The old paths of inputs and the settings that do not count are replaced by those of this run.
+        now = {key: self.now[key] for key in ("config", "inputs")}
+        reused = {"run": str(self.source.parent), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        record.write(temporary, {**self.then, **now, "reused": reused})
+        replace_directory(temporary, final)
+
+    def _link_or_copy(self, source: str, target: str) -> None:
+        if Path(source).relative_to(self.source).parts[0] in LINKED:
+            try:
+                return os.link(source, target)
+            except OSError:  # another disk, or one without links
+                pass
+        shutil.copy2(source, target)
+        return None
+
+
+def find_reusable(
+    run: Path, stages: Sequence[StageRequest], records: Mapping[str, StageRecord]
+) -> tuple[dict[str, Reused], list[str]]:
+    """Find the stages that are new here and finished in another run with the same settings and inputs.
+
+    Returns {stage: what to take over}, and why each other stage that is new here is not. Raises InputError if `run` is
+    no run directory, or this one.
+    """
+    if not any(run.glob(f"*/{record.FILE}")):
+        raise InputError(f"--reuse {run}: not a run directory: there is no STAGE/{record.FILE} in it")
+    if any(stage.dir.parent.resolve() == run.resolve() for stage in stages):
+        raise InputError(f"--reuse {run}: this is the run's own directory; give the run a new one with --dir")
+    found: dict[str, Reused] = {}
+    reasons: list[str] = []
+    for stage in stages:
+        here = records[stage.name]
+        if here.state != "new" or here.has_checkpoints or here.has_artifacts:
+            continue
+        there = StageRecord(run / stage.name, stage.name, fix=stage.fix)
+        trained = sorted(
+            name
+            for name in stage.reads
+            if name not in found and (name not in records or records[name].state != "done")
+        )
+        why = [f"stage '{stage.name}' is not finished there"] if there.state != "done" else []
+        why += [f"stage '{stage.name}' reads '{name}', which trains here" for name in trained]
+        now = {**stage.now, "inputs": _with_identities(stage.now["inputs"], found)}
+        if not why:
+            try:
+                if there.settle(now) == "running":
+                    why = [f"stage '{stage.name}' is longer here"]
+            except InputError as error:
+                why = list(error.problems[:-1])
+        if why:
+            reasons += [f"not reused from {run}: {line}" for line in why]
+        else:
+            found[stage.name] = Reused(stage, run / stage.name, there.then, now)
+    return found, reasons
+
+
+def _with_identities(inputs: Mapping[str, Any], found: Mapping[str, Reused]) -> dict[str, Any]:
+    """Fill in the hashes of artifacts that are taken over, which are not in this run yet."""
+
+    def identity(given: Mapping[str, Any]) -> Any:
+        stage, _, output = (given["reference"] or "").partition(".")
+        if stage not in found:
+            return given["identity"]
+        return found[stage].then.get("results", {}).get("artifacts", {}).get(output)
+
+    return {field: {**given, "identity": identity(given)} for field, given in inputs.items()}
