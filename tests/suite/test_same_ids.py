@@ -76,8 +76,8 @@ def ids_of(trees):
     return [[*tree.prefix.tolist(), *branch.tolist()] for tree in trees for branch in tree.branches]
 
 
-def wanted():
-    """The chosen and rejected conversations of each row as transformers writes them, up to the end of the turn."""
+def wanted(*, whole):
+    """The chosen and rejected conversations of each row as transformers writes them, whole or up to the turn's end."""
     reader = tokenizer()
     found = []
     for row in ROWS:
@@ -85,13 +85,14 @@ def wanted():
             text = reader.apply_chat_template(
                 [*row["prompt"], *row[side]], chat_template=chat.CHATML, tokenize=False
             )
-            found.append(reader(text.removesuffix("\n"), add_special_tokens=False)["input_ids"])
+            text = text if whole else text.removesuffix("\n")
+            found.append(reader(text, add_special_tokens=False)["input_ids"])
     return found
 
 
 def test_stages_are_trained_on_the_same_ids(chain):
-    assert ids_of(chain["sft"][1]) == wanted()[::2]
-    assert ids_of(chain["reward"][1]) == wanted()
+    assert ids_of(chain["sft"][1]) == wanted(whole=False)[::2]
+    assert ids_of(chain["reward"][1]) == wanted(whole=True)
     end = tokenizer().convert_tokens_to_ids("<|im_end|>")
     for tree in chain["sft"][1]:
         assert (tree.branches[0][-1], tree.weights[0][-1]) == (end, 1)
@@ -119,10 +120,10 @@ def test_scores_read_what_was_trained(chain, tiny, tmp_path, monkeypatch):
     rows = tiny.write_rows(tmp_path / "rows.jsonl", ROWS)
     command = ["score", str(path), str(rows), "-o", str(tmp_path / "scored.jsonl")]
     assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
-    assert read == wanted()
+    assert read == wanted(whole=True)
     read.clear()
     rollout_scores(chain, tiny)
-    assert read == wanted()
+    assert read == wanted(whole=True)
 
 
 def rollout_scores(chain, tiny):
@@ -131,7 +132,8 @@ def rollout_scores(chain, tiny):
     asked = [{"prompt": row["prompt"]} for row in ROWS for _ in range(2)]
     prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None)
     sampled = [
-        ids[len(start) :] for ids, start in zip(wanted(), (p.tolist() for p in prompts.ids), strict=True)
+        ids[len(start) :]
+        for ids, start in zip(wanted(whole=False), (p.tolist() for p in prompts.ids), strict=True)
     ]
     assert [[*start, *ids] for start, ids in zip(map(list, prompts.ids), sampled, strict=True)] == wanted()
     width = max(map(len, sampled))
