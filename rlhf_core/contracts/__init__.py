@@ -270,7 +270,9 @@ POLICY_LOSS: Kind[PolicyLoss] = Kind(
 )
 ADVANTAGE: Kind[Advantage] = Kind("advantage", ("inputs",), constant=True)
 SAMPLER: Kind[SamplerMaker] = Kind("sampler", ("inputs",))
-REWARD: Kind[Reward] = Kind("reward", ("prompts", "completions", "completion_ids"), by_path=True)
+REWARD: Kind[Reward] = Kind(
+    "reward", ("prompts", "completions", "completion_ids", "log_metric"), by_path=True
+)
 ENVIRONMENT: Kind[Environment] = Kind("environment", factory=True, by_path=True)
 MODEL: Kind[ModelFamily] = Kind("model")
 DATASET: Kind[Dataset] = Kind("dataset", factory=True)

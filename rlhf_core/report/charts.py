@@ -52,6 +52,7 @@ KINDS = (
     Kind("Reward", "Reward, standard deviation", ("reward_std", "reward_std_all", "rewards/*/std")),
     Kind("Reward", "Share of groups whose rewards are all equal", ("frac_reward_zero_std",)),
     Kind("Reward", "Failed calls of a reward", ("rewards/*/failed",)),
+    Kind("Reward", "Share of completions that a reward left unscored", ("rewards/*/unscored",)),
     Kind("Reward", "Implicit reward", ("rewards/chosen", "rewards/rejected")),
     Kind("Reward", "Log-probability of a completion, nats", ("logps/chosen", "logps/rejected")),
     Kind(

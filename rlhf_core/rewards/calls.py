@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ import numpy as np
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, error_line
 from rlhf_core.hidden import scrub
-from rlhf_core.rewards.reward import part_of
+from rlhf_core.rewards.reward import LOG, part_of
 from rlhf_core.rewards.unreadable_rows import UnreadableError
-from rlhf_core.runtime.agreement import broadcast_numbers, gather_maximum
+from rlhf_core.rewards.worker_call import MetricLog
+from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import DiedError, RaisedError, TooSlowError, awaited, outcome_of, start_async
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     "skip" only for invalid return values), and, if `needed`, where no function applies to any completion. Counts
     skipped calls in `Reward.failures`. "skip" leaves out single rows where only these cannot be read.
     """
+    for reward in rewards:
+        reward.logged = {}
     outcomes = _call(rewards, inputs)
     # The worst state of each reward on any process, so that all go on or none does.
     states = gather_maximum(
@@ -64,6 +68,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
                 outcome if isinstance(outcome, BaseException) else None
             )
         if state == SKIPPED:
+            reward.logged = {}
             if isinstance(outcome, UnreadableError):
                 skipped.append(_by_row(reward, outcome, inputs)[0])
                 table[:, f] = reward.checked(outcome.values, len(table))
@@ -85,6 +90,21 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             )
         )
     return table
+
+
+def logged_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Average what each reward logged in the last call of `score`, {metric: value}; every process must call this."""
+    if not any(reward.logs for reward in rewards):
+        return {}
+    metrics = {
+        f"rewards/{reward.label}/{name}": sum(values) / len(values)
+        for reward in rewards
+        for name, values in reward.logged.items()
+    }
+    own: dict[str, float] = json.loads(
+        broadcast_text(json.dumps(metrics))
+    )  # the first process called the functions
+    return own
 
 
 def _state(reward: Reward, outcome: Outcome) -> int:
@@ -158,14 +178,18 @@ async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
             asyncio.wrap_future(pool.submit(named=reward.arguments(part), seconds=reward.timeout))
             for part in parts
         ]
-        returned = await asyncio.gather(*futures)
+        returned, logged = zip(*await asyncio.gather(*futures), strict=True)
+        names = dict.fromkeys(name for part in logged for name in part)
+        reward.logged = {name: [x for part in logged for x in part.get(name, ())] for name in names}
         return np.concatenate(
             [
                 reward.checked(values, len(part.completions))
                 for values, part in zip(returned, parts, strict=True)
             ]
         )
-    values = await awaited(reward.function(**reward.arguments(inputs)))
+    log = MetricLog()
+    reward.logged = log.values  # a call that takes too long fills its own to the end
+    values = await awaited(reward.function(**reward.arguments(inputs), **({LOG: log} if reward.logs else {})))
     return reward.checked(values, len(inputs.completions))
 
 

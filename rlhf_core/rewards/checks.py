@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import sys
 import warnings
@@ -17,9 +18,10 @@ import numpy as np
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
 from rlhf_core.data.source import Cells
-from rlhf_core.errors import InputError, RunError, error_line
+from rlhf_core.errors import InputError, RunError, error_line, suggest
+from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.calls import call_together, failure
-from rlhf_core.rewards.reward import OWN, Reward
+from rlhf_core.rewards.reward import LOG, OWN, Reward
 from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 HERE = str(Path(__file__).parent.parent)
+ALIKE = 0.7
+"""Similarity, from 0 to 1, above which a parameter's name may be that of a column, misspelt."""
 SHOWN = 5
 """Rows that are named; the others are counted."""
 ROWS_LOOKED_AT = 10_000
@@ -54,7 +58,7 @@ def check_columns(
     a reward cannot read is a problem, or a warning if the reward's `on_error` is "skip".
     """
     lines = column_warnings(rewards, columns, stage)  # on every process
-    lines += [line for reward in rewards for line in reward.overridden(_names(columns))]
+    lines += [line for reward in rewards for line in _overridden(reward, _names(columns))]
     for line in lines if lines and stage.is_main else ():
         warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
 
@@ -65,7 +69,7 @@ def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> li
     problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
     if problems:
         raise InputError(*problems)
-    lines = [line for reward in rewards for line in reward.misspelt(names)]
+    lines = [line for reward in rewards for line in _misspelt(reward, names)]
     if isinstance(columns, Sequence):
         return lines
     if stage.mesh is None:
@@ -178,18 +182,49 @@ def _untokenized(records: Records) -> _Table:
 def _optional(reward: Reward, columns: Mapping[str, Sequence[Any]]) -> list[str]:
     """Say which optional parameters are options, which are columns, and which have a default in place of either."""
     needs, takes, _ = reward.wants()
-    lines = reward.overridden(list(columns))
+    lines = _overridden(reward, list(columns))
     lines += [
         f"reward '{reward.label}': {name} is {default!r}: no option sets it, and the prompts have no such column"
-        for name, default in reward.defaults(list(columns)).items()
+        for name, default in _defaults(reward, list(columns)).items()
         if default is None or (isinstance(default, str | tuple | list | dict) and not default)
     ]
     return lines + [
         f"reward '{reward.label}': {name} is the column of that name; an option {name} in the pipeline would be used "
         "in its place"
-        for name in sorted(takes - needs - set(OWN) - set(reward.chosen))
+        for name in sorted(takes - needs - {*OWN, LOG, *reward.chosen})
         if name in columns
     ]
+
+
+def _overridden(reward: Reward, columns: Sequence[str]) -> list[str]:
+    """List the columns that an option of the same name keeps from the function."""
+    return [
+        f"reward '{reward.label}': its option {name} = {hide_named(name, value)!r} is used, and the column "
+        f"'{name}' is not"
+        for name, value in reward.chosen.items()
+        if name in columns
+    ]
+
+
+def _misspelt(reward: Reward, columns: Sequence[str]) -> list[str]:
+    """List defaults that a column with a similar name was probably meant to replace, as warnings."""
+    others = sorted({*OWN, *columns} - reward.wants()[1])
+    return [
+        f"reward '{reward.label}': {name} is {default!r} for every row: no option sets it, and the prompts have no "
+        f"column of that name.{meant} If the default is meant, set the option"
+        for name, default in _defaults(reward, columns).items()
+        if (meant := suggest(name, others, ALIKE))
+    ]
+
+
+def _defaults(reward: Reward, columns: Sequence[str]) -> dict[str, Any]:
+    """Return {parameter: its default} of a user's function where no option and no column gives a value."""
+    function = getattr(reward.function, "func", reward.function)
+    if str(getattr(function, "__module__", "")).startswith("rlhf_core."):
+        return {}
+    given = {*OWN, LOG, *reward.chosen, *columns}
+    parameters = inspect.signature(reward.function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in given}
 
 
 def _without_value(reward: Reward, prompts: Any) -> list[str]:

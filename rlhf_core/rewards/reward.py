@@ -17,7 +17,6 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, suggest
-from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.worker_call import NotNumeric, WorkerCall, plain_values
 from rlhf_core.workers import Pool, UnsendableError
 
@@ -25,17 +24,15 @@ if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
 
 OWN = ("prompts", "completions", "completion_ids")
-"""Arguments that every function may take besides the columns of the prompts."""
-ALIKE = 0.7
-"""Similarity, from 0 to 1, above which a parameter's name may be that of a column, misspelt."""
+"""Arguments that every function may take besides the columns of the prompts and LOG."""
+LOG = "log_metric"
+"""The argument that logs a metric; `**columns` does not get it."""
 ELSEWHERE = {
     "trainer_state": "TRL passes its trainer's state under this name, and nothing like it is passed here; remove the "
     "parameter, or give it a default. For values that change over a run, write a reward with state: a dataclass with "
     "`__call__`, `snapshot()` and `restore(kept)`",
     "log_extra": "TRL passes a function under this name; here every reward's values are in samples/*.jsonl beside the "
-    "completions, and its mean and deviation in the metrics. Remove the parameter",
-    "log_metric": "TRL passes a function under this name; here, log a metric as a second reward with weight = 0. "
-    "Remove the parameter",
+    "completions, and `log_metric` logs numbers. Remove the parameter",
     "environments": "TRL passes its environments under this name; here, with an `environment`, `completions` has what "
     "was said after the prompt, and the column `environment_rewards` what the environment gave. Name those instead",
     "kwargs": "write it with two stars, **kwargs, to take every column",
@@ -71,7 +68,8 @@ class Reward:
     timeout: seconds per call; None: no limit. on_error: whether a call that fails or exceeds it ends the run.
     processes: worker processes that share a call; None: one for a plain function with a timeout, else none.
     tried: whether `rlhf check` may call it. failures: calls skipped so far.
-    warned: whether a warning about NaN was shown. ready: whether it has loaded what it needs.
+    warned: whether a warning about NaN was shown. told_unscored: whether one about values that are missing was.
+    logged: metrics of the last call, {name: values}. ready: whether it has loaded what it needs.
     """
 
     label: str
@@ -84,6 +82,8 @@ class Reward:
     ready: bool = False
     processes: int | None = None
     tried: bool = True
+    told_unscored: bool = False
+    logged: dict[str, list[float]] = field(default_factory=dict)
     _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -102,7 +102,7 @@ class Reward:
         """Return its worker pool. Raises InputError for a function that another process cannot import."""
         if self._pool is None or self._pool.closed:
             try:
-                self._pool = Pool(WorkerCall(self.function), self.processes or 1)
+                self._pool = Pool(WorkerCall(self.function, self.logs), self.processes or 1)
             except UnsendableError as error:
                 why = "timeout" if self.processes is None else "processes"
                 raise InputError(
@@ -139,6 +139,11 @@ class Reward:
         """Return whether it is an object with `setup`, whose weights are on the mesh of all processes."""
         return hasattr(self.function, "setup")
 
+    @property
+    def logs(self) -> bool:
+        """Return whether it takes `log_metric`."""
+        return LOG in self.wants()[1]
+
     def wants(self) -> tuple[set[str], set[str], bool]:
         """Return (parameters it needs, parameters it takes, whether it takes every column)."""
         parameters = inspect.signature(self.function).parameters.values()
@@ -150,7 +155,7 @@ class Reward:
 
     def check_columns(self, columns: Sequence[str], where: str) -> list[str]:
         """List columns that the function needs and the data lacks, as problems."""
-        missing = sorted(self.wants()[0] - set(OWN) - set(columns))
+        missing = sorted(self.wants()[0] - {*OWN, LOG, *columns})
         own, have = ", ".join(OWN), ", ".join(sorted(columns)) or "no columns besides the prompt"
         return [
             f"{where}: reward '{self.label}' needs '{name}': {ELSEWHERE[name]}"
@@ -159,34 +164,6 @@ class Reward:
             f"{have}"
             f"{f'.{meant} Besides columns there are {own}' if (meant := suggest(name, [*OWN, *columns])) else ''}"
             for name in missing
-        ]
-
-    def defaults(self, columns: Sequence[str]) -> dict[str, Any]:
-        """Return {parameter: its default} of a user's function where no option and no column gives a value."""
-        function = getattr(self.function, "func", self.function)
-        if str(getattr(function, "__module__", "")).startswith("rlhf_core."):
-            return {}
-        given = {*OWN, *self.chosen, *columns}
-        parameters = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in given}
-
-    def overridden(self, columns: Sequence[str]) -> list[str]:
-        """List the columns that an option of the same name keeps from the function."""
-        return [
-            f"reward '{self.label}': its option {name} = {hide_named(name, value)!r} is used, and the column "
-            f"'{name}' is not"
-            for name, value in self.chosen.items()
-            if name in columns
-        ]
-
-    def misspelt(self, columns: Sequence[str]) -> list[str]:
-        """List defaults that a column with a similar name was probably meant to replace, as warnings."""
-        others = sorted({*OWN, *columns} - self.wants()[1])
-        return [
-            f"reward '{self.label}': {name} is {default!r} for every row: no option sets it, and the prompts have no "
-            f"column of that name.{meant} If the default is meant, set the option"
-            for name, default in self.defaults(columns).items()
-            if (meant := suggest(name, others, ALIKE))
         ]
 
     def arguments(self, inputs: RewardInputs) -> dict[str, Any]:
@@ -199,7 +176,7 @@ class Reward:
         arguments = {
             name: value
             for name, value in available.items()
-            if (any_column or name in takes) and name not in self.chosen
+            if (any_column or name in takes) and name not in self.chosen and name != LOG
         }
         if self.in_workers:  # sending copies
             return arguments

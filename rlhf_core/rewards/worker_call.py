@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from rlhf_core.hidden import scrub
 from rlhf_core.workers import awaited, run_async
 
+MEASURED = ("mean", "std", "failed", "unscored")
+"""Last parts of the names of metrics that are measured of every reward."""
 SHOWN = 200
 """Characters of a wrong value to show."""
 
@@ -22,20 +25,46 @@ class NotNumeric:
     text: str = ""
 
 
+class MetricLog:
+    """The argument `log_metric` of a call: collects the metrics that a reward logs, {name: values}."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Keep a value. Raises ValueError for a name that every reward's metrics have, and for what is no number."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"log_metric({name!r}, …): the name of a metric is a text")
+        if name.rpartition("/")[2] in MEASURED:
+            raise ValueError(f"log_metric({name!r}, …): this is measured of every reward; give another name")
+        try:
+            number = float("nan" if isinstance(value, str | bytes | bytearray) else value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric({name!r}, {value!r}): the value of a metric is a finite number")
+        self.values.setdefault(name, []).append(number)
+
+
 @dataclass(frozen=True)
 class WorkerCall:
-    """Call a function and return its values as plain numbers.
+    """Call a function and return its values as plain numbers, with the metrics that it logs.
 
     The values' own code, which converting and unpickling them would run, stays within the time limit of the call.
+    logs: whether the function takes `log_metric`.
     """
 
     function: Any
+    logs: bool = False
 
-    def __call__(self, **arguments: Any) -> list[float | NotNumeric | None] | NotNumeric:
-        values = self.function(**arguments)
+    def __call__(
+        self, **arguments: Any
+    ) -> tuple[list[float | NotNumeric | None] | NotNumeric, dict[str, list[float]]]:
+        log = MetricLog()
+        values = self.function(**arguments, **({"log_metric": log} if self.logs else {}))
         if inspect.isawaitable(values):
             values = run_async(awaited(values))  # on the loop of the calls before
-        return plain_values(values)
+        return plain_values(values), log.values
 
 
 def plain_values(values: Any) -> list[float | NotNumeric | None] | NotNumeric:

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import all_equal
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.errors import NonFiniteError, RunError
+from rlhf_core.rewards.calls import logged_metrics
 from rlhf_core.rewards.checks import set_up
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import open_environment
 from rlhf_core.rollouts.layout import require_whole_groups, tree_sizes
 from rlhf_core.rollouts.rollout import Rollout, Timing
-from rlhf_core.rollouts.warnings import system_prompt_warnings
+from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
 from rlhf_core.training.memory import sampling_memory
 from rlhf_core.training.open import (
     OF_EPISODES,
@@ -152,7 +153,8 @@ class RolloutCollector:
         )
         rewards, total = measure(self.rewards, inputs, needed=required)
         timing = Timing(sampled - began, time.perf_counter() - sampled, int(np.sum(samples.lengths)))
-        return Rollout(chosen, samples, rewards, total, inputs, timing=timing)
+        logged = logged_metrics(self.rewards)
+        return Rollout(chosen, samples, rewards, total, inputs, metrics=logged, timing=timing)
 
     def _hold(
         self,
@@ -185,7 +187,7 @@ class RolloutCollector:
         rewards[failed], total[failed] = np.nan, np.nan
         timing = Timing(ended - began, time.perf_counter() - ended, int(np.sum(samples.mask)))
         said = Conversations.of(held, group, one_row_per_turn=source.one_row_per_turn)
-        metrics = held.measure()
+        metrics = {**held.measure(), **logged_metrics(self.rewards)}
         return Rollout(
             chosen, samples, rewards, total, inputs, metrics=metrics, timing=timing, conversations=said
         )
@@ -202,7 +204,8 @@ class RolloutCollector:
             )
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """Measure a rollout, by the names of the metrics page."""
+        """Measure a rollout, by the names of the metrics page; warn where rewards left much of it unscored."""
+        warn_of_unscored(self.stage, self.rewards, rollout)
         measured = rollout_metrics(
             self.rewards, rollout.rewards, rollout.total, rollout.samples, rollout.group
         )

@@ -136,6 +136,7 @@ def rollout_metrics(
         own = each[:, f][~np.isnan(each[:, f])]
         out[f"rewards/{reward.label}/mean"] = float(own.mean()) if len(own) else float("nan")
         out[f"rewards/{reward.label}/std"] = float(own.std(ddof=1)) if len(own) > 1 else float("nan")
+        out[f"rewards/{reward.label}/unscored"] = float(np.isnan(each[:, f]).mean())
     return out
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FLAT_ROLLOUTS = 3
 """Rollouts in a row without a difference within any group before the warning."""
+UNSCORED = 0.1
+"""Share of completions without a value above which a reward is warned of."""
 FIRST_ROLLOUTS = 3
 """Rollouts whose empty completions are counted: later a policy may have learned to say nothing."""
 
@@ -111,6 +113,31 @@ class RolloutWarnings:
         if self.stage.is_main and kind not in self.given:
             warnings.warn(f"stage '{self.stage.name}': {line}", stacklevel=4)
         self.given.add(kind)
+
+
+def warn_of_unscored(stage: Stage, rewards: Sequence[Reward], rollout: Rollout) -> None:
+    """Warn, once per reward, where it left more than UNSCORED of the completions without a value.
+
+    A reward that applies to none of a prompt's completions may be meant for other prompts: these count where no reward
+    applies. Episodes that failed have a warning of their own.
+    """
+    shape = len(rollout.prompts), rollout.group
+    said = rollout.conversations
+    held = np.array([True] * len(rollout.total) if said is None else [why is None for why in said.failures])
+    alone = np.isnan(rollout.total).reshape(shape)
+    for f, reward in enumerate(rewards):
+        missing = np.isnan(rollout.rewards[:, f]).reshape(shape)
+        count = int((missing & (alone | ~missing.all(1, keepdims=True)) & held.reshape(shape)).sum())
+        if reward.told_unscored or count <= UNSCORED * len(held):
+            continue
+        reward.told_unscored = True
+        if stage.is_main:
+            warnings.warn(
+                f"stage '{stage.name}': reward '{reward.label}' left {count} of {len(held)} completions unscored "
+                "(None): they do not count in its mean, nor in their groups where no other reward scored them. In "
+                f"samples/*.jsonl they have null; the metric is rewards/{reward.label}/unscored",
+                stacklevel=2,
+            )
 
 
 def _lost_difference(rollout: Rollout) -> tuple[float, float] | None:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import LARGEST_REWARD, REWARD
 from rlhf_core.errors import error_line, suggest
 from rlhf_core.rewards.checks import HERE
-from rlhf_core.rewards.worker_call import NotNumeric, plain_values
+from rlhf_core.rewards.reward import LOG
+from rlhf_core.rewards.worker_call import MetricLog, NotNumeric, plain_values
 from rlhf_core.testing.findings import Broken, Findings, make_component, require_close
 from rlhf_core.testing.fixtures import a_stage
 from rlhf_core.workers import awaited, outcome_of, start_async
@@ -123,21 +124,29 @@ def _call(reward: Any, arguments: Mapping[str, Any]) -> Any:
     return value
 
 
-def _arguments(reward: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _arguments(reward: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the arguments that the reward names, or all of them where it takes **kwargs."""
-    offered = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    offered: dict[str, Any] = {
+        name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")
+    }
     offered["prompts"] = [row["prompt"] for row in rows]
     offered["completions"] = [row["completion"] for row in rows]
     parameters = inspect.signature(reward).parameters.values()
+    taken = {p.name for p in parameters}
+    if LOG in taken:
+        offered[LOG] = _log_metric
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         offered["completion_ids"] = offered.get("completion_ids", [])
         return offered
-    taken = {p.name for p in parameters}
     return {name: values for name, values in offered.items() if name in taken}
 
 
+def _log_metric(name: str, value: Any) -> None:
+    MetricLog()(name, value)
+
+
 def _require_columns(reward: Any, row: Mapping[str, Any]) -> None:
-    there = {*row, "prompts", "completions"} - {"prompt", "completion"}
+    there = {*row, "prompts", "completions", LOG} - {"prompt", "completion"}
     parameters = inspect.signature(reward).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in there]

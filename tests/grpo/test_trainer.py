@@ -107,7 +107,7 @@ def test_the_python_door(tiny, model, tmp_path):
     assert result.artifacts["model"].path == result.artifact.path
     labels = ["early", "Vowels", "patient", "length"]
     assert {name for name in result.metrics if "terminated" not in name} == CONTRACT | {
-        f"rewards/{name}/{x}" for name in labels for x in ("mean", "std")
+        f"rewards/{name}/{x}" for name in labels for x in ("mean", "std", "unscored")
     }
     assert all(np.isfinite(x) for x in result.metrics.values())
     assert (tmp_path / "out" / "samples" / "update-000000.jsonl").is_file()
@@ -193,6 +193,7 @@ def test_the_first_update_is_on_policy(tiny, one_rollout):
     assert {name for name in first if "terminated" not in name} == CONTRACT | {
         "rewards/early/mean",
         "rewards/early/std",
+        "rewards/early/unscored",
     }
     assert (
         first["clip_ratio/region_mean"] == first["clip_ratio/low_mean"] == first["clip_ratio/high_mean"] == 0
@@ -372,6 +373,7 @@ def test_evaluation(tiny, model, tmp_path):
         "frac_reward_zero_std",
         "rewards/early/mean",
         "rewards/early/std",
+        "rewards/early/unscored",
         *(f"completions/{each}_length" for each in ("mean", "min", "max")),
         "completions/clipped_ratio",
         "pass@1",

@@ -15,7 +15,7 @@ from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rewards import numeric_answer
-from rlhf_core.rewards.calls import score
+from rlhf_core.rewards.calls import logged_metrics, score
 from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward
 
@@ -85,6 +85,10 @@ def one(completions):
 def broken(completions):
     raise ConnectionError("no route")
 
+def logs(completions, *, log_metric=None, by=1):
+    log_metric("words", by * sum(len(text.split()) for text in completions))
+    return [1.0] * len(completions)
+
 def fails(completions):
     return [{"x y": 1, "x": 2}[text] if text else {}["gold"] for text in completions]
 """
@@ -109,6 +113,77 @@ def broken(completions):
 
 async def endless(completions):
     await asyncio.sleep(60)
+
+
+async def logs(completions, log_metric):
+    for text in completions:
+        log_metric("words", np.int64(len(text.split())))
+    return [None] + [1.0] * (len(completions) - 1)
+
+
+class Logs:
+    def setup(self, stage):
+        pass
+
+    def __call__(self, completions, log_metric, **columns):
+        assert set(columns) == {"prompts", "completion_ids"}
+        log_metric("part/words", 7)
+        return [0.0] * len(completions)
+
+
+def unaware(completions, **columns):
+    assert "log_metric" not in columns
+    return [0.0] * len(completions)
+
+
+def test_rewards_log_metrics_of_their_own(mine):
+    """Averaged over the calls of `log_metric`; from worker processes too, and not those of a call before."""
+    registry = Registry()
+    registry.add(REWARD, "logs", mine.logs)
+    by_ten = registry.get(REWARD, "logs", by=10)
+    rewards = [
+        Reward("plain", 1.0, by_ten),
+        Reward("async", 1.0, logs),
+        Reward("mesh", 1.0, Logs()),
+        Reward("unaware", 1.0, unaware),
+    ]
+    expected = {"rewards/plain/words": 30.0, "rewards/async/words": 1.0, "rewards/mesh/part/words": 7.0}
+    for _ in range(2):
+        score(rewards, INPUTS)
+        assert logged_metrics(rewards) == expected
+    worker = Reward("worker", 1.0, by_ten, processes=2)
+    score([worker], INPUTS._replace(prompts=["a", "b", "b"]))
+    assert logged_metrics([worker]) == {"rewards/worker/words": 15.0}  # 20 and 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mean", 1.0, "this is measured of every reward"),
+        ("a/unscored", 1.0, "this is measured of every reward"),
+        ("", 1.0, "is a text"),
+        ("x", "3", "a finite number"),
+        ("x", float("nan"), "a finite number"),
+        ("x", [1.0], "a finite number"),
+    ],
+)
+def test_what_is_no_metric_ends_the_call(name, value, said):
+    def reward(completions, log_metric):
+        log_metric(name, value)
+
+    with pytest.raises(RunError, match=rf"^reward 'judge' raised ValueError: log_metric\(.*{said}"):
+        score([Reward("judge", 1.0, reward)], INPUTS)
+
+
+def test_a_call_that_is_skipped_logs_nothing():
+    def reward(completions, log_metric):
+        log_metric("x", 1.0)
+        raise OSError("gone")
+
+    rewards = [Reward("judge", 1.0, reward, on_error="skip"), Reward("ones", 1.0, ones)]
+    with pytest.warns(UserWarning, match="reward 'judge' raised OSError: gone"):
+        score(rewards, INPUTS)
+    assert logged_metrics(rewards) == {}
 
 
 def test_an_asynchronous_function_is_cancelled_at_its_timeout():

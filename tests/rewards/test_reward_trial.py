@@ -295,7 +295,7 @@ def test_an_option_wins_where_every_column_is_taken() -> None:
     assert score([reward], inputs).tolist() == [[3.0]]
 
 
-@pytest.mark.parametrize("name", ["trainer_state", "log_metric", "environments"])
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "environments"])
 def test_arguments_of_trl_are_answered(registry: Registry, tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs.py").write_text(
         f"def theirs(completions, {name}):\n    return [0.0] * len(completions)\n"

@@ -13,6 +13,7 @@ from rlhf_core import data
 from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts.warnings import warn_of_unscored
 from rlhf_core.sampling import Rollouts
 
 G, C = 3, 4
@@ -94,10 +95,33 @@ def test_metrics(rollout):
         "completions/clipped_ratio": 2 / 6,
         "rewards/right/mean": 5 / 4,
         "rewards/right/std": np.std([1, 0, 2, 2], ddof=1),
+        "rewards/right/unscored": 2 / 6,
         "rewards/short/mean": 0.5,
         "rewards/short/std": 0.0,
+        "rewards/short/unscored": np.isnan(rollout.rewards[:, 1]).mean(),
     }
     assert found == pytest.approx(expected)
+
+
+NAN = np.nan
+
+
+@pytest.mark.parametrize(
+    ("each", "total", "count"),
+    [
+        ([1, 1, NAN, 1, 1, 1], [1, 1, 1, 1, 1, 1], 1),  # others of its prompt have a value
+        ([NAN, NAN, NAN, 1, 1, 1], [1, 1, 1, 1, 1, 1], None),  # meant for other prompts
+        ([NAN, NAN, NAN, 1, 1, 1], [NAN, NAN, NAN, 1, 1, 1], 3),  # no reward applies
+        ([1] * 6, [1] * 6, None),
+    ],
+)
+def test_a_reward_that_leaves_completions_unscored_is_told_once(rollout, recwarn, each, total, count):
+    reward = Reward("judge", 1.0, None)
+    rollout = replace(rollout, rewards=np.array(each, float)[:, None], total=np.array(total, float))
+    for _ in range(2):
+        warn_of_unscored(SimpleNamespace(name="policy", is_main=True), [reward], rollout)
+    said = f"stage 'policy': reward 'judge' left {count} of 6 completions unscored (None)"
+    assert [str(each.message).startswith(said) for each in recwarn] == ([] if count is None else [True])
 
 
 def test_metrics_of_a_function_that_applies_to_nothing_are_no_numbers(rollout):
