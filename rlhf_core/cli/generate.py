@@ -57,6 +57,7 @@ def generate(
     from rlhf_core.data.prompts import as_prompts
     from rlhf_core.data.records import from_memory
     from rlhf_core.models import load_model, local_directory, stored_head
+    from rlhf_core.models.model import warn_of_constraints
     from rlhf_core.rollouts.completions import empty_warning
     from rlhf_core.sampling import SHORTEST_BUCKET, Sampler, SamplingOptions, bucket
     from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
@@ -104,6 +105,7 @@ def generate(
     positions = loaded.hf_config.get("max_position_embeddings")
     ids, cut = _fit(encoded, max_prompt_length, longest, positions)
     most = max(map(len, ids))
+    warn_of_constraints(loaded.source)
     sampler = Sampler(
         loaded.definition,
         SamplingOptions(**sampling),

@@ -29,7 +29,7 @@ from rlhf_core.models import (
     stored_head,
 )
 from rlhf_core.models.lora import Lora, linear_modules, resolve
-from rlhf_core.models.model import with_padding_apart
+from rlhf_core.models.model import warn_of_constraints, with_padding_apart
 from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
@@ -499,6 +499,7 @@ def open_sampler(
     Raises InputError for a model without a stop token.
     """
     require_stop_token(model.stop_ids, options, stage)
+    warn_of_constraints(model.source)
     component = Component(name="jax") if sampler is None else sampler
     make = stage.registry.get(SAMPLER, component.name, **component.options)
     inputs = SamplerInputs(
