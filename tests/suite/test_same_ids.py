@@ -131,11 +131,9 @@ def rollout_scores(chain, tiny):
     policy = load_tokenizer(chain["sft"][0].path)
     asked = [{"prompt": row["prompt"]} for row in ROWS for _ in range(2)]
     prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None)
-    sampled = [
-        ids[len(start) :]
-        for ids, start in zip(wanted(whole=False), (p.tolist() for p in prompts.ids), strict=True)
-    ]
-    assert [[*start, *ids] for start, ids in zip(map(list, prompts.ids), sampled, strict=True)] == wanted()
+    told = wanted(whole=False)
+    sampled = [ids[len(start) :] for ids, start in zip(told, prompts.ids, strict=True)]
+    assert [[*start, *ids] for start, ids in zip(prompts.ids, sampled, strict=True)] == told
     width = max(map(len, sampled))
     samples = Rollouts(
         tokens=np.array([[*ids, *[0] * (width - len(ids))] for ids in sampled], np.int32),
