@@ -166,7 +166,16 @@ def forecast_rewards(
             )
     if problems:
         raise InputError(*problems)
-    return Forecast(tuple(lines), tuple(cautions))
+    return Forecast((*lines, *_unread(rewards, list(table.columns))), tuple(cautions))
+
+
+def _unread(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:
+    """Say which columns no reward takes; an environment may read all of them."""
+    if any(reward.wants()[2] for reward in rewards) or "environment_rewards" in columns:
+        return []
+    taken = {"messages", "tools", "chat_template_kwargs"}.union(*(reward.wants()[1] for reward in rewards))
+    unread = [name for name in columns if name not in taken]
+    return [f"columns that no reward reads: {', '.join(unread)}"] if unread else []
 
 
 def _untokenized(records: Records) -> _Table:

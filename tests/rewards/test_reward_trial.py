@@ -121,6 +121,19 @@ def test_all_mistakes_are_told_at_once(registry: Registry, mine: Path) -> None:
     assert len(caught.value.problems) == 2
 
 
+def test_columns_that_no_reward_reads_are_listed(registry: Registry) -> None:
+    def plain(completions: Any, *, tone: str = "") -> list[float]:
+        return [0.0] * len(completions)
+
+    def greedy(completions: Any, **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    table = prompts(tone=["a"], id=[1], tools=[None], messages=[None])
+    first, second = Reward("plain", 1.0, plain), Reward("greedy", 1.0, greedy)
+    assert forecast_rewards([first], table, STAGE).lines[-1] == "columns that no reward reads: id"
+    assert not [line for line in forecast_rewards([first, second], table, STAGE).lines if "no reward" in line]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -275,6 +288,7 @@ def test_a_default_in_place_of_a_misspelt_column_is_a_warning(registry: Registry
     assert forecast.lines == (
         "reward 'graded': anwser is '': no option sets it, and the prompts have no such column",
         "reward 'graded': seed is None: no option sets it, and the prompts have no such column",
+        "columns that no reward reads: answer, level",
     )
     set_up([reward], table, STAGE)
     assert [told in str(each.message) for each in recwarn] == [True]
