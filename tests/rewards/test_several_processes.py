@@ -16,14 +16,15 @@ import random, warnings
 import numpy as np
 from rlhf_core import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_core.rewards.calls import score
+from rlhf_core.rewards.calls import logged_metrics, score
 from rlhf_core.rollouts import Reward
 
 me, calls = jax.process_index(), []
 inputs = RewardInputs(["a"] * 3, ["x", "y", "z"], [[5]] * 3, {})
 
-def chance(completions):
+def chance(completions, log_metric):
     calls.append("chance")
+    log_metric("luck", random.random())
     return [random.random(), None, 1 / 3]
 
 def breaks(completions):
@@ -42,7 +43,7 @@ class Mesh:
 warnings.simplefilter("ignore")
 rewards = [Reward("chance", 1.0, chance), Reward("breaks", 1.0, breaks, on_error="skip"), Reward("mesh", 1.0, Mesh(-1))]
 table = score(rewards, inputs)
-print(table.tobytes().hex(), *(r.failures for r in rewards))
+print(table.tobytes().hex(), *(r.failures for r in rewards), logged_metrics(rewards))
 assert calls == (["chance", "breaks", "mesh"] if me == 0 else ["mesh"]), calls
 for ends in (Reward("breaks", 1.0, breaks), Reward("other", 1.0, Mesh(1)), Reward("first", 1.0, Mesh(0))):
     try:
@@ -68,7 +69,7 @@ def test_two_processes_share_one_outcome():
     assert np.isnan(table[1, 0])
     assert np.isnan(table[:, 1]).all()
     assert table[:, 2].tolist() == [0, 0, 0]
-    assert failures == ["0", "1", "0"]
+    assert failures[:4] == ["0", "1", "0", "{'rewards/chance/luck':"]  # a random number, the first process's
     elsewhere = "reward '{}' failed in another process, whose output says why"
     assert first[1:] == [
         "reward 'breaks' raised OSError: gone",
