@@ -75,6 +75,7 @@ def check(
         stage_requests,
         warn_of_readers,
     )
+    from rlhf_core.stage import differences
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.recorded_run import read_records, refusals
 
@@ -91,7 +92,13 @@ def check(
         reused, notes = reusable_stages(planned, host, reuse)
         if not problems:
             words = {"new": "runs", "running": "continues", "done": "done, skipped"}
-            states = {each.name: words[records[each.name].settle(each.now)] for each in requests}
+            for each in requests:
+                record = records[each.name]
+                states[each.name] = words[record.settle(each.now)]
+                if states[each.name] == words["running"]:
+                    notes += record.warnings(each.now)
+                    if record.has_checkpoints and differences.compare(record.then, each.now).data:
+                        states[each.name] += ", if no update has drawn a row that changed"
             states |= {
                 name: f"taken over from {short_path(str(stage.source))}" for name, stage in reused.items()
             }
