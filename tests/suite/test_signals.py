@@ -39,8 +39,12 @@ def test_between_two_stages(run: Any, event: str) -> None:
     """What is being written is finished first: the model, and the record."""
     ended = run(f"SIGTERM base {event}")
     assert ended.code == 75
-    assert ended.message == (
-        "stopped by SIGTERM before stage 'rm' was begun; nothing is lost, the same command goes on"
+    announced, reason = ended.message.splitlines()
+    assert (
+        announced == "stopping (SIGTERM): at the next point where nothing is lost; Ctrl-C (SIGINT) stops now"
+    )
+    assert (
+        reason == "stopped by SIGTERM before stage 'rm' was begun; nothing is lost, the same command goes on"
     )
     assert (state("base"), state("rm")) == ("done", "new")
     assert run().code == 0
