@@ -43,12 +43,18 @@ class Plain:
 
 
 def episodes(
-    make: Callable[[], Any] = Plain, *, count: int = 1, length: int = 100, **options: Any
+    make: Callable[[], Any] = Plain,
+    *,
+    count: int = 1,
+    group: int = 1,
+    length: int = 100,
+    max_prompt_length: int = PROMPT,
+    **options: Any,
 ) -> Episodes:
     calls = EnvironmentCalls(EnvironmentOptions(name="made_up", **options), make, "here")
     begun = [Episode({}, i, f"row {i}") for i in range(count)]
-    limits = {"max_prompt_length": PROMPT, "length": length, "turn_length": 50}
-    return Episodes(calls, ENCODER, PARSER, begun, group=1, **limits)
+    limits = {"max_prompt_length": max_prompt_length, "length": length, "turn_length": 50}
+    return Episodes(calls, ENCODER, PARSER, begun, group=group, **limits)
 
 
 def say(held: Episodes, tokens: int, *, conversation: int = 0, finished: bool = True) -> Continuation:
@@ -227,3 +233,128 @@ def test_a_failure_hides_secrets_in_samples_too() -> None:
         say(held, 2)
         assert HIDDEN in str(held.episodes[0].failure)
         assert secret not in str(held.episodes[0].failure)
+
+
+def test_an_episode_is_finished_where_its_last_turn_was_not_cut() -> None:
+    for finished in (True, False):
+        held = episodes(lambda: Plain(lambda: Turn(reward=1.0, done=True)))
+        assert say(held, 4, finished=finished) == Continuation(0, None)
+        assert held.episodes[0].finished == held.samples().finished[0] == finished
+        assert not held.episodes[0].cut
+
+
+@pytest.mark.parametrize(("length", "limit"), [(15, 2), (14, 1), (13, None), (12, None), (100, 50), (63, 50)])
+def test_a_turn_has_the_tokens_that_are_left_and_one_at_least(length: int, limit: int | None) -> None:
+    """After a turn of 10 tokens and 3 of the environment."""
+    held = episodes(length=length)
+    reply = say(held, 10)
+    episode = held.episodes[0]
+    assert (None if reply.tokens is None else reply.limit) == limit
+    assert episode.cut is (limit is None)
+    assert len(episode.tokens) == (10 if limit is None else 13)
+    assert len(episode.messages) == (2 if limit is None else 3)
+
+
+@pytest.mark.parametrize(
+    ("said", "length", "limit"), [(10, 12, 2), (10, 11, 1), (10, 10, None), (2, 9, 1), (2, 8, None)]
+)
+def test_a_history_that_is_encoded_again_leaves_room_in_its_context_and_in_the_episode(
+    said: int, length: int, limit: int | None
+) -> None:
+    """Its context has 8 tokens more than the prompt after a turn, however many the turn had."""
+    held = episodes(length=length, history="encoded_again")
+    reply = say(held, said)
+    assert (None if reply.tokens is None else reply.limit) == limit
+    episode = held.episodes[0]
+    assert episode.cut is (limit is None)
+    assert len(episode.tokens) == said
+    if limit is not None:
+        assert reply.replaces
+        say(held, 1)
+        assert [None if turn.context is None else len(turn.context) for turn in episode.turns] == [
+            None,
+            PROMPT + 8,
+        ]
+
+
+def test_max_turns_is_the_number_of_turns() -> None:
+    held = episodes(max_turns=2)
+    assert say(held, 2).tokens is not None
+    assert not held.episodes[0].cut
+    assert say(held, 2).tokens is None
+    assert held.episodes[0].cut
+    assert [turn.message for turn in held.episodes[0].turns] == [0, 2]
+    assert [(turn.start, turn.end) for turn in held.episodes[0].turns] == [(0, 2), (5, 7)]
+
+
+@pytest.mark.parametrize(("seconds", "cut"), [(3.0, False), (3.5, True)])
+def test_an_episode_ends_with_the_turn_after_max_seconds(
+    seconds: float, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = episodes(max_seconds=3.0)
+    held.episodes[0].began = 0.0
+    monkeypatch.setattr("rlhf_core.environments.episodes.time", SimpleNamespace(monotonic=lambda: seconds))
+    say(held, 2)
+    assert held.episodes[0].cut is cut
+
+
+@pytest.mark.parametrize(("longest", "fails"), [(PROMPT, False), (PROMPT - 1, True)])
+def test_a_prompt_may_be_as_long_as_max_prompt_length(longest: int, fails: bool) -> None:
+    held = episodes(max_prompt_length=longest)
+    assert (held.episodes[0].failure is not None) is fails
+    assert held.running == ([] if fails else [0])
+
+
+def test_episodes_of_a_group_share_the_prompt_of_the_first_that_did_not_fail() -> None:
+    words = iter([{"looked": "at"}, [], [USER], [USER], [{"role": "user", "content": "other"}], [USER]])
+
+    def make() -> Any:
+        environment: Any = Plain()
+        said = next(words)
+        environment.reset = lambda row, seed: said
+        return environment
+
+    held = episodes(make, count=5, group=3)
+    assert [episode.failure is None for episode in held.episodes] == [False, True, True, True, False]
+    assert held.episodes[2].prompt is held.episodes[1].prompt
+    assert "other messages than for the first" in str(held.episodes[4].failure)
+
+
+def test_metrics_are_means_over_the_turns_that_have_them_and_then_over_episodes() -> None:
+    turns = iter(
+        [
+            Turn([USER], 1.0, metrics={"a": 1.0}),
+            Turn([USER], metrics={"a": 3.0, "b": 5.0}),
+            Turn(done=True),
+            Turn(done=True, metrics={"a": 8.0}),
+        ]
+    )
+    held = episodes(lambda: Plain(lambda: next(turns)), count=2)
+    for _ in range(3):
+        say(held, 2)
+    say(held, 2, conversation=1)
+    measured = held.measure()
+    assert (measured["episodes/a"], measured["episodes/b"]) == (5.0, 5.0)
+    assert measured["episodes/turns"] == 2.0
+    assert measured["episodes/observation_tokens"] == 3.0
+    assert [episode.reward for episode in held.episodes][:1] == [1.0]
+    assert np.isnan(held.episodes[1].reward)
+
+
+def test_a_failed_episode_has_no_trained_token_and_counts_in_no_mean() -> None:
+    answers = iter([Turn([USER], 1.0, metrics={"a": 1.0}), "no turn", Turn(done=True, metrics={"a": 7.0})])
+    held = episodes(lambda: Plain(lambda: next(answers)), count=2)
+    say(held, 2)
+    say(held, 2)
+    say(held, 3, conversation=1)
+    held.end()
+    samples = held.samples()
+    assert samples.mask.sum(1).tolist() == [0, 3]
+    assert samples.lengths.tolist() == [7, 3]
+    measured = held.measure()
+    assert (measured["episodes/failed"], measured["episodes/a"], measured["episodes/turns"]) == (
+        1.0,
+        7.0,
+        1.0,
+    )
+    assert measured["episodes/cut_ratio"] == 0

@@ -71,6 +71,21 @@ def test_normalize_then_sum_leaves_unscored_rows_out_of_the_last_mean_too():
     assert got[2] == 0
 
 
+def test_normalize_then_sum_counts_what_one_function_of_several_scored():
+    nan = np.nan
+    rewards = np.array([[1.0, nan], [2.0, 3.0], [4.0, 7.0], [nan, nan], [5.0, 1.0], [nan, 2.0]])
+    got = np.asarray(group_advantages(rewards, num_generations=3, aggregation="normalize_then_sum"))
+
+    def z(*x):
+        return (np.array(x) - np.mean(x)) / (np.std(x, ddof=1) + 1e-4)
+
+    first, second, last = z(1.0, 2.0, 4.0), z(3.0, 7.0), z(1.0, 2.0)
+    total = np.array([first[0], first[1] + second[0], first[2] + second[1], last[0], last[1]])
+    expected = (total - total.mean()) / (total.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(got[[0, 1, 2, 4, 5]], expected, rtol=1e-4)
+    assert got[3] == 0
+
+
 def test_sums_that_are_equal_on_paper_have_no_advantage():
     rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2])
     assert len(set(rewards)) == 2

@@ -162,6 +162,13 @@ def test_pairs_lie_side_by_side():
         np.testing.assert_array_equal(batch.example[:, 0::2], batch.example[:, 1::2])
 
 
+def test_trees_that_fit_no_row_are_split_between_groups():
+    tree = Tree(ints(5), tuple(ints(7, 8) for _ in range(6)))
+    for group, sizes in ((1, [3, 3]), (2, [2, 2, 2])):
+        packed = pack([tree], Layout((8,), (1,), (4,), (32,)), group=group)
+        assert [int((batch.last >= 0).sum()) for batch in packed] == sizes
+
+
 def test_packing_ignores_the_order_of_names_and_is_repeatable():
     trees = random_trees(0, 20)
     turned = [
