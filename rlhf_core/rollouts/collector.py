@@ -169,10 +169,7 @@ class RolloutCollector:
         """Hold and score episodes that begin with the `chosen` rows; the rest as in `complete`."""
         began = time.perf_counter()
         group = len(ids) // len(chosen)
-        try:
-            held = source.hold(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
-        except NonFiniteError as error:
-            raise RunError(f"{self.prompts.where(int(chosen[error.sequence // group]))}: {error}") from error
+        held = source.hold(self.sampler, params, self.prompts, chosen.tolist(), key, ids)
         ended, samples = time.perf_counter(), held.samples()
         self._require_tokens(samples)
         failures = [episode.failure for episode in held.episodes if episode.failure is not None]

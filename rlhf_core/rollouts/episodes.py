@@ -21,7 +21,7 @@ from rlhf_core.environments import (
     Episodes,
     try_episode,
 )
-from rlhf_core.errors import InputError
+from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.sampling import converse_by_turns
 from rlhf_core.stage.text_settings import text_options
 from rlhf_core.training.open import error_context
@@ -86,10 +86,14 @@ class EpisodeSource:
         )
         held = np.asarray(ids)[episodes.running]
         if len(held):
-            if hasattr(sampler, "converse"):
-                sampler.converse(params, episodes.prompts, key, held, episodes)
-            else:
-                converse_by_turns(sampler, params, episodes.prompts, key, held, episodes)
+            try:
+                if hasattr(sampler, "converse"):
+                    sampler.converse(params, episodes.prompts, key, held, episodes)
+                else:
+                    converse_by_turns(sampler, params, episodes.prompts, key, held, episodes)
+            except NonFiniteError as error:
+                failed = episodes.episodes[episodes.running[error.sequence]]
+                raise RunError(f"{failed.place}: {error}") from error
         episodes.end()
         return episodes
 

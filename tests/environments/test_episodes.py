@@ -358,3 +358,34 @@ def test_a_failed_episode_has_no_trained_token_and_counts_in_no_mean() -> None:
         1.0,
     )
     assert measured["episodes/cut_ratio"] == 0
+
+
+def test_a_rollout_ends_the_run_where_every_episode_failed() -> None:
+    held = episodes(lambda: Plain(lambda: None), count=2)
+    say(held, 2)
+    held.end()
+    say(held, 2, conversation=1)
+    with pytest.raises(RunError, match="every episode of the rollout failed; the first: row 0"):
+        held.end()
+
+
+def test_the_share_of_cut_episodes_is_of_those_that_did_not_fail() -> None:
+    answers = iter(["no turn", Turn([USER])])
+    held = episodes(lambda: Plain(lambda: next(answers)), count=2, max_turns=1)
+    say(held, 2)
+    say(held, 2, conversation=1)
+    assert held.measure()["episodes/cut_ratio"] == 1.0
+
+
+def test_the_last_words_are_kept_for_readers_and_not_sent() -> None:
+    held = episodes(lambda: Plain(lambda: Turn([USER], done=True)))
+    assert say(held, 2).tokens is None
+    assert [message["role"] for message in held.episodes[0].messages] == ["user", "assistant", "user"]
+    assert len(held.episodes[0].tokens) == 2
+
+
+def test_an_episode_that_never_began_has_a_length_of_one() -> None:
+    held = episodes(max_prompt_length=PROMPT - 1)
+    samples = held.samples()
+    assert samples.lengths.tolist() == [1]
+    assert not samples.mask.any()

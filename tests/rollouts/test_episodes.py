@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from rlhf_core.contracts import Turn
-from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, TurnRecord
+from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, TurnRecord
+from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import EpisodeSource
+from rlhf_core.rollouts.layout import tree_sizes
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.training.open import OF_EPISODES
 
@@ -96,3 +98,49 @@ def test_a_checkpoint_keeps_turns_and_whether_each_is_a_row(again, context):
     assert (kept.turns[0][1].context is None) is (context is None)
     assert [prompt.tolist() for prompt in kept.prompts] == [[0, 1, 2], [0]]
     assert Conversations.from_arrays(arrays, "another/") is None
+
+
+def test_conversations_keep_the_numbers_and_rows_of_their_episodes(source, monkeypatch):
+    """Where earlier episodes failed before their first turn."""
+    seen = []
+
+    class Breaks(Says):
+        def converse(self, params, prompts, key, ids, world):
+            seen.append(ids.tolist())
+            raise NonFiniteError("the outputs are not finite", 0)
+
+    def reset(self, row, seed):
+        if row["number"] == 5:
+            raise ValueError("no such row")
+        return [USER]
+
+    monkeypatch.setattr(Remembers, "reset", reset)
+    prompts = SimpleNamespace(row=lambda i: {"number": i}, where=lambda i: f"row {i + 1}")
+    with pytest.raises(RunError, match=r"^row 9: the outputs are not finite"):
+        source.hold(Breaks(), None, prompts, [5, 8], jax.random.key(3), np.arange(4))
+    assert seen == [[2, 3]]
+
+
+def test_a_group_has_the_prompt_of_an_episode_that_began():
+    empty, prompt = np.zeros(0, np.int32), np.arange(3, dtype=np.int32)
+    every = [Episode({}, 0, "", prompt=each) for each in (empty, prompt, empty, empty)]
+    said = Conversations.of(SimpleNamespace(episodes=every), 2, one_row_per_turn=False)
+    assert [each.tolist() for each in said.prompts] == [[0, 1, 2], [0]]
+
+
+def test_a_turn_without_an_answer_is_described_without_a_reward():
+    said = Conversations(
+        [], [[TurnRecord(0, 2, message=0), TurnRecord(5, 6, message=2)]], [[0.5]], ["failed"]
+    )
+    assert said.described(0) == {
+        "turns": [{"message": 0, "tokens": 2, "reward": 0.5}, {"message": 2, "tokens": 1, "reward": None}],
+        "failure": "failed",
+    }
+
+
+def test_rows_of_turns_have_room_for_all_that_is_said_before_the_last():
+    sizes, sampling = np.array([3, 8]), SamplingOptions(max_completion_length=4)
+    kept = tree_sizes(sizes, G, sampling, EnvironmentOptions(max_tokens=20))
+    assert (kept[0].tolist(), *kept[1:]) == ([3, 8], G, 20)
+    again = tree_sizes(sizes, G, sampling, EnvironmentOptions(max_tokens=20, history="encoded_again"))
+    assert (again[0].tolist(), *again[1:]) == ([19, 24], 1, 4)
