@@ -24,7 +24,7 @@ from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.runtime.caches import cached
-from rlhf_core.runtime.devices import planned
+from rlhf_core.runtime.devices import planned, platform
 from rlhf_core.runtime.peak_memory import device_memory, format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 
@@ -178,9 +178,13 @@ def _head_bytes(part: Definition, tokens: int, trains: bool) -> int:
     return words * part.hidden_size * (6 if trains else 2) + 2 * logits
 
 
-@cached
 def _layer_bytes(part: Definition, shape: tuple[int, int], remat: str) -> int:
     """Count the bytes that each layer saves: those of two layers less those of one."""
+    return _layer_bytes_on(platform(), part, shape, remat)
+
+
+@cached
+def _layer_bytes_on(_: str, part: Definition, shape: tuple[int, int], remat: str) -> int:
 
     def saved(layers: int) -> int:
         config = part.config

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from rlhf_core.contracts import PairInputs
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Definition
 from rlhf_core.plugins.component import load_file
-from rlhf_core.runtime import caches
+from rlhf_core.runtime import caches, devices
 from rlhf_core.runtime.caches import Exact, cached, own_run
 from rlhf_core.state import TrainState
 from rlhf_core.training import PaddedObjective
+from rlhf_core.training.memory import pass_bytes
 
 PROBE = """
 import os
@@ -287,3 +289,16 @@ def test_a_file_that_changes_within_a_second_is_read_as_it_is(tmp_path: Path) ->
         os.utime(file, (1e9, 1e9))
         found.append(load_file(file).VALUE)
     assert found == [1, 2]
+
+
+def test_forecasts_for_planned_devices_do_not_take_the_bytes_of_these(tiny: Any) -> None:
+    """Layers compute in bfloat16 there."""
+    definition = tiny.make_model().definition
+    estimate = partial(pass_bytes, definition, (4, 64), {"data": 1, "fsdp": 1, "tensor": 1}, trains=True)
+    here = estimate()
+    devices.plan_for(devices.Planned("gpu", 1, 10**9))
+    try:
+        assert estimate() < here
+    finally:
+        devices.plan_for(None)
+    assert estimate() == here
