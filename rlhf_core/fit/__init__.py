@@ -115,7 +115,7 @@ def fit(
     if preview is not None and evaluate is None:
         try:
             preview(int(fitted.state.step), fitted.state)
-        except RunError as error:  # a reward that fails now must not cost the trained model
+        except (InputError, RunError) as error:  # a reward that fails now must not cost the trained model
             warnings.warn(
                 f"stage '{stage.name}': completions after training were not kept: {error}", stacklevel=2
             )

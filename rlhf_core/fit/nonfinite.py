@@ -11,6 +11,7 @@ import numpy as np
 
 from rlhf_core.errors import RunError
 from rlhf_core.mesh import put_rows
+from rlhf_core.models.finite import first_nonfinite
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -30,7 +31,8 @@ def find_nonfinite_rows(
     shapes: an empty micro-batch of every shape; each row is computed alone in one, with the compiled programs.
     """
     empty = {batch.rows.tokens.shape: batch for batch in shapes}
-    culprits, counts = [], steps.count(state, update.batches)
+    culprits: list[str] = []
+    counts = steps.count(state, update.batches)
     for number, batch in enumerate(update.batches):
         blank = empty[batch.rows.tokens.shape]
         for row in range(len(batch.example)):
@@ -42,7 +44,13 @@ def find_nonfinite_rows(
             leaves = jax.tree.leaves((done.loss, done.grads))
             if not all(np.isfinite(np.asarray(jax.device_get(jnp.sum(x)))) for x in leaves):
                 names = ", ".join(update.where(i) for i in examples)
-                culprits.append(f"row {row} of micro-batch {number} ({names})")
+                rows = batch.rows
+                read = (x[row][None] for x in (rows.tokens, rows.positions, rows.visible_until))
+                begins = (
+                    "" if culprits else first_nonfinite(state.model, state.params, *map(jnp.asarray, read))
+                )
+                begins = f", and begins in the output of {begins}" if begins else ""
+                culprits.append(f"row {row} of micro-batch {number} ({names}){begins}")
     return culprits
 
 

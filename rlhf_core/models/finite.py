@@ -22,6 +22,8 @@ SHOWN = 3
 """Tensors that a message names."""
 TRIED = 8
 """Sequences that are computed again by themselves."""
+CHUNK = 64
+"""Tokens whose logits are computed together."""
 
 
 def nonfinite_error(
@@ -38,7 +40,11 @@ def nonfinite_error(
     if problem := nonfinite_weights(definition, params):
         return InputError(f"{source}: its outputs are not finite (NaN or infinite): {problem}")
     for number in list(outputs)[:TRIED]:
-        if begins := _first_output(definition, params, outputs[number][1]):
+        tokens = jnp.asarray(outputs[number][1], jnp.int32)[None]
+        count = tokens.shape[1]
+        if begins := first_nonfinite(
+            definition, params, tokens, jnp.arange(count)[None], jnp.full_like(tokens, count)
+        ):
             first = number
             break
     return NonFiniteError(
@@ -87,28 +93,36 @@ def _count(x: jax.Array, lead: int) -> jax.Array:
     return jnp.sum(~jnp.isfinite(x), axis=tuple(range(lead, x.ndim)))
 
 
-def _first_output(definition: Any, params: Any, ids: Any) -> str:
-    """Name the first part of the model whose output for a sequence is not finite; "" where all are finite."""
-    tokens = jnp.asarray(ids, jnp.int32)[None]
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    seen = jnp.full_like(tokens, tokens.shape[1])
+def first_nonfinite(definition: Any, params: Any, tokens: Any, positions: Any, visible_until: Any) -> str:
+    """Name the first part of a model whose output for rows, int32 [rows, time], is not finite; "" where all are.
+
+    definition: of one model, or a mapping of several by name, as `params` is then.
+    """
+    if isinstance(definition, Mapping):
+        found = (
+            (name, first_nonfinite(each, params[name], tokens, positions, visible_until))
+            for name, each in definition.items()
+        )
+        return next((f"{name}: {part}" for name, part in found if part), "")
+    batch = params, tokens, positions, visible_until
     if definition.family.hidden is decoder.hidden:
-        config: Any = definition.config
-        for name, output in decoder.layer_outputs(config, params, tokens, positions, seen):
-            states = output
-            if not _finite(output):
-                return name
+        outputs = list(decoder.layer_outputs(definition.config, *batch))
     else:
-        states = definition.hidden(params, tokens, positions, seen)
+        outputs = [("its layers", definition.hidden(*batch))]
+    for name, states in outputs:
         if not _finite(states):
-            return "its layers"
+            return name
     if definition.head == "score":
         return "" if _finite(definition.score(params, states)) else "its reward head"
     kernel, cap = definition.unembedding(params)
-    logits = jnp.einsum(
-        "btd,dv->btv", states, kernel.astype(states.dtype), preferred_element_type=jnp.float32
-    )
-    return "" if _finite(capped(logits, cap)) else "its head, the logits"
+    for start in range(0, states.shape[1], CHUNK):  # the logits of all tokens may be larger than the model
+        part = states[:, start : start + CHUNK]
+        logits = jnp.einsum(
+            "btd,dv->btv", part, kernel.astype(part.dtype), preferred_element_type=jnp.float32
+        )
+        if not _finite(capped(logits, cap)):
+            return "its head, the logits"
+    return ""
 
 
 def _finite(x: jax.Array) -> bool:

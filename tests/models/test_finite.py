@@ -143,6 +143,9 @@ def test_training_on_weights_that_are_not_finite_names_them_and_not_the_rows(
     with pytest.raises(InputError, match=r"update 1 is not finite: .*'score.weight' holds 1 of 16"):
         short.train("reward", inputs={"model": bad})
     assert not list((tmp_path / "reward" / "checkpoints").glob("*"))
+    rows = [{"prompt": "a", "chosen": " b", "rejected": f" {word}"} for word in "dcef"]
+    with pytest.raises(RunError, match=r"row 2.*\), and begins in the output of layer 0 \(of 0 to 1\)"):
+        short.train("reward", at="late", inputs={"model": fails_at_c(tiny, "score"), "train_dataset": rows})
 
 
 def test_an_evaluation_says_where_its_loss_is_not_finite(tiny: ModuleType) -> None:
