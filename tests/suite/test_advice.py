@@ -130,8 +130,9 @@ def test_shared_defaults_for_all_weights_of_a_pretrained_model_are_told(
 
 
 def test_a_check_shows_it(place: Any, rlhf: Callable[..., Any]) -> None:
-    checked = rlhf("check", "policy.toml", *SETS["policy"])
+    checked = rlhf("check", "policy.toml", *SETS["policy"], "--set", "policy.total_batch_size=4096")
     told = " ".join(checked.out.split())  # which wraps
+    assert "warning: total_batch_size=4096: train_data has" in told
     assert f"warning: {WARMUP}" in told
     assert f"warning: {TOP_P}" in told
 
@@ -154,5 +155,10 @@ def test_a_run_shows_it_once_and_notes_it(
 
 @pytest.mark.long
 def test_the_python_door_tells_it(short: Any) -> None:
-    with pytest.warns(UserWarning, match=r"stage 'sft'\.warmup_steps=7: the run has 6 updates"):
-        short.train("sft", warmup_steps=7)
+    with (
+        pytest.warns(UserWarning, match=r"stage 'sft'\.warmup_steps=7: the run has 6 updates"),
+        pytest.warns(UserWarning, match=r"stage 'sft'\.total_batch_size=64: train_data has 11 rows"),
+    ):
+        short.train("sft", warmup_steps=7, total_batch_size=64)
+    with pytest.warns(UserWarning, match=r"stage 'grpo'\.total_batch_size=64: train_data has 7 prompts"):
+        short.train("grpo", total_batch_size=64, max_training_steps=1)
