@@ -358,3 +358,24 @@ def test_a_full_disk_is_not_the_forecasts_fault(
     ended = rlhf("check", "p.toml", "--plugin", source, "--dir", "runs/a", "--set", "rm.fail=full forecast")
     assert ended.code == 1
     assert ended.message.startswith("no space left on the disk while writing cache")
+
+
+def test_what_is_dropped_of_eval_data_is_told_too(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_model("lm").save(tmp_path / "model")
+    tiny.write_rows(
+        tmp_path / "texts.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}]
+    )
+    tiny.write_rows(
+        tmp_path / "held.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "", "completion": " "}]
+    )
+    stages = [f'name = "{name}"\ntrainer = "{name}"\n' for name in ("sft", "grpo")]
+    stages[1] += 'rewards = ["length"]\n'
+    data = 'model = "model"\ntrain_data = "texts.jsonl"\neval_data = "held.jsonl"\n'
+    path = tmp_path / "p.toml"
+    path.write_text("".join(f"[[stage]]\n{stage}{data}" for stage in stages))
+    host = plugins.load()
+    lines = stage_forecasts(plan(read(path, dir="runs/a"), host), host)
+    for name in ("sft", "grpo"):
+        _, found, held_out = "\n".join(lines[name].lines).partition("; eval_data: 2 ")
+        assert found
+        assert "1 kept, 1 empty dropped" in held_out

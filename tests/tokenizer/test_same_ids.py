@@ -238,7 +238,8 @@ def test_what_stands_after_the_last_reply_is_read_nowhere(scorer):
     longer = [*turns, chat.user("more?")]
     judge, read = scorer(case)
     judge.score_completions([None], [longer])
-    judge.score_rows(data.load([{"messages": longer}]))
+    with pytest.warns(UserWarning, match="dataset: 1 that go on after the last reply: dataset row 1"):
+        judge.score_rows(data.load([{"messages": longer}]))
     records = data.load([{"chosen": longer, "rejected": turns}])
     pairs = data.encode_pairs(records, case.tokenizer, max_length=None)
     texts = data.encode_texts(data.load([{"messages": longer}]), case.tokenizer, max_length=None)
