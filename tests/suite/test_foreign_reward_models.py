@@ -20,7 +20,7 @@ from rlhf_core import REWARD, artifacts, data, plugins
 from rlhf_core.cli import commands
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
-from rlhf_core.scoring import Scorer
+from rlhf_core.scoring import Contract, Scorer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + ' <|im_end|>' + '\n' }}{% endfor %}"
@@ -169,3 +169,16 @@ def test_a_reward_model_of_the_hub_writes_nothing(
     with pytest.raises(InputError, match="is a reward model, which does not generate"):
         commands.generate("owner/model", None, ["a"], None, **options)
     assert jax.process_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "side", "limit", "mode"),
+    [(64, "left", 64, "keep_end"), (64, "right", 64, "keep_start"), (128, "right", None, "keep_start")],
+)
+def test_its_tokenizers_length_is_a_limit_below_its_positions(
+    length: int, side: str, limit: int | None, mode: str, tiny: Any
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length, tokenizer.truncation_side = length, side
+    contract = Contract.of_foreign(dataclasses.replace(tiny.make_model("score"), tokenizer=tokenizer))
+    assert (contract.max_length, contract.truncation_mode) == (limit, mode)
