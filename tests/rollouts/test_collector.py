@@ -183,7 +183,8 @@ def test_the_prompts_that_updates_took_are_those_of_all_rounds():
     class Updates(RolloutUpdates):
         shapes = complete = minibatches = None
 
-    stage, collector = SimpleNamespace(seed=3), SimpleNamespace(prompts=range(11), rewards=[])
+    stage = SimpleNamespace(seed=3, name="policy", is_main=False)
+    collector = SimpleNamespace(prompts=range(11), rewards=[], num_generations=2)
     updates = Updates(stage, TrainerConfig(), collector, prompts_per_rollout=2, updates_per_rollout=2)
     assert updates.drawn(0, updates.snapshot(0)[0]).tolist() == []
     taken = []

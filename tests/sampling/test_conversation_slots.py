@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
@@ -308,3 +309,23 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
         sampler.converse(bad, [np.arange(4, 9)], KEY, None, make_world())
     with pytest.raises(NonFiniteError, match="Computed by itself it is finite"):
         sampler.converse(params, [np.arange(4, 9)], KEY, None, make_world())
+
+
+@pytest.mark.parametrize(
+    ("added", "limit", "expected"),
+    [(4, 9, 2), (5, 9, 1), (6, 9, None), (1, 1, 1), (1, 0, None), (1, 9, 3), (2, 3, 3)],
+)
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_turn_has_room_for_one_token_at_least(
+    added: int, limit: int, expected: int | None, replaces: bool
+) -> None:
+    """In a conversation of at most 10 tokens that has 4, with turns of at most 3."""
+    conversation = Conversation(0, np.zeros(4, np.int32), 10, 1, 1)
+    reply = Continuation(0, np.ones(added + 4 * replaces, np.int32), limit, replaces)
+    if expected is None:
+        with pytest.raises(ValueError, match="conversation 0: a turn of at most"):
+            conversation.continue_with(reply, 3)
+        return
+    conversation.continue_with(reply, 3)
+    assert (conversation.limit, conversation.turn, len(conversation.context)) == (expected, 1, 4 + added)
+    assert (conversation.group, conversation.base) == ((None, 3 + added) if replaces else (1, 3))
