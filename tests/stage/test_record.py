@@ -19,7 +19,7 @@ def experiment(
     hashed: str = "a", rewards: Any = None, environment: Any = None, **config: Any
 ) -> dict[str, Any]:
     judge = {
-        "name": "/work/judge.py:judge",
+        "name": "/project/judge.py:judge",
         "label": "judge",
         "timeout": None,
         "on_error": "stop",
@@ -27,7 +27,7 @@ def experiment(
     }
     config = {"scheduler": "constant", "max_training_steps": 100, **config}
     config |= {"rewards": [judge] if rewards is None else rewards, "environment": environment}
-    file = {"path": "/work/judge.py", "reference": None, "identity": hashed}
+    file = {"path": "/project/judge.py", "reference": None, "identity": hashed}
     code = (
         {"rewards[1]": {"name": "length", "owner": "rlhf-mine", "hash": hashed}}
         if len(config["rewards"]) > 1
@@ -35,7 +35,7 @@ def experiment(
     )
     inputs = {"rewards[0].name": file}
     if environment is not None:
-        inputs["environment.name"] = {**file, "path": "/work/game.py"}
+        inputs["environment.name"] = {**file, "path": "/project/game.py"}
     return {"trainer": "grpo", "seed": 0, "config": config, "inputs": inputs, "code": code, "versions": {}}
 
 
@@ -100,7 +100,7 @@ def test_a_wsd_run_changes_its_length_until_its_rate_falls(
 
 
 def test_how_rewards_and_environments_are_called_may_change(tmp_path: Path) -> None:
-    game = {"name": "/work/game.py:Game", "max_turns": 4, "timeout": 3.0, "on_error": "skip"}
+    game = {"name": "/project/game.py:Game", "max_turns": 4, "timeout": 3.0, "on_error": "skip"}
     then = experiment(environment=game)
     calls = {"timeout": 60.0, "on_error": "skip", "processes": 2}
     now = experiment(
@@ -117,7 +117,7 @@ def test_how_rewards_and_environments_are_called_may_change(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["rewards.judge", "policy.rewards.judge", "rewards[0]"])
 def test_a_changed_reward_is_accepted_by_name_and_recorded(tmp_path: Path, name: str) -> None:
     then, now = experiment("a"), experiment("b")
-    changed = "rewards[0].name: the contents of /work/judge.py have changed since"
+    changed = "rewards[0].name: the contents of /project/judge.py have changed since"
     problems = refusal(stage(tmp_path, then), now)
     assert problems[0] == (
         f"stage 'policy'.{changed}; to continue with it: --accept rewards.judge, in Python "
@@ -146,7 +146,7 @@ def test_a_changed_reward_is_accepted_by_name_and_recorded(tmp_path: Path, name:
 
 
 def test_options_code_of_packages_and_environments_are_accepted_too(tmp_path: Path) -> None:
-    judge, game = experiment()["config"]["rewards"][0], {"name": "/work/game.py:Game", "lives": 1}
+    judge, game = experiment()["config"]["rewards"][0], {"name": "/project/game.py:Game", "lives": 1}
     then = experiment("a", [judge, "length"], game)
     now = experiment("b", [{**judge, "retries": 5}, "length"], {**game, "lives": 3})
     names = ("rewards.judge", "rewards.length", "environment")
@@ -178,6 +178,6 @@ def test_a_finished_stage_is_kept_where_a_change_of_its_reward_is_accepted(tmp_p
 
 def test_another_function_of_the_same_file_is_another_reward(tmp_path: Path) -> None:
     judge = experiment()["config"]["rewards"][0]
-    now = experiment(rewards=[{**judge, "name": "/work/judge.py:strict"}])
-    assert 'judge", now "/work/judge.py:strict"' in refusal(stage(tmp_path, experiment()), now)[0]
+    now = experiment(rewards=[{**judge, "name": "/project/judge.py:strict"}])
+    assert 'judge", now "/project/judge.py:strict"' in refusal(stage(tmp_path, experiment()), now)[0]
     assert differences.digest(now) != differences.digest(experiment())
