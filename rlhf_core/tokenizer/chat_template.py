@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,8 @@ class ChatTemplate:
         self._kwargs = dict(options.chat_template_kwargs)
         self._date = options.template_date
         self._forms: dict[tuple[str, str], str] = {}
+        self._ignored: dict[Hashable, list[str]] = {}
+        self._words = frozenset(re.findall(r"\w+", f"{self.text} {self._with_tools}"))
         self.system_prompt = options.system_prompt
         self._name = f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
 
@@ -215,14 +217,9 @@ class ChatTemplate:
 
     def leaves_out(self, turns: Sequence[Message], text: str, tools: Any = None) -> bool:
         """Whether the text that `write` returned lacks a message's content, or the template ignores the tools."""
-        contents = [turn.get("content") or "" for turn in turns]
-        pieces = [
-            part["text"].strip()
-            for content in contents
-            for part in (content.parts if isinstance(content, JoinedParts) else [{"text": str(content)}])
-        ]
+        pieces = [piece for turn in turns for piece in _texts_of(turn.get("content"))]
         if any(
-            part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text for part in pieces
+            piece not in text and json.dumps(piece, ensure_ascii=False)[1:-1] not in text for piece in pieces
         ):
             return True
         return bool(tools) and "tools" not in (self._with_tools or "")
@@ -250,8 +247,27 @@ class ChatTemplate:
         fields = [
             (k, name) for k, turn in enumerate(turns) for name in turn if _may_be_ignored(turn, name, learns)
         ]
-        if not fields:
-            return names
+        # Rendering again costs as much as the row itself. What is ignored depends on the roles and fields of the turns,
+        # and on values that the template may compare with others, but not on what is said.
+        case = (
+            (template, open_turn, repr(kwargs)),
+            tuple(str(turn["role"]) for turn in turns),
+            tuple((k, name, _choice(turns[k][name]) if name in self._words else None) for k, name in fields),
+        )
+        if fields and case not in self._ignored:
+            self._ignored[case] = self._find_ignored(fields, turns, text, open_turn, tools, kwargs)
+        return names + self._ignored.get(case, [])
+
+    def _find_ignored(
+        self,
+        fields: list[tuple[int, str]],
+        turns: Sequence[Message],
+        text: str,
+        open_turn: bool,
+        tools: Any,
+        kwargs: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """Name those of the fields, (turn, name), that the template does not write, by rendering without them."""
         render = partial(self._render, open_turn=open_turn, tools=tools, kwargs=kwargs, marks=False)
         # One rendering with a tag in each field shows most of those that are written; the others are left out in turn.
         tagged = [dict(turn) for turn in turns]
@@ -270,6 +286,7 @@ class ChatTemplate:
                 return render(shorter)[0] == text
             return False
 
+        names = []
         for name in dict.fromkeys(name for _, name in fields):
             where = [k for k, other in fields if other == name]
             if is_ignored(name, where) or (len(where) > 1 and any(is_ignored(name, [k]) for k in where)):
@@ -405,9 +422,8 @@ class ChatTemplate:
                 return ""
 
         text, parts = write(PROBE), write([{"type": "text", "text": PROBE}])
-        as_value = (
-            re.search(r"(['\"])type\1", parts) and parts != text
-        )  # the list itself, as Python or JSON writes it
+        # The list itself, as Python or JSON writes it.
+        as_value = re.search(r"(['\"])type\1", parts) and parts != text
         if PROBE not in parts or as_value:
             return "text"
         return "either" if PROBE in text else "parts"
@@ -423,6 +439,13 @@ class ChatTemplate:
                 )
 
 
+def _texts_of(content: Any) -> list[str]:
+    """Return the texts of a content's parts, or the content itself, without white space around them."""
+    if isinstance(content, JoinedParts):
+        return [part["text"].strip() for part in content.parts]
+    return [str(content or "").strip()]
+
+
 def _may_be_ignored(turn: Message, name: str, learns: bool) -> bool:
     """Whether a field says something that a template could leave out. learns: as in `ChatTemplate.ignored_fields`."""
     value = turn[name]
@@ -432,6 +455,15 @@ def _may_be_ignored(turn: Message, name: str, learns: bool) -> bool:
         return True
     replies = turn["role"] == "assistant"
     return value != 0 if learns and not replies else value != 1 and not learns
+
+
+def _choice(value: Any) -> Any:
+    """Return a value that a template may compare with another one, such as a flag or the name of a channel."""
+    return (
+        value
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 16)
+        else None
+    )
 
 
 def _tag(number: int) -> str:

@@ -72,6 +72,28 @@ def test_a_field_counts_as_ignored_if_the_text_is_the_same_without_it(tokenizer:
     assert ignored(tokenizer, [user("a", weight=0), reply("b", weight=1)]) == ["weight"]
 
 
+def test_rows_alike_in_roles_and_fields_are_rendered_again_only_once(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, rendered = ChatTemplate(tokenizer), []
+    render = chat._render
+    monkeypatch.setattr(
+        chat, "_render", lambda *given, **options: rendered.append(1) or render(*given, **options)
+    )
+
+    def found(kind: str, text: str) -> tuple[list[str], int]:
+        turns = [user(text, id=text), reply(text, reasoning_content=text, kind=kind)]
+        written, before = chat.write(turns), len(rendered)
+        return chat.ignored_fields(turns, written), len(rendered) - before
+
+    assert found("y", "a" * 20)[0] == ["id", "kind"]
+    assert found("y", "b" * 20) == (["id", "kind"], 0)
+    # The template compares this value, so it is another case.
+    names, count = found("x", "b" * 20)
+    assert names == ["id"]
+    assert count > 0
+
+
 def test_every_kind_of_data_counts_ignored_fields(tokenizer: Any) -> None:
     asked = [user("a", name="b"), reply("c", name="b"), user("a")]
     rows = [{"prompt": asked}, {"prompt": [user("b")]}]
