@@ -71,10 +71,10 @@ def accumulate(
     key: for the adapters' dropout; None: no dropout. counts: of several losses, over the whole update; None: the
     micro-batch is the whole update. fixed: paths of parameters without a gradient.
     """
-    return accumulate_by(partial(_gradients, objective, fixed), params, batch, before, key, counts)
+    return _accumulate(partial(_gradients, objective, fixed), params, batch, before, key, counts)
 
 
-def accumulate_by(
+def _accumulate(
     gradients: Callable[..., Any],
     params: Any,
     batch: Any,
@@ -82,8 +82,11 @@ def accumulate_by(
     key: jax.Array | None = None,
     counts: Counts | None = None,
 ) -> Accumulated:
+    """Do what `accumulate` does. gradients: `_gradients` with its first two arguments bound.
+
+    Jitted on its own, the same object is traced once for the first micro-batch of an update and for those that follow.
+    """
     params = params if key is None else with_noise(params, key)
-    # Jitted on its own, it is traced once for the first micro-batch of an update and for those that follow.
     grads, (loss, metrics) = jax.jit(gradients)(params, batch, counts)
     if before is None:
         return Accumulated(grads, loss, metrics)
@@ -198,9 +201,8 @@ class Programs:
         shardings = jax.tree.map(lambda x: x.sharding, state.trained())
         mesh: Mesh = state.step.sharding.mesh
         everywhere: Any = replicated_sharding(mesh)
-        step: Callable[..., Accumulated] = partial(
-            accumulate_by, partial(_gradients, self._objective, state.fixed)
-        )
+        gradients = partial(_gradients, self._objective, state.fixed)
+        step: Callable[..., Accumulated] = partial(_accumulate, gradients)
         finish: Callable[..., Any] = apply
         placed = Accumulated(shardings.params, everywhere, everywhere)
         if in_parts:
@@ -327,7 +329,7 @@ def accumulate_parts(
 ) -> Accumulated:
     """Give each part of the rows along `data` sums of its own, stacked: the parts are micro-batches side by side.
 
-    step: `accumulate_by` with its gradients bound.
+    step: `_accumulate` with its gradients bound.
     """
 
     def one(batch: Any, before: Any) -> Accumulated:
@@ -408,12 +410,12 @@ def split_step(
         return tree.unflatten([next(rest) if s else x for x, s in zip(leaves, split, strict=True)])
 
     noise = has_noise(state.params)
-
+    gradients = partial(_gradients, objective, state.fixed)
     counts: Counts | None = None
 
     def one(before: Accumulated | None, number: Any, parts: list[jax.Array]) -> Accumulated:
         key = _fold(state.key, state.step, number) if noise else None
-        return accumulate(objective, state.params, micro(parts), before, key, counts, state.fixed)
+        return _accumulate(gradients, state.params, micro(parts), before, key, counts)
 
     done = one(None, 0, [x[0] for x in stacked])
     if splits > 1:
