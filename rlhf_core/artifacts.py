@@ -177,7 +177,7 @@ def versions() -> dict[str, str]:
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
     """Flush every file below `directory` to disk and return {relative path: {size in bytes, sha256}}.
 
-    That of an adapter_config.json also has a hash of everything but the name of its base model.
+    An adapter_config.json also has `without_base`, a hash of everything but the name of its base model.
     """
 
     def describe_file(path: Path) -> dict[str, Any]:

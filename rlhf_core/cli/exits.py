@@ -110,7 +110,7 @@ class _Record(logging.LogRecord):
 
 
 def _for_reader(message: str) -> str:
-    """Remove this process's secrets from a message and escape control characters."""
+    """Call `escape_control`, whose module imports rich, which `--help` does not need."""
     from rlhf_core.runtime.terminal import escape_control
 
     return escape_control(message)

@@ -27,8 +27,7 @@ def export(
     """Write `model`, an artifact, a directory or a hub name, to a new directory in Hugging Face layout.
 
     Of a model with adapters, only the adapters are written, in PEFT's layout, or the merged model if `merge`. A reward
-    model's contract goes into its tokenizer and a README.md.
-    base: their base model; None: the one that they name.
+    model's contract goes into its tokenizer and a README.md. base: the adapters' base model; None: the one they name.
     Returns a text: what was written, and what of the source was left out. Raises InputError if the directory is not
     empty or there is nothing to merge; RunError, leaving no files, if the disk is full or not writable.
     """

@@ -43,8 +43,8 @@ def generate(
 
     If the model has a chat template, a prompt's text becomes a user message; raw: it is the prompt itself.
     chat_template_kwargs: variables for the template; a row's own are added. system: the system message of conversations
-    that do not begin with one. max_prompt_length: tokens that a prompt is
-    cut to, with a warning; None: refuse prompts that do not fit in the model's context together with a completion.
+    that do not begin with one. max_prompt_length: tokens that a prompt is cut to, with a warning; None: refuse prompts
+    that do not fit in the model's context together with a completion.
     """
     if (file is None) == (not prompts):
         raise InputError(

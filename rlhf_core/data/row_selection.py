@@ -150,8 +150,9 @@ def list_unread_columns(report: Report, records: Records, read: Callable[[Source
     """Add the columns to the report that `read` does not return for a source, with how many rows have them."""
     counts: dict[str, int] = {}
     for source in records.sources:
+        used = set(read(source))
         for name in source.columns:
-            if name not in read(source) and (count := source.kind(name).total):
+            if name not in used and (count := source.kind(name).total):
                 counts[name] = counts.get(name, 0) + count
     if counts:
         listed = ", ".join(f"{name} (in {count:,})" for name, count in counts.items())

@@ -96,9 +96,8 @@ def load_model(
         stored_dtype=_stored_dtype(directory, hf_config),
         compute_dtype=dtype,
     )
-    if fresh and (
-        adapters is None or adapters.score is None
-    ):  # a stored head's contract has its tokenizer's hash
+    # The contract of a stored head has the hash of its tokenizer, which must not change.
+    if fresh and (adapters is None or adapters.score is None):
         model = with_padding_apart(model)
     return model if adapters is None else adapters.on(model, base)
 

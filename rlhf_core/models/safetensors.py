@@ -202,9 +202,8 @@ class Writer:
         with np.errstate(over="ignore"):
             flat = np.ascontiguousarray(value, self._dtype).reshape(-1)
         file.write(flat.view(np.uint8))
-        exponent = np.array([np.inf], self._dtype).view(
-            f"u{flat.itemsize}"
-        )  # all ones, which no finite value has
+        # Of all ones, which no finite value has.
+        exponent = np.array([np.inf], self._dtype).view(f"u{flat.itemsize}")
         return not ((flat.view(exponent.dtype) & exponent) == exponent).any()
 
     def __enter__(self) -> Writer:

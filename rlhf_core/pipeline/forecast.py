@@ -69,15 +69,14 @@ def each_stage(
     Raises InputError with the problems of all stages.
     """
     results: dict[str, T] = {}
-    trained = {
-        str(planned.dir / "artifacts" / name): planned.preview.model
+    made = {
+        str(planned.dir / "artifacts" / name): planned
         for planned in plan.stages
         for name in planned.trainer.outputs
     }
-    prompts = {
-        str(planned.dir / "artifacts" / name): planned.config.system_prompt
-        for planned in plan.stages
-        for name in planned.trainer.outputs
+    of_stages = {
+        "sources": {path: planned.preview.model for path, planned in made.items()},
+        "system_prompts": {path: planned.config.system_prompt for path, planned in made.items()},
     }
     problems: list[str] = []
     sources: dict[str, str | None] = {}
@@ -89,7 +88,7 @@ def each_stage(
         earlier = planned.written.model.partition(".")[0] if isinstance(planned.written.model, str) else ""
         inherited = templates.get(earlier)
         templates[name] = planned.preview.chat_template or inherited
-        inputs: dict[str, Any] = {"sources": trained, "system_prompts": prompts}
+        inputs: dict[str, Any] = {**of_stages}
         try:
             if source is not None:
                 sources[name] = None  # until it loads, so that later stages do not repeat the error

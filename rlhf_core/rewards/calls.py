@@ -101,9 +101,8 @@ def logged_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
         for reward in rewards
         for name, values in reward.logged.items()
     }
-    own: dict[str, float] = json.loads(
-        broadcast_text(json.dumps(metrics))
-    )  # the first process called the functions
+    # The first process called the functions.
+    own: dict[str, float] = json.loads(broadcast_text(json.dumps(metrics)))
     return own
 
 

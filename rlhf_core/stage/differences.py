@@ -169,9 +169,8 @@ def fixed_length(config: Mapping[str, Any], before: int, asked: int, made: int) 
         return too_short(made, asked)
     scheduler = config.get("scheduler")
     warmup = config.get("warmup_steps") or 0
-    falls = warmup + 0.9 * (
-        min(before, asked) - warmup
-    )  # from which update; see `rlhf_core.optimizers.schedule`
+    # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
+    falls = warmup + 0.9 * (min(before, asked) - warmup)
     if scheduler not in WHOLE_RUN and not (scheduler == "wsd" and before != asked and made - 1 > falls):
         return None
     how = "spreads the learning rate over the whole run" if scheduler in WHOLE_RUN else "had begun to fall"

@@ -185,6 +185,7 @@ def _layer_bytes(part: Definition, shape: tuple[int, int], remat: str) -> int:
 
 @cached
 def _layer_bytes_on(_: str, part: Definition, shape: tuple[int, int], remat: str) -> int:
+    """Do what `_layer_bytes` does; the platform, which a family's default dtype depends on, is part of the key."""
 
     def saved(layers: int) -> int:
         config = part.config

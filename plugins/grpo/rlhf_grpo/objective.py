@@ -164,8 +164,7 @@ def objective(
 
     Per trained token they carry `sampling_logps`, `advantages` and, where they are kept, `old_logps` (without: the
     policy's own, so that the ratio is 1 with its gradient), `ref_logps` (NaN: this policy is the reference) and `kept`;
-    per sequence `reward` and
-    `entropy_scale`, both optional.
+    per sequence `reward` and `entropy_scale`, both optional.
     """
     logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
     mask, sequence = trained_weight(batch), trained_sequence(batch)
