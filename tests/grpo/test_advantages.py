@@ -86,11 +86,47 @@ def test_normalize_then_sum_counts_what_one_function_of_several_scored():
     assert got[3] == 0
 
 
-def test_sums_that_are_equal_on_paper_have_no_advantage():
-    rewards = np.array([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2])
-    assert len(set(rewards)) == 2
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("last", [0.1 + 0.2, np.nan])
+def test_sums_that_are_equal_on_paper_have_no_advantage(sign, last):
+    rewards = sign * np.array([0.1 + 0.2, 0.3, 0.3, last])
+    assert len(set(rewards[:3])) == 2
     for scale in ("group", "batch", "none"):
         assert not np.asarray(group_advantages(rewards, num_generations=4, scale=scale)).any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_four_units_in_the_last_place_are_rounding_and_five_a_difference(sign):
+    for units, differs in ((4, False), (5, True)):
+        rewards = sign * np.array([1, 1 + units * np.spacing(1.0)])
+        assert group_advantages(rewards, num_generations=2, scale="none").any() == differs
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "advantage", [Group(), Group("batch"), NormalizeThenSum(), RLOO(), ReinforcePP(), ReinforcePP("batch")]
+)
+def test_groups_with_nothing_or_one_completion_scored_have_no_advantage(advantage):
+    nan = np.nan
+    each = np.array([[nan, nan, nan], [nan, 2.0, nan], [1.0, nan, 4.0]])
+    alone = AdvantageInputs.of(each[:2, :, None], np.ones(1), np.zeros((2, 3), np.int32))
+    np.testing.assert_array_equal(advantage(alone), 0)
+    got = advantage(AdvantageInputs.of(each[..., None], np.ones(1), np.zeros((3, 3), np.int32)))
+    np.testing.assert_array_equal(got[np.isnan(each)], 0)
+    assert got[2, 0] < 0 < got[2, 2]
+    if advantage != ReinforcePP("batch"):  # the only one that compares groups
+        assert got[1, 1] == 0
+
+
+def test_defaults_are_those_of_group_advantages():
+    """Rewards so close that eps shows."""
+    rewards = GROUPS.astype(np.float64) * 1e-4
+    for advantage, aggregation in (
+        (Group(), "sum_then_normalize"),
+        (NormalizeThenSum(), "normalize_then_sum"),
+    ):
+        expected = group_advantages(rewards.reshape(-1), num_generations=4, aggregation=aggregation)
+        np.testing.assert_array_equal(advantage(inputs(rewards)).reshape(-1), expected)
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
@@ -125,6 +161,7 @@ def test_a_constant_added_to_a_group_changes_nothing(scale):
         (np.ones(5), {"num_generations": 2}, "not whole groups"),
         (np.ones(4), {"num_generations": 1}, "group of one"),
         (np.ones((4, 2)), {"num_generations": 2, "weights": [1.0]}, "1 for 2 reward functions"),
+        (np.ones((4, 2)), {"num_generations": 2, "weights": [1.0] * 3}, "3 for 2 reward functions"),
         (np.ones(4), {"num_generations": 2, "scale": "std"}, "'std' is not one of"),
     ],
 )
@@ -150,15 +187,18 @@ def test_leave_one_out_is_the_reward_less_the_mean_of_the_others():
 
 
 def test_leave_one_out_among_those_that_are_scored():
-    got = RLOO()(inputs(np.array([[1.0, np.nan, 4.0, 7.0], [2.0, np.nan, np.nan, np.nan]])))
+    nan = np.nan
+    got = RLOO()(inputs(np.array([[1.0, nan, 4.0, 7.0], [2.0, nan, nan, nan], [1.0, nan, nan, 4.0]])))
     np.testing.assert_allclose(got[0], [1 - 5.5, 0, 4 - 4, 7 - 2.5], rtol=1e-6)
     np.testing.assert_array_equal(got[1], 0)
+    np.testing.assert_allclose(got[2], [1 - 4, 0, 0, 4 - 1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("baseline", ["group", "batch"])
 def test_reinforce_pp(baseline):
     rewards = np.random.default_rng(2).normal(size=(3, 4)) + np.array([[0.0], [5.0], [-5.0]])
     rewards[1, 2] = np.nan
+    rewards[2] = [3.0, 3.0, np.nan, 3.0]
     if baseline == "group":
         centred = rewards - np.nanmean(rewards, axis=1, keepdims=True)
         spread = np.nanstd(centred, ddof=1)

@@ -8,7 +8,7 @@ import pytest
 from rlhf_grpo.advantages import Group
 
 from rlhf_core.contracts import RewardInputs
-from rlhf_core.errors import RunError
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.advantages import advantage_inputs
 from rlhf_core.rollouts.completions import rollout_metrics
@@ -85,6 +85,8 @@ def misspelt(inputs):
         (lambda inputs: inputs.rewards.T, r"shape \[3, 2\]; wanted is one number per completion, \[2, 3\]"),
         (lambda inputs: inputs.rewards.reshape(-1), r"shape \[6\]; wanted"),
         (lambda inputs: inputs.rewards[..., None] * np.ones(3), r"shape \[2, 3, 3\]; wanted .* \[2, 3, 4\]"),
+        (lambda inputs: np.ones((3, 2, 9)), r"shape \[3, 2, 9\]; wanted"),
+        (lambda inputs: np.ones((2, 3, 9, 1)), r"shape \[2, 3, 9, 1\]; wanted"),
         (lambda inputs: None, r"shape \[\]; wanted"),
         (
             lambda inputs: inputs.rewards / 0,
@@ -114,16 +116,30 @@ def test_an_advantage_per_completion(rollout):
     assert advantages.dtype == np.float32
 
 
-@pytest.mark.parametrize("width", [4, 5, 8])
-def test_an_advantage_per_token(rollout, width):
-    """As wide as the samples' arrays, whatever the component returned beyond the longest completion."""
+def test_an_error_of_the_advantage_itself_is_passed_on(rollout):
+    def picky(inputs):
+        raise InputError("advantage.pass_at: 9 of 3 completions")
+
+    with pytest.raises(InputError, match=r"^advantage\.pass_at: 9 of 3 completions$"):
+        rollout.with_advantages(picky, REWARDS, name="mine")
+
+
+def test_a_rollout_without_the_inputs_of_its_rewards_has_advantages(rollout):
+    """As after a restore."""
+    rollout = replace(rollout, inputs=None)
+    assert advantage_inputs(rollout, REWARDS).columns == {}
+
+
+@pytest.mark.parametrize(("width", "returned"), [(4, 6), (5, 6), (8, 6), (5, C)])
+def test_an_advantage_per_token(rollout, width, returned):
+    """As wide as the samples' arrays, however far the component's array reaches past the longest completion."""
     samples = rollout.samples
     samples = Rollouts(
         np.zeros((6, width), np.int32), samples.lengths, np.zeros((6, width)), samples.finished
     )
-    out = np.arange(2 * G * 6, dtype=np.float64).reshape(2, G, 6)
+    out = np.arange(2 * G * returned, dtype=np.float64).reshape(2, G, returned)
     advantages = (
         replace(rollout, samples=samples).with_advantages(lambda _: out, REWARDS, name="mine").advantages
     )
-    expected = np.pad(out.reshape(6, 6), ((0, 0), (0, 2)))[:, :width]
+    expected = np.pad(out.reshape(6, returned), ((0, 0), (0, 4)))[:, :width]
     np.testing.assert_array_equal(advantages, expected)

@@ -46,11 +46,9 @@ class NormalizeThenSum:
         weights = np.asarray(inputs.weights, np.float64)
         parts = np.stack([_scaled(each[..., f], "group", self.eps) for f in range(each.shape[-1])], axis=-1)
         scored = ~np.isnan(each).all(-1)
-        total = np.where(scored, np.nansum(np.nan_to_num(parts) * weights, axis=-1), np.nan)
-        centred = total - _mean(total, axis=None)
-        # That mean is 0 but for rounding, which must not reach the groups without a difference.
-        centred = np.where((np.nan_to_num(parts) == 0).all(axis=(-2, -1))[:, None] & scored, 0.0, centred)
-        return _finish(centred / (_deviation(total, axis=None) + self.eps))
+        # Parts are centred within each group, so that the mean of the sums over the batch is 0 already.
+        total = np.where(scored, (np.nan_to_num(parts) * weights).sum(-1), np.nan)
+        return _finish(total / (_deviation(total, axis=None) + self.eps))
 
 
 @dataclass(frozen=True)
@@ -169,11 +167,11 @@ def _mean(x: Floats, axis: int | None) -> Floats:
 
 
 def _deviation(x: Floats, axis: int | None) -> Floats:
-    """With n − 1; NaN for fewer than two elements, whose advantage is then 0."""
+    """With n − 1; 0 for fewer than two elements."""
     there = ~np.isnan(x)
     count = there.sum(axis=axis, keepdims=True)
     squares = (np.where(there, x - _mean(x, axis), 0.0) ** 2).sum(axis=axis, keepdims=True)
-    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+    return np.sqrt(squares / np.maximum(count - 1, 1))
 
 
 def _finish(advantages: Floats) -> NDArray[np.float32]:
