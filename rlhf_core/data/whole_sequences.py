@@ -38,25 +38,14 @@ class Whole:
     chosen: list[int] | None = None
 
 
-def encode_whole(records: Records, encoder: Encoder) -> Whole:
-    """Tokenise texts, conversations, preferences or lists of completions, ending with EOS or as the template does.
-
-    Includes empty completions, but not missing ones (null, or no assistant turn). Raises InputError naming file and row
-    of the first few problems.
-    """
-    parts = list(whole_parts(records, encoder))
-    sequences = [row for part in parts for row in part.sequences]
-    chosen = None if parts[0].chosen is None else [count for part in parts for count in part.chosen or ()]
-    return Whole(parts[0].sides, sequences, [place for part in parts for place in part.places], chosen)
-
-
 def whole_parts(
     records: Records, encoder: Encoder, *, skip: int = 0, report: Report | None = None
 ) -> Iterator[Whole]:
-    """Yield `encode_whole` of `CHUNK` rows at a time.
+    """Tokenise texts, conversations, preferences or lists of completions, `CHUNK` rows at a time.
 
-    skip: number of parts to skip without checking them. report: gets the rows of which the chat template leaves
-    something out.
+    They end with EOS or as the template does. Includes empty completions, but not missing ones (null, or no assistant
+    turn). skip: number of parts to skip without checking them. report: gets the rows of which the chat template leaves
+    something out. Raises InputError naming file and row of the first few problems.
     """
     columns = set(records.columns)
     paired = any(set(family) <= columns for family in (("chosen", "rejected"), *FAMILIES))

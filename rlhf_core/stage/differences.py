@@ -20,7 +20,6 @@ Record = Mapping[str, Any]
 """JSON: `trainer`, `seed`, `config` (nested), `inputs` {field: {path, reference, identity}}, `code` {field: {name,
 owner, hash}}, `versions` {distribution: version}; after accepted changes also `accepted`, a list of {field, change,
 after_update, time}."""
-KEYS = ("trainer", "seed", "config", "inputs", "code", "versions")
 UNCOMPARED = frozenset(
     {
         "logger",

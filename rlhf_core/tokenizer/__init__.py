@@ -33,8 +33,6 @@ __all__ = [
     "Special",
     "TextOptions",
     "Turns",
-    "encode_full",
-    "encode_pair",
     "join",
     "load_tokenizer",
     "prompt_ids",
@@ -214,18 +212,3 @@ def render(
 def prompt_ids(tokenizer: Any, prompt: Turns, *, chat_template: str | None = None) -> Ints:
     """Encode a prompt as the ids that a completion continues, int32 [n]."""
     return Encoder(tokenizer, chat_template).prompts([prompt])[0]
-
-
-def encode_full(
-    tokenizer: Any, prompt: Turns | None, completion: Turns, *, chat_template: str | None = None
-) -> Ints:
-    """Encode a prompt and completion as trained on and scored, EOS last, int32 [n]."""
-    return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
-
-
-def encode_pair(
-    tokenizer: Any, prompt: Turns | None, chosen: Turns, rejected: Turns, *, chat_template: str | None = None
-) -> tuple[Ints, Ints]:
-    """Encode both sides of a preference with the prompt, EOS last: (chosen, rejected), int32 [n] each."""
-    first, second = Encoder(tokenizer, chat_template).whole([prompt, prompt], [chosen, rejected])
-    return first, second

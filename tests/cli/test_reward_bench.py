@@ -373,13 +373,13 @@ def test_lists_of_conversations_and_texts_as_turns(tiny):
     ]
     wanted = encoder.whole(["m n"] * 3, replies)
     for rows in forms:
-        whole = whole_sequences.encode_whole(data.load([rows]), encoder)
+        [whole] = whole_sequences.whole_parts(data.load([rows]), encoder)
         assert whole.sides == ("chosen_scores", "rejected_scores")
         assert whole.chosen == [1]
         assert [ids.tolist() for ids in whole.sequences[0]] == [ids.tolist() for ids in wanted]
     other = {**forms[2], "rejected": [[{"role": "user", "content": "x"}, *replies[1]]]}
     with pytest.raises(InputError, match="'prompt' is not the start of 'rejected'"):
-        whole_sequences.encode_whole(data.load([other]), encoder)
+        list(whole_sequences.whole_parts(data.load([other]), encoder))
 
 
 def test_chat_makes_turns_of_texts(tiny, tmp_path, capsys):
@@ -420,7 +420,7 @@ def test_real_pairs_by_subset(tiny, model, letters, tmp_path, capsys):
         for i, pair in enumerate(rows)
     ]
     encoder = Encoder(tiny.make_tokenizer(), "plain")
-    pairs, lists = (whole_sequences.encode_whole(data.load(x), encoder) for x in (rows, listed_rows))
+    pairs, lists = (next(whole_sequences.whole_parts(data.load(x), encoder)) for x in (rows, listed_rows))
     assert lists.chosen == [1] * 40
     for pair, both in zip(pairs.sequences, lists.sequences, strict=True):
         assert [ids.tolist() for ids in pair] == [ids.tolist() for ids in both]

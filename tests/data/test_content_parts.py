@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data.whole_sequences import encode_whole
+from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.environments.calls import checked_messages
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder
@@ -80,7 +80,8 @@ def test_parts_are_read_wherever_messages_are(tokenizer: Any) -> None:
             return data.encode_texts(records, tokenizer, max_length=None).tokens[0].tolist()
         if kind == "prompts":
             return data.encode_prompts(records, tokenizer, max_prompt_length=None).ids[0].tolist()
-        return [row.tolist() for row in encode_whole(records, Encoder(tokenizer)).sequences[0] or ()]
+        [whole] = whole_parts(records, Encoder(tokenizer))
+        return [row.tolist() for row in whole.sequences[0] or ()]
 
     talk = [user(PARTS), reply(PARTS)]
     pair = {"prompt": [user(PARTS)], "chosen": [reply(PARTS)], "rejected": [reply("c")]}

@@ -10,11 +10,16 @@ import pytest
 from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.tokenizer import TextOptions, encode_full, load_tokenizer, prompt_ids
+from rlhf_core.tokenizer import TextOptions, load_tokenizer, prompt_ids
+from rlhf_core.tokenizer.encoding import Encoder
 
 made = load_file(Path(__file__).parents[1] / "shared" / "data_rows.py")
 CHATML, FINE, TALK = made.CHATML, made.FINE, made.TALK
 user, assistant = made.user, made.assistant
+
+
+def encode_full(tokenizer, prompt, completion, *, chat_template=None):
+    return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data.source import Source
-from rlhf_core.data.whole_sequences import encode_whole
+from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import TextOptions
 from rlhf_core.tokenizer.encoding import Encoder
@@ -28,7 +28,8 @@ def encode(kind: str, rows: list[dict[str, Any]], tokenizer: Any, repeated: bool
     options = TextOptions(prompt_repeated=repeated)
     records = data.load(rows)
     if kind == "whole":
-        return encode_whole(records, Encoder(tokenizer, options)).sequences
+        [whole] = whole_parts(records, Encoder(tokenizer, options))
+        return whole.sequences
     if kind == "pairs":
         found = data.encode_pairs(records, tokenizer, max_length=None, chat_template=options)
         return [[pair.chosen, pair.rejected] for pair in found.pairs]
@@ -69,7 +70,7 @@ def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
     """Rows that teach nothing are dropped in training but still scored."""
     encoder = Encoder(tokenizer)
     rows = [{"prompt": "a", "completion": text} for text in (" b", "", "  ", None)]
-    whole = encode_whole(data.load(rows), encoder)
+    [whole] = whole_parts(data.load(rows), encoder)
     said = [row and tokenizer.decode(row[0]) for row in whole.sequences]
     assert said == ["a b </s>", "a </s>", "a </s>", None]
     assert whole.places[3].endswith("row 4")
@@ -77,13 +78,13 @@ def test_every_row_is_read_for_scores(tokenizer: Any) -> None:
     for row, ids in zip(whole.sequences, again, strict=False):
         assert row is not None
         np.testing.assert_array_equal(row[0], ids)
-    pairs = encode_whole(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
+    [pairs] = whole_parts(data.load([{**OTHER, "chosen": ""}, {**OTHER, "rejected": None}]), encoder)
     assert pairs.sides == ("chosen_score", "rejected_score")
     assert [row and [tokenizer.decode(ids) for ids in row] for row in pairs.sequences] == [
         ["e </s>", "e g </s>"],
         None,
     ]
-    texts = encode_whole(data.load([{"text": "a b"}, {"text": ""}]), encoder)
+    [texts] = whole_parts(data.load([{"text": "a b"}, {"text": ""}]), encoder)
     assert [row and tokenizer.decode(row[0]) for row in texts.sequences] == ["a b </s>", "</s>"]
-    ids = encode_whole(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
+    [ids] = whole_parts(data.load([{"chosen_ids": [4, 5], "rejected_ids": [6]}]), encoder)
     assert [each.tolist() for each in ids.sequences[0] or []] == [[4, 5], [6]]

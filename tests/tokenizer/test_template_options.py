@@ -15,7 +15,7 @@ import pytest
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig, build
 from rlhf_core.data import cache
-from rlhf_core.data.whole_sequences import encode_whole
+from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.plugins.component import load_file
@@ -71,7 +71,8 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
     assert pairs.pairs[0].chosen.tolist() == whole
     assert pairs.pairs[0].starts is not None
     for rows in ({"messages": [*PROMPT, *REPLY]}, {"prompt": PROMPT, "completion": REPLY}):
-        read = encode_whole(data.load([{**rows, **row}]), Encoder(tokenizer, options)).sequences[0]
+        [part] = whole_parts(data.load([{**rows, **row}]), Encoder(tokenizer, options))
+        [read] = part.sequences
         assert read is not None
         assert read[0].tolist() == whole
         # Learned tokens end with the stop token after the reply, wherever the score is read.

@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import (
-    encode_full,
-    encode_pair,
     load_tokenizer,
     prompt_ids,
     render,
@@ -35,6 +33,10 @@ CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] + '</s>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
 )
+
+
+def encode_full(tokenizer, prompt, completion, *, chat_template=None):
+    return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
 
 
 def small_tokenizer(*, bos=False, eos=False, template=None):
@@ -76,7 +78,7 @@ def test_prompts_are_open():
 
 def test_pairs_are_the_same_as_single_sequences():
     tokenizer = small_tokenizer(bos=True)
-    chosen, rejected = encode_pair(tokenizer, "xa", "b", "a")
+    chosen, rejected = Encoder(tokenizer).whole(["xa", "xa"], ["b", "a"])
     assert chosen.tolist() == encode_full(tokenizer, "xa", "b").tolist()
     assert rejected.tolist() == encode_full(tokenizer, "xa", "a").tolist()
 
