@@ -110,7 +110,7 @@ def combine(
 
     sequences: how many there are, those without a trained token included (they count in the average over sequences).
     kept: float32 [N, T], 0 where the entropy quantile leaves a token out of the policy loss (KL stays).
-    importance: float32 [N, T], what the policy loss is multiplied by, as `correction.importance` gives it.
+    importance: float32 [N, T], what the policy loss is multiplied by, as `importance` gives it.
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
     at_reference: bool [N, T], tokens where policy and reference are the same model: their KL is 0, without gradient.
