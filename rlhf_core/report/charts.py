@@ -147,11 +147,11 @@ def key_metrics(names: Iterable[str]) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Format a number for a table, with four significant digits: 0.9993, 9,709, 3.00e-04."""
+    """Format a number for a table, short enough for a card: 0.9993, 9,709, 3.00e-04, 1.14e+08."""
     if value is None:
         return "–"
     size = abs(value)
-    if size != 0 and (size < 1e-3 or size >= 1e9):
+    if size != 0 and (size < 1e-3 or size >= 1e6):
         return f"{value:.2e}"
     if size >= 1000:
         return f"{value:,.0f}"

@@ -237,9 +237,12 @@ def _defaults(reward: Reward, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def _without_value(reward: Reward, prompts: Any) -> list[str]:
-    """Count the rows without a value that the function needs: null, or not in the row at all."""
+    """Count the rows without a value that the function needs: null, or not in the row at all.
+
+    `environment_rewards` is no value of a row: no row has one before its episode.
+    """
     lines = []
-    for name in sorted(reward.wants()[0] & set(prompts.columns)):
+    for name in sorted(reward.wants()[0] & set(prompts.columns) - {"environment_rewards"}):
         column, rows = prompts.columns[name], range(min(len(prompts.raw), ROWS_LOOKED_AT))
         if without := [i for i in rows if column[i] is None]:
             of = f"{'the first ' if len(prompts.raw) > len(rows) else ''}{len(rows):,} rows"

@@ -24,6 +24,16 @@ def last(completions, *, target=3):
 
 def needs(completions, target):
     return [float(x) for x in target]
+
+class Asks:
+    def reset(self, row, seed):
+        return row["prompt"]
+
+    async def step(self, completion):
+        raise AssertionError("a check does not call it")
+
+def kept(environment_rewards):
+    return environment_rewards
 """
 PIPELINE = """
 dir = "run"
@@ -67,6 +77,11 @@ def test_rows_without_a_value_that_a_reward_needs_are_counted(check: Any) -> Non
     (line,) = [line for line in check('{ name = "exact_match" }') if "exact_match" in line]
     assert line.startswith("reward 'exact_match': 2 of 6 rows have no 'answer'; the first is ")
     assert line.endswith("prompts.jsonl row 2")
+
+
+def test_what_an_environment_will_give_is_not_missing_from_the_rows(check: Any) -> None:
+    lines = check('{ name = "mine.py:kept", check = false }', 'environment = { name = "mine.py:Asks" }')
+    assert not [line for line in lines if "environment_rewards" in line]
 
 
 def test_all_that_is_wrong_with_rewards_is_told_at_once(check: Any) -> None:

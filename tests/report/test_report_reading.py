@@ -203,7 +203,15 @@ def test_a_metric_that_never_changes_is_drawn_in_the_middle(
 
 @pytest.mark.parametrize(
     ("value", "written"),
-    [(0.99935, "0.9993"), (9709.4, "9,709"), (3e-4, "3.00e-04"), (0.0, "0"), (-1.5, "-1.5"), (None, "–")],
+    [
+        (0.99935, "0.9993"),
+        (9709.4, "9,709"),
+        (113793115.0, "1.14e+08"),
+        (3e-4, "3.00e-04"),
+        (0.0, "0"),
+        (-1.5, "-1.5"),
+        (None, "–"),
+    ],
 )
 def test_numbers(value: float | None, written: str) -> None:
     assert charts.number(value) == written

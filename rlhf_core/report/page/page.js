@@ -19,7 +19,7 @@
     if (!Number.isFinite(x)) return "–";
     if (percent) return `${(100 * x).toFixed(1)} %`;
     const size = Math.abs(x);
-    if (size !== 0 && (size < 1e-3 || size >= 1e9)) return x.toExponential(2);
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2);
     if (size >= 1000) return Math.round(x).toLocaleString("en");
     return String(Number(x.toPrecision(4)));
   };
