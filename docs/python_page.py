@@ -220,11 +220,14 @@ def _sentence(thing: Any) -> str:
 
 
 def _constant(promise: Promise) -> str:
-    """What stands below the constant in its module; of a module, its docstring."""
+    """What stands below the constant in the module that defines it; of a module, its docstring."""
     if inspect.ismodule(promise.thing):
         return _sentence(promise.thing)
-    module = importlib.import_module(promise.module)
-    body = ast.parse(inspect.getsource(module)).body
+    tree = ast.parse(inspect.getsource(importlib.import_module(promise.module)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and promise.name in [alias.name for alias in node.names]:
+            return _constant(promise._replace(module=str(node.module)))
+    body = tree.body
     for statement, below in itertools.pairwise(body):
         targets = (
             statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]

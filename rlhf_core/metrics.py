@@ -123,6 +123,7 @@ def _library(x: Any) -> Any:
 
 
 Metric: TypeAlias = Sum | Mean | Max | Min | Moments
+"""A metric that merges over micro-batches."""
 Metrics: TypeAlias = Mapping[str, Metric]
 
 
