@@ -143,7 +143,7 @@ def _bounds(field: FieldInfo) -> str:
     limits = [
         f", {sign} {bound_text(getattr(note, name))}"
         for note in field.metadata
-        for name, sign in _BOUNDS.items()
+        for name, sign in _SIGNS.items()
         if isinstance(getattr(note, name, None), int | float)
     ]
     return "".join(limits)
@@ -156,7 +156,7 @@ def _default(field: FieldInfo) -> Any:
     return default.to_dict() if isinstance(default, Options) else default
 
 
-_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "whole number",

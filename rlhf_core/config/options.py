@@ -10,12 +10,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
 from rlhf_core.config.other_names import OTHER_NAMES
+from rlhf_core.config.paths import table_in
 from rlhf_core.config.problems import Problem, format_value, join, raise_or_warn, unknown_name
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.hidden import hide_named
@@ -239,17 +240,10 @@ def _locate(cls: type[Options], loc: Sequence[str | int], data: Any) -> tuple[st
         field = table.model_fields.get(key) if isinstance(key, str) else None
         if isinstance(node, Mapping) and (key in node or (field and position == len(loc) - 1)):
             path, node = join(path, key), node.get(key)
-            table = (_table_in(field.annotation) if field else None) or table
+            table = (table_in(field.annotation) if field else None) or table
         elif isinstance(key, int) and isinstance(node, list | tuple) and key < len(node):
             path, node = join(path, key), node[key]
     return path, table
-
-
-def _table_in(annotation: Any) -> type[Options] | None:
-    """Find the options class inside an annotation such as `list[X] | None`."""
-    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
-        return annotation
-    return next(filter(None, map(_table_in, get_args(annotation))), None)
 
 
 def bound_text(bound: float) -> str:

@@ -51,7 +51,7 @@ def artifact_kinds(cls: type[BaseModel], path: str) -> tuple[str, ...]:
     inner: type[BaseModel] | None = cls
     for name in tables:
         field = None if inner is None else inner.model_fields.get(name)
-        inner = None if field is None else _table_in(field.annotation)
+        inner = None if field is None else table_in(field.annotation)
     field = None if inner is None else inner.model_fields.get(last)
     if field is not None and (kinds := noted_kinds(field)):
         return kinds
@@ -69,7 +69,8 @@ def _notes_in(annotation: Any) -> list[Any]:
     return notes + [note for part in get_args(annotation) for note in _notes_in(part)]
 
 
-def _table_in(annotation: Any) -> type[BaseModel] | None:
+def table_in(annotation: Any) -> Any:
+    """Find the class of a table inside an annotation such as `list[X] | None`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((table for part in get_args(annotation) if (table := _table_in(part))), None)
+    return next(filter(None, map(table_in, get_args(annotation))), None)
