@@ -14,6 +14,7 @@ from rlhf_core.errors import InputError, suggest
 from rlhf_core.models.config import DecoderConfig, Head, Remat, Rope, RopeKind
 from rlhf_core.models.config_fields import Fields, shown
 from rlhf_core.models.families import ARCHITECTURES, FULL, SLIDING, Architecture, rotated_layers
+from rlhf_core.models.layers import ACTIVATIONS
 
 ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 UNUSED = {"finetuned", "original_max_position_embeddings"}
@@ -170,7 +171,6 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
 MOST_PARAMETERS = 10**14
 """More than any model has: a config.json above these limits is damaged."""
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 
 def parse(
