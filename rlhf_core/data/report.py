@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from rlhf_core.errors import InputError
 
-SHOWN = 5  # rows or problems listed one by one
+SHOWN = 5
+"""Rows or problems that a message lists; it counts the others."""
 
 
 @dataclass

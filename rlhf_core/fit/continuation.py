@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.data.report import SHOWN
 from rlhf_core.errors import InputError
 from rlhf_core.stage import differences, experiment
 
@@ -25,7 +26,6 @@ ROWS = "data_rows"
 """The name of the rows' digests in a checkpoint's arrays."""
 RATES = 17
 """Past updates whose learning rate is saved, to notice where another length of the run changes them."""
-SHOWN = 5
 
 
 class Continuation:

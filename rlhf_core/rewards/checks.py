@@ -17,6 +17,7 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
+from rlhf_core.data.report import SHOWN
 from rlhf_core.data.source import Cells
 from rlhf_core.errors import InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 HERE = str(Path(__file__).parent.parent)
 ALIKE = 0.7
 """Similarity, from 0 to 1, above which a parameter's name may be that of a column, misspelt."""
-SHOWN = 5
-"""Rows that are named; the others are counted."""
 ROWS_LOOKED_AT = 10_000
 """Rows in which values that a function needs are looked for; a large file is read row by row."""
 SECONDS = 60.0

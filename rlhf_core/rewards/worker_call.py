@@ -13,7 +13,7 @@ from rlhf_core.workers import awaited, run_async
 
 MEASURED = ("mean", "std", "failed", "unscored")
 """Last parts of the names of metrics that are measured of every reward."""
-SHOWN = 200
+LONGEST = 200
 """Characters of a wrong value to show."""
 
 
@@ -89,5 +89,5 @@ def _plain_value(value: Any) -> float | NotNumeric | None:
         text = scrub(repr(value))
         return NotNumeric(
             type(value).__name__,
-            text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)",
+            text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)",
         )

@@ -103,15 +103,15 @@ class Conversations:
         kept = {
             name.removeprefix(prefix): np.asarray(arrays[name]) for name in arrays if name.startswith(prefix)
         }
-        contexts = iter(_cut(kept["contexts"], kept["context_lengths"]))
+        contexts = iter(_split(kept["contexts"], kept["context_lengths"]))
         every = iter(
             TurnRecord(int(start), int(end), context if len(context) else None)
             for (start, end), context in zip(kept["spans"], contexts, strict=True)
         )
         turns = [tuple(next(every) for _ in range(count)) for count in kept["counts"].tolist()]
-        prompts = _cut(kept["prompts"], kept["prompt_lengths"])
+        prompts = _split(kept["prompts"], kept["prompt_lengths"])
         return cls(prompts, turns, one_row_per_turn=bool(kept["one_row_per_turn"]))
 
 
-def _cut(flat: NDArray[Any], lengths: NDArray[Any]) -> list[Ints]:
+def _split(flat: NDArray[Any], lengths: NDArray[Any]) -> list[Ints]:
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
