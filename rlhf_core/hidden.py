@@ -46,19 +46,23 @@ def known() -> frozenset[str]:
 
 def scrub(text: str) -> str:
     """Hide secrets in a text, such as a message that quotes a request: remembered ones, and the environment's."""
-    variables = {value for name, value in os.environ.items() if _names_secret(name)}
-    for form in _forms_of(frozenset(_known | variables)):
-        text = text.replace(form, HIDDEN)
-    return text
+    return str(scrub_all(text))
 
 
 def scrub_all(value: Any) -> Any:
     """Hide secrets in every text of a value that JSON can hold."""
+    variables = {os.environ[name] for name in os.environ if _names_secret(name)}
+    return _replaced(value, _forms_of(frozenset(_known | variables)))
+
+
+def _replaced(value: Any, forms: Sequence[str]) -> Any:
     if isinstance(value, str):
-        return scrub(value)
+        for form in forms:
+            value = value.replace(form, HIDDEN)
+        return value
     if isinstance(value, Mapping):
-        return {key: scrub_all(item) for key, item in value.items()}
-    return [scrub_all(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _replaced(item, forms) for key, item in value.items()}
+    return [_replaced(item, forms) for item in value] if isinstance(value, list | tuple) else value
 
 
 def hide_named(name: str, value: Any) -> Any:
