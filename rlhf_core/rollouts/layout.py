@@ -121,7 +121,7 @@ def longest_groups(
     config: TrainerConfig, prompt_sizes: NDArray[np.integer], *, group: int, length: int
 ) -> list[Tree]:
     """Return the groups of one update at their largest: what rows will look like."""
-    return full_groups(prompt_sizes[: max(1, config.total_batch_size // group)], group=group, length=length)
+    return full_groups(prompt_sizes[: config.total_batch_size // group], group=group, length=length)
 
 
 def full_groups(prompt_sizes: NDArray[np.integer], *, group: int, length: int) -> list[Tree]:

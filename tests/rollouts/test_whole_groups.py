@@ -14,6 +14,7 @@ from rlhf_core import TrainerConfig, hookimpl
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.packing import Layout, choose_layout
+from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.packing.rows import pack
 from rlhf_core.plugins.component import load_file
 from rlhf_core.rollouts import forecast_rollouts
@@ -75,6 +76,46 @@ def test_a_row_holds_as_many_completions_of_a_group_as_pay(
     layout = layouts.group_layout(config, np.full(3, prompt), hidden_size, mesh, group=4, length=200)
     assert asked == [(together, prompt + together * 200)]
     assert layout.time[-1] >= prompt + together * 200
+
+
+@pytest.mark.parametrize(
+    ("given", "length", "devices", "expected"),
+    [
+        ({}, 20, 1, (4, 2, 200, 3)),
+        ({"gradient_accumulation_steps": 2}, 20, 1, (4, 2, 100, 3)),
+        ({"gradient_accumulation_steps": 500}, 20, 1, (4, 2, 1, 3)),
+        ({"total_batch_size": 4 * 163}, 20, 1, (4, 163, 16300, 1)),
+        ({"total_batch_size": 4 * 164}, 20, 1, (4, 164, MICRO_BATCH_TOKENS, 1)),  # not 16400
+        ({"max_training_steps": 5}, 20, 1, (4, 2, 200, 5)),
+        ({}, 200, 2, (1, 8, 1760, 3)),  # each completion with a prompt of its own
+    ],
+)
+def test_rows_are_chosen_for_the_tokens_and_updates_of_a_run(
+    given: dict[str, int],
+    length: int,
+    devices: int,
+    expected: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(layouts, "choose_layout", lambda *sizes, **options: asked.append((*sizes, options)))
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    config = TrainerConfig(**{"total_batch_size": 8, "num_train_epochs": 1, **given})
+    prompts = np.array([5, 10, 20, 30, 35])
+    layouts.group_layout(config, prompts, 16, mesh, group=4, length=length)
+    ((_, together, options),) = asked
+    names = ("trees_per_update", "max_tokens", "updates")
+    assert (together, *(options[name] for name in names)) == expected
+    assert options["longest"] == 35 + together * length
+
+
+def test_the_largest_groups_of_an_update_are_as_many_as_it_has() -> None:
+    config = TrainerConfig(total_batch_size=8)
+    groups = layouts.longest_groups(config, np.array([5, 6, 7]), group=4, length=3)
+    assert [(len(tree.prefix), [len(x) for x in tree.branches]) for tree in groups] == [
+        (5, [3] * 4),
+        (6, [3] * 4),
+    ]
 
 
 FULL = [(90, 208, 8), (128, 208, 8), (200, 1024, 4), (60, 32, 8), (60, 256, 32)]
