@@ -307,9 +307,10 @@ def _cut(value: Any) -> Any:
     """Return a value that JSON can hold, as a text cut to LONGEST_CELL characters where it is longer."""
     value = scrub_all(value)
     written = json.dumps(value, ensure_ascii=False, default=_text, skipkeys=True)
-    if len(written) <= LONGEST_CELL:
+    text = value if isinstance(value, str) else written
+    if len(text) <= LONGEST_CELL:
         return json.loads(written, parse_constant=lambda _: None)
-    return f"{(value if isinstance(value, str) else written)[:LONGEST_CELL]}…"
+    return f"{text[:LONGEST_CELL]}…"
 
 
 def _number(x: float) -> float | None:

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
+from rlhf_core.contracts import RewardInputs
+from rlhf_core.environments import TurnRecord
 from rlhf_core.hidden import HIDDEN, remember
 from rlhf_core.rollouts import Reward, Rollout
 from rlhf_core.rollouts.completions import measure, reward_inputs, rollout_metrics
+from rlhf_core.rollouts.conversations import Conversations
+from rlhf_core.rollouts.rollout import Timing
 from rlhf_core.rollouts.warnings import warn_of_unscored
 from rlhf_core.sampling import Rollouts
 
@@ -192,12 +196,30 @@ def test_a_sample_has_the_columns_of_its_row(prompts, rollout, tokenizer, tmp_pa
         "answer": [float("nan")],
         "when": date(2026, 1, 2),
         "long": "x" * 5000,
+        "quoted": '"' * 1000,
+        "too_long": "x" * 1001,
+        "items": [1] * 333,  # "[1, 1, …]" has 3 characters per item
+        "too_many": [1] * 334,
+        "keyed": {("a", 1): 2, "b": 3},
         "environment_rewards": 1.0,
     }
-    inputs = inputs._replace(columns={name: [value] * 6 for name, value in cells.items()})
-    replace(rollout, inputs=inputs).write(tmp_path / "some.jsonl", [])
-    columns = json.loads((tmp_path / "some.jsonl").read_text().splitlines()[0])["columns"]
-    assert columns == {"answer": [None], "when": "2026-01-02", "long": "x" * 1000 + "…"}
+
+    def write(cells):
+        columns = {name: [value] * 6 for name, value in cells.items()}
+        replace(rollout, inputs=inputs._replace(columns=columns)).write(tmp_path / "some.jsonl", [])
+        return json.loads((tmp_path / "some.jsonl").read_text().splitlines()[0])
+
+    assert write(cells)["columns"] == {
+        "answer": [None],
+        "when": "2026-01-02",
+        "long": "x" * 1000 + "…",
+        "quoted": '"' * 1000,
+        "too_long": "x" * 1000 + "…",
+        "items": [1] * 333,
+        "too_many": str([1] * 334)[:1000] + "…",
+        "keyed": {"b": 3},
+    }
+    assert "columns" not in write({"environment_rewards": 1.0})
 
 
 def test_samples_hold_no_secret(prompts, rollout, tokenizer, tmp_path):
@@ -250,3 +272,113 @@ def test_tokens_that_the_policy_did_not_write_are_not_trained_on(prompts, rollou
     mask[1, 1:3] = False  # such as a tool's answer in the middle of a completion
     (tree,) = replace(rollout, samples=rollout.samples._replace(mask=mask)).trees(prompts, 0, 1)
     assert [weight.tolist() for weight in tree.weights] == [[1, 1], [1, 0, 0, 1], [1]]
+
+
+def test_a_reward_of_none_is_zero_in_a_tree_and_advantages_may_be_missing(prompts, rollout):
+    (tree,) = replace(rollout, advantages=np.zeros(0, np.float32)).trees(prompts, 1)
+    assert tree.sequence_values["reward"].tolist() == [3, 3, 0]
+    assert set(tree.token_values) == {"sampling_logps", "old_logps"}
+    assert [len(rollout.trees(prompts, *part)) for part in ((), (0, 1), (2,), (0, 9))] == [2, 1, 0, 2]
+
+
+TURNS = [
+    [TurnRecord(0, 2)],
+    [TurnRecord(0, 1), TurnRecord(3, 4, np.array([8, 9], np.int32))],
+    [TurnRecord(0, 1)],
+    [TurnRecord(0, 3)],
+    [TurnRecord(0, 2)],
+    [],
+]
+
+
+@pytest.fixture
+def talks(rollout):
+    def talks(one_row_per_turn):
+        said = [np.arange(3, dtype=np.int32), np.arange(5, 7, dtype=np.int32)]
+        rewards = [[1.0] * len(turns) for turns in TURNS]
+        return replace(
+            rollout, conversations=Conversations(said, TURNS, rewards, [None] * 6, one_row_per_turn)
+        )
+
+    return talks
+
+
+def test_an_episode_whose_history_is_kept_is_one_branch(talks):
+    rollout = talks(False)
+    assert rollout.tree_groups() == [0, 1]
+    assert rollout.tree_groups(1) == rollout.tree_groups(1, 2) == [1]
+    first, second = rollout.trees(None)
+    assert (first.prefix.tolist(), second.prefix.tolist()) == ([0, 1, 2], [5, 6])
+    assert [len(branch) for branch in second.branches] == [3, 2, 4]
+
+
+def test_each_turn_with_a_context_of_its_own_is_a_tree(talks):
+    rollout = talks(True)
+    assert rollout.tree_groups() == [0, 0, 0, 0, 1, 1]
+    assert rollout.tree_groups(0, 1) == [0] * 4
+    trees = rollout.trees(None)
+    assert [tree.prefix.tolist() for tree in trees] == [[0, 1, 2]] * 2 + [[8, 9], [0, 1, 2]] + [[5, 6]] * 2
+    assert [tree.branches[0].tolist() for tree in trees[:4]] == [[3, 1], [7], [10], [1]]
+    assert [len(rollout.trees(None, *part)) for part in ((0, 1), (1,), (1, 2))] == [4, 2, 2]
+
+
+def test_rounds_are_joined_with_their_conversations(talks):
+    inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {})
+    rounds = [replace(talks(True), inputs=inputs)] * 2
+    assert Rollout.join(rounds).tree_groups() == [0] * 4 + [1] * 2 + [2] * 4 + [3] * 2
+
+
+def test_groups_are_taken_and_restored_with_their_conversations(talks):
+    plain = replace(talks(True), advantages=np.zeros(0, np.float32), token_values={})
+    taken = plain.take(np.array([1]))
+    assert taken.conversations.prompts[0].tolist() == [5, 6]
+    assert taken.tree_groups() == [0, 0]
+    again = Rollout.from_arrays(taken.arrays(), number=7, rounds=1, metrics={})
+    assert [tree.prefix.tolist() for tree in again.trees(None)] == [[5, 6]] * 2
+
+
+def test_the_length_of_a_sample_is_what_the_policy_wrote(talks, tmp_path):
+    rollout = talks(False)
+    mask = rollout.samples.mask.copy()
+    mask[1, 1:3] = False
+    inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {})
+    replace(rollout, samples=rollout.samples._replace(mask=mask), inputs=inputs).write(
+        tmp_path / "some.jsonl", []
+    )
+    rows = [json.loads(line) for line in (tmp_path / "some.jsonl").read_text().splitlines()]
+    assert [row["length"] for row in rows] == [2, 2, 1, 3, 2, 4]
+
+
+def test_token_values_lie_where_the_mask_is_and_end_with_the_completion(rollout):
+    every = np.ones((6, C), bool)
+    values = [np.arange(1, n + 1, dtype=np.float32) for n in rollout.samples.lengths]
+    laid = rollout.with_token_values({"new": values}, mask=every).token_values
+    assert laid["new"].tolist() == [
+        [1, 2, 0, 0],
+        [1, 2, 3, 4],
+        [1, 0, 0, 0],
+        [1, 2, 3, 0],
+        [1, 2, 0, 0],
+        [1, 2, 3, 4],
+    ]
+    np.testing.assert_array_equal(laid["old_logps"], rollout.token_values["old_logps"])
+    every[1, 0] = False
+    values[1] = values[1][1:]
+    assert rollout.with_token_values({"new": values}, mask=every).token_values["new"][1].tolist() == [
+        0,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_failures_of_rounds_add_up_and_other_metrics_are_averaged(rollout):
+    inputs = RewardInputs([""] * 6, ["a"] * 6, [[]] * 6, {})
+    metrics = [{"reward": 1.0, "episodes/failed": 2.0}, {"reward": 2.0, "episodes/failed": 3.0, "rare": 5.0}]
+    rounds = [replace(rollout, inputs=inputs, metrics=each) for each in metrics]
+    assert Rollout.join(rounds).metrics == {"reward": 1.5, "episodes/failed": 5.0, "rare": 5.0}
+
+
+def test_without_a_token_there_is_no_speed():
+    assert Timing(1.0, 2.0).metrics() == {"time/rollout": 1.0, "time/reward": 2.0}
+    assert "rollout/tokens_per_second" in Timing(1.0, 2.0, 1).metrics()

@@ -100,13 +100,14 @@ def test_rows_are_chosen_for_the_tokens_and_updates_of_a_run(
     asked: list[Any] = []
     monkeypatch.setattr(layouts, "choose_layout", lambda *sizes, **options: asked.append((*sizes, options)))
     mesh = make_mesh(devices=jax.devices()[:devices])
-    config = TrainerConfig(**{"total_batch_size": 8, "num_train_epochs": 1, **given})
+    options: dict[str, Any] = {"total_batch_size": 8, "num_train_epochs": 1, **given}
+    config = TrainerConfig(**options)
     prompts = np.array([5, 10, 20, 30, 35])
     layouts.group_layout(config, prompts, 16, mesh, group=4, length=length)
-    ((_, together, options),) = asked
+    ((_, together, chosen),) = asked
     names = ("trees_per_update", "max_tokens", "updates")
-    assert (together, *(options[name] for name in names)) == expected
-    assert options["longest"] == 35 + together * length
+    assert (together, *(chosen[name] for name in names)) == expected
+    assert chosen["longest"] == 35 + together * length
 
 
 def test_the_largest_groups_of_an_update_are_as_many_as_it_has() -> None:
