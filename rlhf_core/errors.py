@@ -81,7 +81,7 @@ def disk_full(error: BaseException) -> bool:
 
 
 def said_by(error: BaseException) -> str:
-    """Return an exception's text, empty where it has none: strangers' exceptions may fail even here."""
+    """Return an exception's text; "" where its own code for that fails."""
     try:
         return str(error)
     except Exception:

@@ -21,7 +21,7 @@ SECRET_NAME = re.compile(
     r"(access|auth|api|hf|bearer|refresh)_token)|token|authorization",
     re.IGNORECASE,
 )
-"""Names of options whose text counts as a secret, whatever their type."""
+"""Names of options whose text counts as a secret."""
 SECRET_VARIABLE = re.compile(
     r"(.*_)?(TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|API_?KEY|(SECRET|PRIVATE|ACCESS)_KEY)", re.IGNORECASE
 )

@@ -41,6 +41,7 @@ def evaluator(
     stored: converts parameters to those that are saved, such as `model.as_stored`. say: prints the progress of an
     evaluation that takes longer than a few seconds, such as `stage.say`.
     """
+    # A function of its own: jit would reuse programs of the same objective, which may read globals that have changed.
     forward = jax.jit(partial(objective))
 
     def evaluate(state: TrainState) -> dict[str, float]:

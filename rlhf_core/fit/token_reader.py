@@ -50,6 +50,7 @@ class TokenReader:
     ) -> None:
         self.layout, self.mesh = layout, mesh
         self.token_names, self.sequence_names = token_names, sequence_names
+        # A function of its own, as in `evaluator`.
         self._compute = jax.jit(partial(function), out_shardings=replicated_sharding(mesh))
         self._compiler = BackgroundCompiler()
 

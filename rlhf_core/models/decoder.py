@@ -216,7 +216,7 @@ def prefill(
 def layer_outputs(
     config: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, visible_until: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Compute what every part of the model gives, (its name, [rows, time, hidden]), to find where a fault begins."""
+    """Yield (name, output [rows, time, hidden]) of every part of the model, to find where a fault begins."""
     outputs: list[jax.Array] = []
     weights = prepare(config, params)
     outputs.append(_prefill_prepared(config, weights, tokens, positions, visible_until, outputs)[0])

@@ -304,7 +304,7 @@ def _fixed_prompts(stage: StageRun, problems: list[str]) -> Completions | None:
 
 
 def _ends(stage: StageRun, files: Mapping[int, Path], problems: list[str]) -> list[int]:
-    """Return the first update with a file and that of the trained model, which may be of the best evaluation."""
+    """Return the first update with a file and the trained model's, which may be the best evaluation's."""
     if not files:
         return []
     best = json_object(stage.dir / "best.json", problems).get("model")
@@ -335,7 +335,7 @@ def scored_pairs(stage: StageRun, problems: list[str]) -> list[ScoredPair]:
 
 
 def evaluations(stage: StageRun, problems: list[str]) -> list[dict[str, Any]]:
-    """Return `step` and the content of the first file of evaluations/ and of that of the trained model.
+    """Return `step` and the content of two files of evaluations/: the first, and the trained model's.
 
     The content is `scores` and `calibration` of pairs, or `prompt_rewards`.
     """

@@ -94,7 +94,7 @@ may_print: Callable[[str], bool] | None = None
 
 
 def _write(line: str) -> None:
-    """Write a line to the terminal at once, past Python's streams and a progress bar, whose locks may be held."""
+    """Write a line to stderr without Python's streams or the progress bar, whose locks may be held."""
     if may_print is None or may_print(line):
         with suppress(OSError):
             os.write(2, f"\n{line}\n".encode() if os.isatty(2) else f"{line}\n".encode())

@@ -53,7 +53,7 @@ _OF_CALLS = re.compile(r"(rewards\[\d+\]|environment)\.(timeout|processes|on_err
 """How a reward or an environment is called, which may change as well: it changes no value."""
 _REWARD = re.compile(r"rewards\[(\d+)\]")
 _EPISODES = ("max_turns", "max_tokens", "max_seconds", "weight", "history")
-"""Options of an `environment` that say how episodes are held, whatever their environment is."""
+"""Options of an `environment` that say how episodes are held; changes of these cannot be accepted."""
 WHOLE_RUN = ("linear", "cosine")
 """Schedules whose learning rates all depend on the length of the run."""
 

@@ -42,10 +42,10 @@ class Reference:
         return join(self._trained, self._rest)
 
     def equals(self, params: Mapping[str, Any]) -> bool:
-        """Return whether the policy's parameters are the reference's, bit for bit; compare until they are not once.
+        """Return whether the policy's parameters equal the reference's, bit for bit; compare until they once differ.
 
-        Two programs round the same log-probability differently, and an optimizer such as AdamW turns a gradient of
-        rounding into whole steps: where this is true, the KL and its gradient are 0, whatever the programs say.
+        Then the KL and its gradient are 0, but two programs round the same log-probability differently, and an
+        optimizer such as AdamW turns a gradient of rounding into whole steps.
         """
         self.apart = self.apart or not bool(self._equal(split(params, self._fixed)[0], self._trained))
         return not self.apart
