@@ -77,6 +77,13 @@ class Pace:
         """Return `120/400`, padded so that lines align."""
         return str(self.step) if self.total is None else f"{self.step:>{len(str(self.total))}}/{self.total}"
 
+    def ended(self, how: Ending) -> str:
+        """Say how long the stage took; only one that is done was logged at its last update."""
+        took = f"in {clock(self.seconds())}"
+        if how == "done":
+            return f"{self.step} updates {took}"
+        return f"{how} {took}" + (f", last logged update {self.count().strip()}" if self.step else "")
+
     def left(self) -> str:
         seconds = self.seconds_left()
         return "" if seconds is None else f"{clock(seconds)} left"
@@ -173,7 +180,7 @@ class PlainView:
         self.write(f"saved {name} ({kind}) in {path}")
 
     def end(self, how: Ending) -> None:
-        self.write(f"{how}  {self.pace.step} updates in {clock(self.pace.seconds())}")
+        self.write(("done  " if how == "done" else "") + self.pace.ended(how))
 
     def write(self, line: str) -> None:
         print(escape_control(f"[{self.stage}] {line}"), file=sys.stderr, flush=True)
@@ -269,12 +276,7 @@ class RichView:
         mark, style = {"done": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}[how]
         if self.metrics:
             self.pairs(Text(f"train {self.pace.step}", "cyan"), details(self.metrics))
-        updates = (
-            f"{self.pace.step} updates" if how == "done" else f"{how} at update {self.pace.count().strip()}"
-        )
-        self.console.print(
-            Text.assemble("  ", (f"{mark} {updates}", style), f" in {clock(self.pace.seconds())}")
-        )
+        self.console.print(Text.assemble("  ", (f"{mark} {self.pace.ended(how)}", style)))
 
     def pairs(self, title: Text, pairs: Pairs) -> None:
         """Print `title  name number  name number …`, wrapped between pairs and indented under the first pair."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_core import artifacts
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import make_directory, replace_directory
@@ -88,8 +89,8 @@ def find_reusable(
         now = {**stage.now, "inputs": _with_identities(stage.now["inputs"], found)}
         if not why:
             try:
-                if there.settle(now) == "running":
-                    why = [f"stage '{stage.name}' is longer here"]
+                longer = there.settle(now) == "running"
+                why = [f"stage '{stage.name}' is longer here"] if longer else _damage(there)
             except InputError as error:
                 why = list(error.problems[:-1])
         if why:
@@ -97,6 +98,18 @@ def find_reusable(
         else:
             found[stage.name] = Reused(stage, run / stage.name, there.then, now)
     return found, reasons
+
+
+def _damage(there: StageRecord) -> list[str]:
+    """List what is missing from the artifacts of a finished stage, or was changed since it wrote them."""
+    names = there.then.get("results", {}).get("artifacts", {})
+    try:
+        outputs = {name: artifacts.open_artifact(there.dir / "artifacts" / name) for name in names}
+        there.require_outputs(outputs)
+    except InputError as error:
+        about = f"stage '{there.name}': "
+        return [about + problem.removeprefix(about).partition(";")[0] for problem in error.problems]
+    return []
 
 
 def _with_identities(inputs: Mapping[str, Any], found: Mapping[str, Reused]) -> dict[str, Any]:

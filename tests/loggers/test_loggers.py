@@ -196,15 +196,24 @@ def test_the_bar_of_a_narrow_terminal_leaves_out_the_last_words(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (Stopped("s"), "■ stopped at update 20/40"),
+        (Stopped("s"), r"■ stopped in 0:0\d, last logged update 20/40"),
         (KeyboardInterrupt(), "■ stopped"),
-        (ValueError("v"), "✗ failed at update 20/40"),
+        (ValueError("v"), r"✗ failed in 0:0\d, last logged update 20/40"),
     ],
 )
 def test_rich_says_how_it_ended(tmp_path: Path, terminal: Terminal, error: BaseException, said: str) -> None:
     terminal.attach()
     play(Console(), make_stage(tmp_path), error)
-    assert said in re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.text())
+    assert re.search(said, re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.text()))
+
+
+def test_a_stage_that_stops_between_two_logged_updates_names_none_as_its_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console()
+    console.rlhf_stage_start(stage=make_stage(tmp_path / "policy"))
+    console.rlhf_stage_end(error=Stopped("stage 'policy': stopped after update 3"))
+    assert re.fullmatch(r"\[policy\] stopped in 0:0\d", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_tqdm(tmp_path: Path, terminal: Terminal) -> None:

@@ -84,6 +84,21 @@ def test_a_stage_with_changed_data_is_not_taken_over(go: Any) -> None:
     assert skipped(go("runs/b", reuse="runs/a")) == []
 
 
+@pytest.mark.parametrize("change", ["cut", "same length"])
+def test_a_stage_whose_artifact_is_damaged_is_not_taken_over(
+    go: Any, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go("runs/a")
+    weights = Path("runs/a/rm/artifacts/model/weights.txt")
+    damaged = "4" if change == "cut" else "4" * weights.stat().st_size
+    weights.unlink()
+    weights.write_text(damaged)
+    assert skipped(go("runs/b", reuse="runs/a")) == ["base"]
+    assert "not reused from" in (said := capsys.readouterr().out)
+    assert f"stage 'rm': {weights.absolute()} " in said
+    assert weights.read_text() == damaged
+
+
 def test_a_directory_that_is_no_run_is_refused(go: Any) -> None:
     with pytest.raises(InputError, match=r"^--reuse .*runs/none: not a run directory"):
         go("runs/b", reuse="runs/none")
