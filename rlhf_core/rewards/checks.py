@@ -169,8 +169,8 @@ def forecast_rewards(
 
 
 def _unread(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:
-    """Say which columns no reward takes; an environment may read all of them."""
-    if any(reward.wants()[2] for reward in rewards) or "environment_rewards" in columns:
+    """Say which columns no reward takes, where there are rewards; an environment may read all of them."""
+    if not rewards or any(reward.wants()[2] for reward in rewards) or "environment_rewards" in columns:
         return []
     taken = {"messages", "tools", "chat_template_kwargs"}.union(*(reward.wants()[1] for reward in rewards))
     unread = [name for name in columns if name not in taken]
