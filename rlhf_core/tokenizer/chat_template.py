@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -255,43 +255,9 @@ class ChatTemplate:
             tuple((k, name, _choice(turns[k][name]) if name in self._words else None) for k, name in fields),
         )
         if fields and case not in self._ignored:
-            self._ignored[case] = self._find_ignored(fields, turns, text, open_turn, tools, kwargs)
+            render = partial(self.write, open_turn=open_turn, tools=tools, kwargs=kwargs)
+            self._ignored[case] = _find_ignored(fields, turns, text, render)
         return names + self._ignored.get(case, [])
-
-    def _find_ignored(
-        self,
-        fields: list[tuple[int, str]],
-        turns: Sequence[Message],
-        text: str,
-        open_turn: bool,
-        tools: Any,
-        kwargs: Mapping[str, Any] | None,
-    ) -> list[str]:
-        """Name those of the fields, (turn, name), that the template does not write, by rendering without them."""
-        render = partial(self._render, open_turn=open_turn, tools=tools, kwargs=kwargs, marks=False)
-        # One rendering with a tag in each field shows most of those that are written; the others are left out in turn.
-        tagged = [dict(turn) for turn in turns]
-        for number, (k, name) in enumerate(fields):
-            tagged[k][name] = _tagged(tagged[k][name], _tag(number))
-        with suppress(InputError):
-            written = render(tagged)[0]
-            fields = [field for number, field in enumerate(fields) if _tag(number) not in written]
-
-        def is_ignored(name: str, where: Sequence[int]) -> bool:
-            shorter = [
-                {key: value for key, value in turn.items() if k not in where or key != name}
-                for k, turn in enumerate(turns)
-            ]
-            with suppress(InputError):
-                return render(shorter)[0] == text
-            return False
-
-        names = []
-        for name in dict.fromkeys(name for _, name in fields):
-            where = [k for k, other in fields if other == name]
-            if is_ignored(name, where) or (len(where) > 1 and any(is_ignored(name, [k]) for k in where)):
-                names.append(name)
-        return names
 
     def end_of_turn(self) -> int | None:
         """Return the id of the added token that the template writes after a reply; None if it writes none."""
@@ -444,6 +410,38 @@ def _texts_of(content: Any) -> list[str]:
     if isinstance(content, JoinedParts):
         return [part["text"].strip() for part in content.parts]
     return [str(content or "").strip()]
+
+
+def _find_ignored(
+    fields: list[tuple[int, str]],
+    turns: Sequence[Message],
+    text: str,
+    render: Callable[[Sequence[Message]], str],
+) -> list[str]:
+    """Name those of the fields, (turn, name), that the template does not write, by rendering without them."""
+    # One rendering with a tag in each field shows most of those that are written; the others are left out in turn.
+    tagged = [dict(turn) for turn in turns]
+    for number, (k, name) in enumerate(fields):
+        tagged[k][name] = _tagged(tagged[k][name], _tag(number))
+    with suppress(InputError):
+        written = render(tagged)
+        fields = [field for number, field in enumerate(fields) if _tag(number) not in written]
+
+    def is_ignored(name: str, where: Sequence[int]) -> bool:
+        shorter = [
+            {key: value for key, value in turn.items() if k not in where or key != name}
+            for k, turn in enumerate(turns)
+        ]
+        with suppress(InputError):
+            return render(shorter) == text
+        return False
+
+    names = []
+    for name in dict.fromkeys(name for _, name in fields):
+        where = [k for k, other in fields if other == name]
+        if is_ignored(name, where) or (len(where) > 1 and any(is_ignored(name, [k]) for k in where)):
+            names.append(name)
+    return names
 
 
 def _may_be_ignored(turn: Message, name: str, learns: bool) -> bool:

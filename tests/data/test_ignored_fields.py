@@ -13,7 +13,7 @@ from rlhf_core.data.report import Report
 from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.chat_template import ChatTemplate
-from rlhf_core.tokenizer.encoding import Encoder
+from rlhf_core.tokenizer.encoding import Encoder, TextOptions
 from rlhf_core.training.open import warn_dropped_rows
 
 LAST_THOUGHT = (
@@ -70,6 +70,17 @@ def test_a_field_counts_as_ignored_if_the_text_is_the_same_without_it(tokenizer:
     assert ignored(tokenizer, [user("a", weight=0), reply("b", weight=1)], learns=True) == []
     assert ignored(tokenizer, [user("a", weight=1), reply("b", weight=0)], learns=True) == ["weight"]
     assert ignored(tokenizer, [user("a", weight=0), reply("b", weight=1)]) == ["weight"]
+
+
+def test_ignored_fields_are_found_where_a_system_prompt_is_added(tokenizer: Any) -> None:
+    options = TextOptions(system_prompt="b")
+    report = data.encode_texts(
+        data.load([{"messages": [user("a", name="b"), reply("c")]}]),
+        tokenizer,
+        max_length=None,
+        chat_template=options,
+    ).report
+    assert report.field_counts == {"name": 1}
 
 
 def test_rows_alike_in_roles_and_fields_are_rendered_again_only_once(
