@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,12 +53,10 @@ class Reused(NamedTuple):
 
     def _link_or_copy(self, source: str, target: str) -> None:
         if Path(source).relative_to(self.source).parts[0] in LINKED:
-            try:
-                return os.link(source, target)
-            except OSError:  # another disk, or one without links
-                pass
+            with suppress(OSError):  # another disk, or one without links
+                os.link(source, target)
+                return
         shutil.copy2(source, target)
-        return None
 
 
 def find_reusable(
