@@ -147,6 +147,7 @@ TRL_NAMES: Mapping[str, str] = {
     "bf16": "dtype",
     "chat_template_path": "chat_template",
     "data_seed": "shuffle_seed_train",
+    "dataset_text_field": "columns",
     "environment_factory": "environment",
     "eval_steps": "evaluation_steps",
     "eval_strategy": "evaluation_steps",
@@ -195,17 +196,25 @@ OTHER_NAMES: Mapping[str, str] = {
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
 _MESH = "`mesh` of the pipeline says how states are sharded"
 _SPECIAL = "the tokenizer's files say what it is"
+_LEARNED = "the layout of a row decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
+_PACKED = "examples are packed into rows without padding, and do not see each other"
 
 TRL_ABSENT: Mapping[str, str] = {
     "activation_offloading": "activations that would take much memory are recomputed in the backward pass: `remat`",
+    "assistant_only_loss": _LEARNED,
+    "completion_only_loss": _LEARNED,
     "deepspeed": _MESH,
     "eos_token": _SPECIAL,
+    "eval_packing": _PACKED,
     "fp16": "computation is in bfloat16 or float32: `dtype`",
     "fsdp": _MESH,
     "hub_model_id": _UPLOAD,
     "model_init_kwargs": "config.json says how a model is built, a table `model = { model_type = …, … }` a fresh one",
+    "packing": _PACKED,
+    "packing_strategy": _PACKED,
     "pad_to_multiple_of": "examples are packed into rows of a few fixed lengths",
     "pad_token": _SPECIAL,
+    "padding_free": _PACKED,
     "push_to_hub": _UPLOAD,
     "resume_from_checkpoint": _BEGIN,
     "torch_compile": "every update is a compiled program",

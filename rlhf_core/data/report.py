@@ -145,7 +145,10 @@ class Report:
         if self.kept:
             return
         if not len(lengths):
-            raise InputError(f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)})")
+            learned = "; of messages, those of role 'assistant' are learned" if self.unit == "texts" else ""
+            raise InputError(
+                f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)}){learned}"
+            )
         longest = int(lengths.max())
         spread = f"shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {longest:,}"
         raise InputError(
