@@ -196,7 +196,7 @@ OTHER_NAMES: Mapping[str, str] = {
 _UPLOAD = "nothing is uploaded; the trained model is a directory in Hugging Face's layout"
 _MESH = "`mesh` of the pipeline says how states are sharded"
 _SPECIAL = "the tokenizer's files say what it is"
-_LEARNED = "the layout of a row decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
+_LEARNED = "a row's layout decides: replies of `messages` are learned, a `completion` without its prompt, all of `text`"
 _PACKED = "examples are packed into rows without padding, and do not see each other"
 
 TRL_ABSENT: Mapping[str, str] = {

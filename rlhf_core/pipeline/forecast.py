@@ -79,6 +79,7 @@ def each_stage(
         "system_prompts": {path: planned.config.system_prompt for path, planned in made.items()},
     }
     problems: list[str] = []
+    told: set[str] = set()
     sources: dict[str, str | None] = {}
     templates: dict[str, str | None] = {}  # a model keeps the template that it was trained with
     day = day_begun(plan.dir)
@@ -111,7 +112,10 @@ def each_stage(
             results[name] = function(planned, stage)
         except InputError as error:
             prefix = f"stage '{name}'"
-            problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in error.problems]
+            # What is wrong with a fresh model is told where its table is, not again by the stages that train it on.
+            new = [p for p in error.problems if p not in told or earlier not in sources]
+            told.update(p for p in new if p.startswith("model: "))
+            problems += [p if p.startswith(prefix) else f"{prefix}: {p}" for p in new]
     if problems:
         raise InputError(*dict.fromkeys(problems))
     return results

@@ -360,6 +360,22 @@ def test_a_full_disk_is_not_the_forecasts_fault(
     assert ended.message.startswith("no space left on the disk while writing cache")
 
 
+def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_path: Path) -> None:
+    tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    model = '{ model_type = "llama", hidden_size = 16, num_hidden_layer = 2, tokenizer = "tokenizer" }'
+    path = tmp_path / "p.toml"
+    path.write_text(
+        f'[[stage]]\nname = "base"\ntrainer = "sft"\ntrain_data = "pairs.jsonl"\nmodel = {model}\n'
+        '[[stage]]\nname = "rm"\ntrainer = "reward"\ntrain_data = "pairs.jsonl"\nmodel = "base.model"\n'
+    )
+    host = plugins.load()
+    with pytest.raises(InputError) as caught:
+        stage_forecasts(plan(read(path, dir="runs/a"), host), host)
+    (problem,) = caught.value.problems
+    assert problem.startswith("stage 'base': model: unknown field 'num_hidden_layer'")
+
+
 def test_what_is_dropped_of_eval_data_is_told_too(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_model("lm").save(tmp_path / "model")
     tiny.write_rows(
