@@ -362,7 +362,7 @@ def test_a_full_disk_is_not_the_forecasts_fault(
 
 def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "w1", "chosen": "w2", "rejected": "w3"}])
     model = '{ model_type = "llama", hidden_size = 16, num_hidden_layer = 2, tokenizer = "tokenizer" }'
     path = tmp_path / "p.toml"
     path.write_text(
@@ -372,8 +372,9 @@ def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_pat
     host = plugins.load()
     with pytest.raises(InputError) as caught:
         stage_forecasts(plan(read(path, dir="runs/a"), host), host)
-    (problem,) = caught.value.problems
-    assert problem.startswith("stage 'base': model: unknown field 'num_hidden_layer'")
+    *_, last = told = caught.value.problems
+    assert last.startswith("stage 'base': model: unknown field 'num_hidden_layer'")
+    assert all(problem.startswith("stage 'base': model: ") for problem in told)
 
 
 def test_what_is_dropped_of_eval_data_is_told_too(tiny: ModuleType, tmp_path: Path) -> None:
