@@ -129,6 +129,14 @@ def generate(
         for _ in range(num_generations)
     ]
     texts = continuations(loaded.tokenizer, prefixes, completions, sampling.get("stop_token_ids", ()))
+    whole = [len(ids[i // num_generations]) + len(tokens) for i, tokens in enumerate(completions)]
+    if positions and max(whole) > positions:
+        warnings.warn(
+            f"{model}: {sum(n > positions for n in whole):,} of {len(whole):,} completions, with their prompts up to "
+            f"{max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
+            "--max_completion_length",
+            stacklevel=2,
+        )
     if warning := empty_warning(texts):
         warnings.warn(f"{model}: {warning}", stacklevel=2)
     rows = [

@@ -145,9 +145,10 @@ class Report:
         if self.kept:
             return
         if not len(lengths):
-            learned = "; of messages, those of role 'assistant' are learned" if self.unit == "texts" else ""
+            learned = "; of messages, those of role 'assistant' are learned, unless their weight is 0"
             raise InputError(
-                f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)}){learned}"
+                f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)})"
+                f"{learned if self.unit == 'texts' else ''}"
             )
         longest = int(lengths.max())
         spread = f"shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {longest:,}"

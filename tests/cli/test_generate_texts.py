@@ -107,6 +107,17 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_with_a_warning_and_a_mark(
     assert asked[-1] == ids(tiny, "c d")
 
 
+def test_completions_that_run_past_the_context_are_a_warning(
+    tiny: Any, model: Path, asked: list[list[int]]
+) -> None:
+    positions = tiny.SIZES["max_position_embeddings"]
+    run(model, "--raw", "--prompt", "c " * (positions - 3))  # the answer has three tokens
+    with pytest.warns(
+        UserWarning, match=r"1 of 1 completions, .* up to 129 tokens, run past .* context of 128"
+    ):
+        run(model, "--raw", "--prompt", "c " * (positions - 2))
+
+
 def test_prompts_that_are_left_out_are_named(
     tiny: Any, model: Path, asked: list[list[int]], tmp_path: Path
 ) -> None:

@@ -242,6 +242,11 @@ def test_messages_and_tools_that_a_template_leaves_out_are_told():
             r"dataset row 1: 'completion' has no assistant turn, the reply to be learned \(its roles: user\)",
         ),
         ("chatml", {"messages": chat.ASKED[:1]}, r"all 1 texts are empty \(dataset row 1\); .*'assistant'"),
+        (
+            "chatml",
+            {"messages": [*chat.ASKED[:1], {"role": "assistant", "content": "a", "weight": 0}]},
+            r"all 1 texts are empty .* unless their weight is 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_once_with_its_row(name, row, message):
