@@ -120,8 +120,8 @@ class ConversationEncoder:
                 return ids if ended_by is None else ids[1:]
         if ended_by is None:
             return self._after(WORD, tail.text)
-        if tail.end is None and stop and tail.text.startswith(stop):
-            # The token that begins the next turn ended this one.
+        if tail.end is None and stop:
+            # The token that ended this turn may begin the next one.
             return self._after(stop, tail.text.removeprefix(stop))
         return self._after(stop or WORD, tail.text[tail.stop :])
 

@@ -16,7 +16,7 @@ from rlhf_core.contracts import Turn
 from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.environments.calls import EnvironmentCalls
 from rlhf_core.environments.checks import MADE_UP, try_episode
-from rlhf_core.environments.conversation import ConversationEncoder
+from rlhf_core.environments.conversation import CallStyle, ConversationEncoder, _as_text
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
 from rlhf_core.tokenizer.encoding import TextOptions
@@ -443,6 +443,148 @@ def test_sentencepiece_without_a_token_that_ends_replies() -> None:
             assert encoder.observation(said, added, ended_by=ended_by).tolist() == whole[start:]
         cut = encoder.observation(said, added, ended_by=None).tolist()
         assert cut != tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encoder_of(template: str, stop_ids: Any = (), **kinds: Any) -> ConversationEncoder:
+    tokenizer = chat.byte_level(**kinds)
+    tokenizer.chat_template = template
+    return ConversationEncoder(tokenizer, None, stop_ids)
+
+
+def test_calls_and_results_keep_their_ids_and_get_those_that_they_lack() -> None:
+    encoder = encoder_of(HEADED + CALLS + "{% endfor %}" + OPENED)
+    nameless = {"type": "function", "function": {"name": "add", "arguments": {"x": "1"}}}
+    first = {**called("a"), "tool_calls": [*called("a")["tool_calls"], nameless]}
+    second = {**first, "tool_calls": [nameless]}
+    more = [result("4"), result("5"), second, result("6"), result("7", tool_call_id="b")]
+    completed = encoder.completed([chat.user("a"), first, result("2"), result("3"), *more])
+    assert [call["id"] for m in completed for call in m.get("tool_calls", ())] == [
+        "a",
+        "000001001",
+        "000006000",
+    ]
+    assert [m["tool_call_id"] for m in completed if m["role"] == "tool"] == [
+        *("a", "000001001", "000001002", "000001003"),  # two more than were called
+        *("000006000", "b"),
+    ]
+    said = [chat.assistant("b"), chat.user("c"), result("2"), result("3")]
+    assert [m["tool_call_id"] for m in encoder.completed(said)[2:]] == ["000000000", "000000001"]
+    assert [m["tool_call_id"] for m in encoder.completed(said[2:])] == ["000000000", "000000001"]
+
+
+def test_dummies_have_the_calls_that_results_answer() -> None:
+    encoder = encoder_of(HEADED + CALLS + "{% endfor %}" + OPENED)
+    nameless = {"role": "tool", "content": "2"}
+    said = [
+        chat.user("a"),
+        called("x"),
+        {**nameless, "tool_call_id": "y"},
+        nameless,
+        result("3", name="other"),
+    ]
+    dummied = encoder._with_dummies([*said, chat.assistant("b"), chat.user("c"), called("z"), nameless])
+    calls = [
+        [(c["id"], c["function"]) for c in m.get("tool_calls", ())]
+        for m in dummied
+        if m["role"] == "assistant"
+    ]
+
+    def call(name: str, argument: str) -> dict[str, Any]:
+        return {"name": name, "arguments": {"argument": argument}}
+
+    assert calls == [
+        [
+            ("y", call("add", "qzxfirst")),
+            ("000001001", call("call", "qzxfirst")),
+            ("000001002", call("other", "qzxlast")),
+        ],
+        [],
+        [("000007000", call("add", "qzxlast"))],
+    ]
+    for results, count in ((said[2:], 1), ([], 0)):
+        reply = encoder._dummy_reply(1, said[1], results, CallStyle(most=1))
+        assert [c["function"]["arguments"] for c in reply.get("tool_calls", ())] == [
+            {"argument": "qzxlast"}
+        ] * count
+        assert ("tool_calls" in reply) == bool(count)
+
+
+def test_arguments_are_written_as_text_once() -> None:
+    def written(function: Any) -> Any:
+        return _as_text({"function": function})["function"]["arguments"]
+
+    assert written({"arguments": {"x": "é"}}) == written({"arguments": '{"x": "é"}'}) == '{"x": "é"}'
+    assert written({}) == written(None) == "{}"
+
+
+SAID = [chat.user("a"), chat.assistant("b")]
+
+
+def test_the_first_and_longest_token_after_a_reply_ends_it() -> None:
+    encoder = encoder_of(HEADED + "{{ ' <e><e>+<f>' if m.role == 'assistant' }};{% endfor %}" + OPENED)
+    encoder.stops = {7: "<f>", 8: "<e>", 9: "<e><e>"}
+    tail = encoder.tail(SAID, [chat.user("c")])
+    assert (tail.end, tail.start, tail.stop, tail.bordered) == (9, 1, 7, True)
+    encoder.stops = {7: "<f>", 8: "<e>"}
+    tail = encoder.tail(SAID, [chat.user("c")])
+    assert (tail.end, tail.start, tail.stop) == (8, 1, 4)
+    encoder.stops = {7: "<f>"}
+    assert not encoder.tail(SAID, [chat.user("c")]).bordered
+
+
+def test_a_stop_token_of_the_next_turn_ends_no_reply() -> None:
+    header = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}" + header
+    tokenizer = chat.byte_level()
+    end = tokenizer.convert_tokens_to_ids("<|user|>")
+    encoder = encoder_of(template, [end])
+    assert end in encoder.stops
+    assert encoder.tail(SAID, [chat.user("c")]).end is None
+    assert encoder.tail(SAID, [chat.user("c")]).text.startswith("<|user|>c")
+
+
+def test_what_a_tail_cannot_be_made_of_is_refused() -> None:
+    """Also where nobody asked for `problem` first."""
+    called_for = "{{ 'R' if loop.index0 and messages[loop.index0 - 1].tool_calls }}"
+    refuses = (
+        "{{ raise_exception('no call') if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls }}"
+    )
+    unknown = "writes no stop token after a reply with tool calls"
+    for template, said, added, message in (
+        (
+            "{{ messages | length }}" + HEADED + "{% endfor %}" + OPENED,
+            SAID,
+            chat.user("c"),
+            "changes its past",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}:{{ m.content if m.role == 'user' }}{% endfor %}" + OPENED,
+            SAID,
+            chat.user("c"),
+            "leaves out what a reply says",
+        ),
+        (HEADED + CALLS + called_for + "{% endfor %}" + OPENED, [SAID[0], called("x")], result("2"), unknown),
+        (HEADED + CALLS + refuses + "{% endfor %}" + OPENED, [SAID[0], called("x")], result("2"), unknown),
+    ):
+        with pytest.raises(InputError, match=message):
+            encoder_of(template).tail(said, [added])
+
+
+def test_a_changed_past_is_quoted_from_twenty_characters_before() -> None:
+    encoder = encoder_of(HEADED + "{% endfor %}")
+    for same, shown in (("ab", "ab"), ("x" * 20, "x" * 20), ("yab" + "x" * 18, "ab" + "x" * 18)):
+        said = encoder.rewrites(same + "c" * 40, same + "d" * 40)
+        assert f"{shown + 'c' * 30!r} becomes {shown + 'd' * 30!r}" in said
+
+
+def test_a_stop_token_may_have_the_id_zero() -> None:
+    zero = chat.byte_level().convert_ids_to_tokens(0)
+    template = HEADED + "{{ eos_token if m.role == 'assistant' }};{% endfor %}" + OPENED
+    said = SAID, [chat.user("c")]
+    cut, ids, tokenizer = observed(template, *said, None, eos=zero, pad=None)
+    assert tokenizer.eos_token_id == ids[0] == 0
+    assert observed(template, *said, 0, eos=zero, pad=None)[1] == ids[1:]
+    assert cut.endswith(";user: c;assistant:")
 
 
 class Asks:
