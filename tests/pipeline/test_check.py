@@ -362,12 +362,12 @@ def test_a_full_disk_is_not_the_forecasts_fault(
 
 def test_what_is_wrong_with_a_fresh_model_is_told_once(tiny: ModuleType, tmp_path: Path) -> None:
     tiny.make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "w1", "chosen": "w2", "rejected": "w3"}])
+    tiny.write_rows(tmp_path / "texts.jsonl", [{"prompt": "a", "completion": "b"}])
     model = '{ model_type = "llama", hidden_size = 16, num_hidden_layer = 2, tokenizer = "tokenizer" }'
     path = tmp_path / "p.toml"
     path.write_text(
-        f'[[stage]]\nname = "base"\ntrainer = "sft"\ntrain_data = "pairs.jsonl"\nmodel = {model}\n'
-        '[[stage]]\nname = "rm"\ntrainer = "reward"\ntrain_data = "pairs.jsonl"\nmodel = "base.model"\n'
+        f'[[stage]]\nname = "base"\ntrainer = "sft"\ntrain_data = "texts.jsonl"\nmodel = {model}\n'
+        '[[stage]]\nname = "more"\ntrainer = "sft"\ntrain_data = "texts.jsonl"\nmodel = "base.model"\n'
     )
     host = plugins.load()
     with pytest.raises(InputError) as caught:
