@@ -74,6 +74,15 @@ def hide_named(name: str, value: Any) -> Any:
     return hide(value) if isinstance(value, str) and SECRET_NAME.fullmatch(name) else value
 
 
+def remember_attributes(thing: Any) -> None:
+    """Remember the secrets that an object holds: a SecretStr, and texts under names such as `api_key`."""
+    for name, value in getattr(thing, "__dict__", {}).items():
+        if hasattr(value, "get_secret_value"):
+            remember(str(value.get_secret_value()))
+        elif isinstance(value, str | Mapping):
+            hide_named(name, value)
+
+
 def hide(secret: str) -> str:
     """Remember a secret, and return what is shown in its place."""
     remember(secret)

@@ -178,7 +178,7 @@ def checked_turn(value: Any, earlier: float = 0.0) -> Turn:
             f"returned reward={reward:g}, with which the episode's rewards add up to {earlier + reward:g}; "
             f"float32 holds numbers up to {LARGEST_REWARD:.3g}"
         )
-    metrics = {name: _number(f"metrics['{name}']", number) for name, number in value.metrics.items()}
+    metrics = {scrub(name): _number(f"metrics['{name}']", number) for name, number in value.metrics.items()}
     if not isinstance(value.done, bool) and not _is_truth(value.done):
         raise EpisodeError(f"returned done={_shown(value.done)}; True or False is expected")
     messages = checked_messages(value.messages, "step")

@@ -30,7 +30,7 @@ from rlhf_core.config.secrets import (
 )
 from rlhf_core.contracts import LOGGER, MODEL, TRAINER, Kind, ModelFamily, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, suggest, suggest_file
-from rlhf_core.hidden import SECRET_NAME, remember
+from rlhf_core.hidden import SECRET_NAME, remember, remember_attributes
 from rlhf_core.runtime.caches import at_run_end, cached
 from rlhf_core.workers.pickling import execute, file_module_name
 
@@ -140,7 +140,9 @@ class Entry:
         if not (self.kind.factory or inspect.isclass(self.thing)):
             return functools.partial(self.thing, **values) if values else self.thing
         try:
-            return self.thing(**values)
+            made = self.thing(**values)
+            remember_attributes(made)  # also those that no option sets, such as a key that it reads itself
+            return made
         except ValueError as error:
             raise InputError(f"{self.kind.name} '{self.name}': {error}") from error
         except Exception as error:

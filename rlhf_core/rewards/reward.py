@@ -17,6 +17,7 @@ from pydantic import Field
 from rlhf_core.config import Component
 from rlhf_core.contracts import LARGEST_REWARD, REWARD, RewardInputs
 from rlhf_core.errors import InputError, RunError, suggest
+from rlhf_core.hidden import remember_attributes
 from rlhf_core.rewards.worker_call import NotNumeric, WorkerCall, plain_values
 from rlhf_core.workers import Pool, UnsendableError
 
@@ -263,6 +264,7 @@ def make_rewards(
             )
             rewards.append(Reward(_label(function), 1.0, made))
         else:
+            remember_attributes(function)
             label = getattr(function, "__name__", type(function).__name__)
             rewards.append(Reward(label, 1.0, function))
     if not rewards:

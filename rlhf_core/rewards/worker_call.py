@@ -43,7 +43,7 @@ class MetricLog:
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(f"log_metric({name!r}, {value!r}): the value of a metric is a finite number")
-        self.values.setdefault(name, []).append(number)
+        self.values.setdefault(scrub(name), []).append(number)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rlhf_core.config import Component, build
 from rlhf_core.config.secrets import public_table
 from rlhf_core.errors import InputError, error_line
 from rlhf_core.hidden import HIDDEN, hide_in_output, remember, scrub
+from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.stage import events
 from rlhf_core.testing import check_reward
 
@@ -196,6 +197,30 @@ def test_configurations_and_components_show_no_secret_in_python() -> None:
     with pytest.raises(AssertionError, match=r"PermissionError: 401 for \*+ at") as broken:
         check_reward(Fails(api_key="canary-typed-8b0", headers={"token": "canary-header-2"}))
     assert "canary" not in str(broken.value)
+
+
+def test_secrets_of_objects_made_in_python_and_of_defaults_are_hidden() -> None:
+    @dataclasses.dataclass
+    class Keyed:
+        api_key: str = "canary-field-51"
+
+        def __post_init__(self) -> None:
+            self.pin, self.headers = SecretStr("canary-pin-52"), {"authorization": "canary-header-53"}
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [0.0 for _ in completions]
+
+    make_rewards([], [Keyed()], None, Registry(), "stage 'policy'")
+    assert "canary" not in scrub("canary-field-51 canary-pin-52 canary-header-53")
+    registry = Registry()
+    with registry.transaction("test"):
+        registry.add(
+            REWARD,
+            "keyed",
+            dataclasses.make_dataclass("Own", [("token", str, "canary-own-54")], bases=(Keyed,)),
+        )
+    registry.get(REWARD, "keyed")
+    assert "canary" not in scrub("canary-own-54")
 
 
 def test_threads_and_logged_tracebacks_hide_secrets(capfd: pytest.CaptureFixture[str]) -> None:
