@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.data.report import Report
-from rlhf_core.data.whole_sequences import encode_whole
+from rlhf_core.data.whole_sequences import whole_parts
 from rlhf_core.tokenizer.encoding import Encoder
 
 
@@ -54,7 +54,7 @@ def test_each_row_is_a_list_of_completions(page, tiny):
     (block,) = blocks(section(page, "Lists of completions"), "json")
     encoder = Encoder(tiny.make_tokenizer(), "plain")
     for row in map(json.loads, block.splitlines()):
-        whole = encode_whole(data.load([row]), encoder)
+        [whole] = whole_parts(data.load([row]), encoder)
         assert whole.chosen == [len(row["chosen"])]
         assert len(whole.sequences[0]) == len(row["chosen"]) + len(row["rejected"])
 
