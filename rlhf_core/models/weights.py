@@ -290,8 +290,9 @@ def save(config: DecoderConfig, params: dict[str, Any], directory: Path, dtype: 
             del tensor  # frees its parameter before the next one is fetched
     if lost:
         more = f" and {len(lost) - 3} other tensors" if len(lost) > 3 else ""
+        holds = "hold" if len(lost) > 1 else "holds"
         warnings.warn(
-            f"the model that is saved: {', '.join(map(repr, lost[:3]))}{more} hold values that are NaN, infinite or "
+            f"the model that is saved: {', '.join(map(repr, lost[:3]))}{more} {holds} values that are NaN, infinite or "
             f"too large for {dtype}, in which they are written: its outputs will not be finite",
             stacklevel=4,
         )

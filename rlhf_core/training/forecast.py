@@ -81,7 +81,8 @@ def forecast_lines(
             with error_context(stage, "model"):
                 data.require_vocabulary(trees, encoded.where, definition.vocab_size)
             examples += _beyond_positions(hf_config.get("max_position_embeddings"), trees)
-    updates = f"{total:,} updates of {config.total_batch_size} {unit}, {drawn / count:.2f} epochs"
+    each = min(config.total_batch_size, drawn)  # an update holds no more than the data of all epochs
+    updates = f"{total:,} update{'s'[: total > 1]} of {each} {unit}, {drawn / count:.2f} epochs"
     return Forecast(
         (examples, updates, tokens, *memory.lines),
         (

@@ -67,7 +67,7 @@ def test_first_run(clone: Path) -> None:
         assert large in text
         text = text.replace(large, small)
     pipeline.write_text(text)
-    assert "1 updates of 16 pairs" in type_in(check)
+    assert "1 update of 16 pairs" in type_in(check)
     said = type_in(short.replace("rlhf run ", "rlhf check "))
     assert "20 updates of 16 pairs" in said
     assert "5 updates of 16 completions" in said

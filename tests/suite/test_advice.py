@@ -137,6 +137,13 @@ def test_a_check_shows_it(place: Any, rlhf: Callable[..., Any]) -> None:
     assert f"warning: {TOP_P}" in told
 
 
+def test_a_check_counts_the_examples_of_an_update_that_the_data_do_not_fill(place: Any, rlhf: Any) -> None:
+    rows, file = (place.path / "pairs.jsonl").read_text().splitlines(), place.path / "rm.toml"
+    file.write_text(file.read_text().replace("max_training_steps", "# max_training_steps"))
+    checked = rlhf("check", "rm.toml", "--set", "rm.total_batch_size=4096", "--set", "rm.num_train_epochs=3")
+    assert f"1 update of {3 * len(rows)} pairs" in " ".join(checked.out.split())
+
+
 @pytest.mark.parametrize(
     ("stage", "advice"), [("rm", [WARMUP]), pytest.param("policy", [WARMUP, TOP_P], marks=pytest.mark.long)]
 )
