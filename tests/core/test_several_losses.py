@@ -108,7 +108,7 @@ def test_uneven_micro_batches(
     for number, batch in enumerate(batches):
         done = programs.accumulate(state, put_rows(state.step.sharding.mesh, batch), done, number, counts)
     assert done is not None
-    names = {"jit(accumulate)", "jit(accumulate_parts)", "jit(count)"}
+    names = {"jit(_accumulate)", "jit(accumulate_parts)", "jit(count)"}
     assert ahead == names.isdisjoint(compiled), compiled
     require_expected(*programs.apply(state, done))
 
