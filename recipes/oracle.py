@@ -114,7 +114,7 @@ def read_weights(directory: Path) -> Weights:
 def read_adapted(directory: Path) -> Weights:
     """A LoRA adapter in PEFT's layout, added to its base: W + alpha / rank · B A."""
     config = json.loads((directory / "adapter_config.json").read_text())
-    weights = read_weights(Path(config["base_model_name_or_path"]))
+    weights = read_weights(directory / config["base_model_name_or_path"])  # of the same run: relative
     adapter = load_file(directory / "adapter_model.safetensors")
     for name, a in adapter.items():
         if found := re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name):
