@@ -25,7 +25,7 @@ class Oracle:
         adapter = directory / "adapter_config.json"
         self.weights = read_adapted(directory) if adapter.exists() else read_weights(directory)
         base = (
-            Path(json.loads(adapter.read_text())["base_model_name_or_path"])
+            directory / json.loads(adapter.read_text())["base_model_name_or_path"]
             if adapter.exists()
             else directory
         )

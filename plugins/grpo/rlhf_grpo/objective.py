@@ -104,7 +104,6 @@ def combine(
     importance: jax.Array | None = None,
     num_items: Any = None,
     entropy_scale: Any = 1.0,
-    at_reference: jax.Array | None = None,
 ) -> tuple[Mean, dict[str, Metric]]:
     """Combine a policy loss with KL and entropy terms: return it as sum and count, with its metrics.
 
@@ -113,7 +112,6 @@ def combine(
     importance: float32 [N, T], what the policy loss is multiplied by, as `importance` gives it.
     num_items: the tokens that a mean over tokens divides by; None: those of the mask.
     entropy_scale: the denominator of the loss over that of the mean entropy.
-    at_reference: bool [N, T], tokens where policy and reference are the same model: their KL is 0, without gradient.
 
     Raises InputError for a loss that raises, or does not return one number per token.
     """
@@ -129,7 +127,6 @@ def combine(
     }
     if inputs.ref_logps is not None:
         kl = kl_estimate(inputs.logps, inputs.ref_logps, terms.kl)
-        kl = kl if at_reference is None else jnp.where(at_reference, 0.0, kl)
         metrics["kl"] = Mean.of(kl, mask)
         if terms.beta:
             level = cast("Level", POLICY_LOSS.attribute(loss, "importance_sampling_level"))
@@ -171,10 +168,8 @@ def objective(
     values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
     own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
     reference = values.get("ref_logps")
-    same = None
     if reference is not None:
-        same = jnp.isnan(reference)
-        reference = jnp.where(same, own, reference)
+        reference = jnp.where(jnp.isnan(reference), own, reference)
     inputs = PolicyInputs(
         logps=logps,
         old_logps=values.get("old_logps", own),
@@ -198,6 +193,5 @@ def objective(
         importance=corrected,
         # The same number in every sequence; a maximum finds it in whichever row has one.
         entropy_scale=1.0 if scale is None else scale.max(),
-        at_reference=same,
     )
     return value, metrics | mismatch(inputs, sampling, corrected)
