@@ -44,8 +44,8 @@ class Reference:
     def equals(self, params: Mapping[str, Any]) -> bool:
         """Return whether the policy's parameters equal the reference's, bit for bit; compare until they once differ.
 
-        Then the KL and its gradient are 0, but two programs round the same log-probability differently, and an
-        optimizer such as AdamW turns a gradient of rounding into whole steps.
+        Then the KL is 0, and so is the gradient of k2 and k3. But two programs round the same log-probability
+        differently, and an optimizer such as AdamW turns a gradient of rounding into whole steps.
         """
         self.apart = self.apart or not bool(self._equal(split(params, self._fixed)[0], self._trained))
         return not self.apart
