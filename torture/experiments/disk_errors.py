@@ -64,6 +64,7 @@ COMMANDS = {
     "grpo": Command("run {data}/grpo.toml --dir run", CHAIN, after="reward"),
 }
 """Each after the one whose results it needs."""
+LEFT_OUT = re.compile(r"stage '(\w+)': the evaluation after update \d+ failed and is left out")
 PREPARING = 0.4
 """The part of the time after which no further command is prepared."""
 
@@ -148,6 +149,12 @@ def judge(case: Case, place: Path) -> None:
     for path, step in saved_checkpoints(directory, [each for each in made if each not in broken]).items():
         if not _done(path) and newest.get(path, -1) < step:
             case.fail(f"the checkpoint of step {step} of {path.name} is lost\nafter it {ended}")
+    if left_out := [] if ended.code else LEFT_OUT.findall(ended.err):
+        # What was said to be left out is missing, and the best model is that of the other evaluations.
+        case.count("evaluations left out", len(left_out))
+        for stage in left_out:
+            case.require(_done(directory / "run" / stage), f"stage {stage} is not done\nafter it {ended}")
+        return
     expected = place / f"{kind}.expected"
     if ended.code:
         again = command.start(place, directory).wait(SECONDS)
