@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "peers.jsonl"
 LOCAL = HERE.parent.parent / ".bench" / "peers.jsonl"
 FILE = HERE.parent.parent / "docs/results/benchmarks.md"
-NAMES = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
+NAMES = {"ours": "rlhf", "trl": "TRL", "tunix": "Tunix"}
 MIB = 2**20
 
 Row = Mapping[str, Any]
@@ -54,7 +54,7 @@ def of_run(row: Row) -> str:
             f"{row['extra_bytes'][name] / MIB:.0f}" if "extra_bytes" in row else "",
         ]
 
-    head = [label(row), "seconds", "times ours", "first step: cold, again, s", "peak MiB", "extra MiB"]
+    head = [label(row), "seconds", "times rlhf", "first step: cold, again, s", "peak MiB", "extra MiB"]
     return table(head, [line(name) for name in row["seconds"]])
 
 
