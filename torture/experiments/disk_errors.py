@@ -201,8 +201,9 @@ def _wrong_end(
 
 
 def _is_harmless(call: shim.Call) -> bool:
-    """Return whether nothing depends on the call: a deletion that is made again, or who holds a lock."""
-    return call.operation == "unlink" or (call.path.endswith("/.lock") and call.operation != "create")
+    """Return whether nothing depends on the call: a deletion or directory that is made again, or who holds a lock."""
+    again = call.operation == "unlink" or (call.operation == "mkdir" and call.ordinal > 0)
+    return again or (call.path.endswith("/.lock") and call.operation != "create")
 
 
 def _is_output(call: shim.Call) -> bool:
