@@ -58,6 +58,11 @@ TASKS = (
         "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),
     Task(
+        "Score completions without a model",
+        "[Rewards](rewards.md#built-in) describes them.",
+        "exact_match numeric_answer MathVerify Regex length SoftOverlong repetition",
+    ),
+    Task(
         "Compute log-probabilities and scores",
         "",
         "trained_logps trained_scores sequence_scores TokenReader per_sequence token_logps "

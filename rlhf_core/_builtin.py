@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from rlhf_core import data, loggers, optimizers, rewards, sampling
-from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LOGGER, MODEL, OPTIMIZER, REWARD, SAMPLER
+from rlhf_core import data, loggers, optimizers, sampling
+from rlhf_core.contracts import ATTENTION, DATASET, ENVIRONMENT, LOGGER, MODEL, OPTIMIZER, SAMPLER
 from rlhf_core.data.files import FORMATS
 from rlhf_core.environments import ToolEnvironment
 from rlhf_core.models import DECODER
@@ -36,13 +36,6 @@ def rlhf_register(registry: Registry) -> None:
     registry.add(LOGGER, "wandb", wandb)
     registry.add(SAMPLER, "jax", sampling.make_sampler)
     registry.add(ENVIRONMENT, "tools", ToolEnvironment)
-    registry.add(REWARD, "exact_match", rewards.exact_match)
-    registry.add(REWARD, "numeric_answer", rewards.numeric_answer)
-    registry.add(REWARD, "math_verify", rewards.MathVerify)
-    registry.add(REWARD, "regex", rewards.Regex)
-    registry.add(REWARD, "length", rewards.length)
-    registry.add(REWARD, "soft_overlong", rewards.SoftOverlong)
-    registry.add(REWARD, "repetition", rewards.repetition)
 
 
 def _file_loader(kind: str) -> Callable[..., data.Records]:

@@ -17,8 +17,7 @@ import numpy as np
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError, RunError, error_line
 from rlhf_core.hidden import scrub
-from rlhf_core.rewards.reward import LOG, part_of
-from rlhf_core.rewards.unreadable_rows import UnreadableError
+from rlhf_core.rewards.reward import LOG, select
 from rlhf_core.rewards.worker_call import MetricLog
 from rlhf_core.runtime.agreement import broadcast_numbers, broadcast_text, gather_maximum
 from rlhf_core.workers import DiedError, RaisedError, TooSlowError, awaited, outcome_of, start_async
@@ -42,7 +41,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
 
     Raises RunError with the label, and the row where it can be found, for whatever a function raises (with on_error
     "skip" only for invalid return values), and, if `needed`, where no function applies to any completion. Counts
-    skipped calls in `Reward.failures`. "skip" leaves out single rows where only these cannot be read.
+    skipped calls in `Reward.failures`. Rows in `Reward.unreadable` are not passed to the function.
     """
     for reward in rewards:
         reward.logged = {}
@@ -55,8 +54,6 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
     skipped = []
     for f, (reward, outcome, state) in enumerate(zip(rewards, outcomes, states, strict=True)):
         if state == STOPPED:
-            if isinstance(outcome, UnreadableError):
-                raise InputError(*_by_row(reward, outcome, inputs)) from outcome
             if isinstance(outcome, NonFiniteError) and inputs.places:
                 raise RunError(
                     f"{inputs.places[outcome.sequence]}: reward '{reward.label}': {outcome}"
@@ -69,11 +66,7 @@ def score(rewards: Sequence[Reward], inputs: RewardInputs, *, needed: bool = Tru
             )
         if state == SKIPPED:
             reward.logged = {}
-            if isinstance(outcome, UnreadableError):
-                skipped.append(_by_row(reward, outcome, inputs)[0])
-                table[:, f] = reward.checked(outcome.values, len(table))
-            else:
-                skipped.append(failure(reward, outcome))
+            skipped.append(failure(reward, outcome))
             if not reward.failures:
                 warnings.warn(f"{skipped[-1]}; such calls are left out and counted", stacklevel=2)
             reward.failures += 1
@@ -109,7 +102,7 @@ def logged_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 def _state(reward: Reward, outcome: Outcome) -> int:
     if not isinstance(outcome, BaseException):
         return DONE
-    wrong_values = isinstance(outcome, RunError | InputError) and not isinstance(outcome, UnreadableError)
+    wrong_values = isinstance(outcome, RunError | InputError)
     return SKIPPED if reward.on_error == "skip" and not wrong_values else STOPPED
 
 
@@ -126,15 +119,6 @@ def failure(reward: Reward, outcome: Outcome) -> str:
     else:
         how = "failed in another process, whose output says why"
     return scrub(f"reward '{reward.label}' {how}")
-
-
-def _by_row(reward: Reward, outcome: UnreadableError, inputs: RewardInputs) -> list[str]:
-    """List the problems row by row, each once: a row has several completions."""
-    lines = [
-        f"{inputs.places[i] if inputs.places else f'completion {i}'}: reward '{reward.label}': {text}"
-        for i, text in outcome.rows.items()
-    ]
-    return list(dict.fromkeys(lines))
 
 
 def _call(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outcome]:
@@ -170,6 +154,12 @@ def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outco
 
 async def _call_one(reward: Reward, inputs: RewardInputs) -> np.ndarray:
     """Call one function: float64 [N], NaN where it does not apply. Raises RunError for invalid return values."""
+    if any(place in reward.unreadable for place in inputs.places):
+        rows = [i for i, place in enumerate(inputs.places) if place not in reward.unreadable]
+        table = np.full(len(inputs.places), np.nan)
+        if rows:
+            table[rows] = await _call_one(reward, select(inputs, rows))
+        return table
     if reward.in_workers:
         parts = reward.parts(inputs)
         pool = reward.pool()
@@ -203,7 +193,7 @@ def _find_failing_row(reward: Reward, inputs: RewardInputs, error: BaseException
         return ""
     began, failing, passes = time.monotonic(), -1, False
     for i in range(len(inputs.completions)):
-        (again,) = call_together([reward], part_of(inputs, i, i + 1))
+        (again,) = call_together([reward], select(inputs, [i]))
         same = type(again) is type(error) and getattr(again, "type_name", 0) == getattr(error, "type_name", 0)
         failing, passes = i if same and failing < 0 else failing, passes or not same
         if failing >= 0 and passes:  # an error on every row is not the row's fault

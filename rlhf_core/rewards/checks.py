@@ -23,7 +23,6 @@ from rlhf_core.errors import InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.calls import call_together, failure
 from rlhf_core.rewards.reward import LOG, OWN, Reward
-from rlhf_core.rewards.unreadable_rows import UnreadableError
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
 
@@ -72,23 +71,29 @@ def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> li
     if isinstance(columns, Sequence):
         return lines
     if stage.mesh is None:
-        problems, skipped = check_rows(rewards, columns)
+        problems, skipped, unreadable = check_rows(rewards, columns)
     else:
-        results = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], []))
-        problems, skipped = json.loads(broadcast_text(results))
+        results = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], [], {}))
+        problems, skipped, unreadable = json.loads(broadcast_text(results))
     if problems:
         raise InputError(*problems)
-    return lines + skipped
+    for reward in rewards:
+        reward.unreadable.update(unreadable.get(reward.label, ()))
+    return [*lines, *skipped]
 
 
 def _names(columns: Any) -> list[str]:
     return list(columns if isinstance(columns, Sequence) else columns.columns)
 
 
-def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str]]:
-    """Run the rewards' `check` on the prompts' columns: (problems, warnings about rows left out)."""
+def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Run the rewards' `check` on the prompts' columns.
+
+    Returns problems, warnings about rows left out, and {label: places of these rows}.
+    """
     problems: list[str] = []
     skipped: list[str] = []
+    left_out: dict[str, list[str]] = {}
     for reward in rewards:
         check = getattr(getattr(reward.function, "func", reward.function), "check", None)
         if check is None:
@@ -109,9 +114,10 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
         more = [f"and {len(lines) - SHOWN} more rows that it cannot read"] if len(lines) > SHOWN else []
         if reward.on_error == "skip" and lines:
             skipped.append(f"{lines[0]}; {len(lines)} such rows are left out (on_error)")
+            left_out[reward.label] = [prompts.where(i) for i in unreadable]
         else:
             problems += lines[:SHOWN] + [f"reward '{reward.label}': {line}" for line in more]
-    return problems, skipped
+    return problems, skipped, left_out
 
 
 def set_up(rewards: Sequence[Reward], columns: Prompts | EpisodeRows | Sequence[str], stage: Stage) -> None:
@@ -227,8 +233,7 @@ def _misspelt(reward: Reward, columns: Sequence[str]) -> list[str]:
 
 def _defaults(reward: Reward, columns: Sequence[str]) -> dict[str, Any]:
     """Return {parameter: its default} of a user's function where no option and no column gives a value."""
-    function = getattr(reward.function, "func", reward.function)
-    if str(getattr(function, "__module__", "")).startswith("rlhf_core."):
+    if reward.installed:
         return {}
     given = {*OWN, LOG, *reward.chosen, *columns}
     parameters = inspect.signature(reward.function).parameters.values()
@@ -262,15 +267,13 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
         {name: [values[0]] * n for name, values in prompts.columns.items()},
         [prompts.where(0)] * n,
     )
-    probe = dataclasses.replace(reward, timeout=reward.timeout or SECONDS)
-    function = getattr(reward.function, "func", reward.function)
-    home = str(getattr(function, "__module__", ""))
-    try:
-        if home.startswith("rlhf_core."):
-            raise InputError("core's own rewards need no separate process")
-        probe.pool()
-    except InputError:
-        probe = dataclasses.replace(reward)
+    probe = dataclasses.replace(reward)
+    if not reward.installed:
+        probe.timeout = reward.timeout or SECONDS
+        try:
+            probe.pool()
+        except InputError:  # it cannot be sent to a process
+            probe = dataclasses.replace(reward)
     with contextlib.redirect_stdout(sys.stderr):
         (outcome,) = call_together([probe], inputs)
     if probe.in_workers:
@@ -279,7 +282,7 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
 
 
 def _describe_outcome(reward: Reward, outcome: Any, form: str) -> tuple[str, bool]:
-    if outcome is None or isinstance(outcome, np.ndarray | UnreadableError):
+    if outcome is None or isinstance(outcome, np.ndarray):
         return "", False
     if isinstance(outcome, RunError | InputError):
         return f"{outcome} (called with made-up completions)", True

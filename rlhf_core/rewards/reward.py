@@ -68,7 +68,8 @@ class Reward:
 
     timeout: seconds per call; None: no limit. on_error: whether a call that fails or exceeds it ends the run.
     processes: worker processes that share a call; None: one for a plain function with a timeout, else none.
-    tried: whether `rlhf check` may call it. failures: calls skipped so far.
+    tried: whether `rlhf check` may call it. installed: whether it is registered by name.
+    failures: calls skipped so far. unreadable: places of rows that its `check` rejected, which it does not score.
     warned: whether a warning about NaN was shown. told_unscored: whether one about values that are missing was.
     logged: metrics of the last call, {name: values}. ready: whether it has loaded what it needs.
     """
@@ -83,6 +84,8 @@ class Reward:
     ready: bool = False
     processes: int | None = None
     tried: bool = True
+    installed: bool = False
+    unreadable: set[str] = field(default_factory=set)
     told_unscored: bool = False
     logged: dict[str, list[float]] = field(default_factory=dict)
     _pool: Pool | None = field(default=None, init=False, repr=False, compare=False)
@@ -125,7 +128,7 @@ class Reward:
                 cuts.append(cut)
         ends = [*cuts[1:], total]
         return [
-            part_of(inputs, start, end)
+            select(inputs, range(start, end))
             for start, end in zip(cuts, ends, strict=True)
             if end > start or not start
         ]
@@ -254,6 +257,7 @@ def make_rewards(
                 component.on_error,
                 processes=component.processes,
                 tried=component.check,
+                installed=":" not in component.name,
             )
         )
     for function in given or ():
@@ -300,14 +304,18 @@ def restore(rewards: Sequence[Reward], kept: Mapping[str, Any]) -> None:
             reward.function.restore(kept[reward.label])
 
 
-def part_of(inputs: RewardInputs, start: int, end: int) -> RewardInputs:
-    """Return the inputs of completions start to end, end excluded."""
+def select(inputs: RewardInputs, rows: Sequence[int]) -> RewardInputs:
+    """Return the inputs of some completions."""
+
+    def of(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in rows]
+
     return RewardInputs(
-        inputs.prompts[start:end],
-        inputs.completions[start:end],
-        inputs.completion_ids[start:end],
-        {name: values[start:end] for name, values in inputs.columns.items()},
-        inputs.places[start:end],
+        of(inputs.prompts),
+        of(inputs.completions),
+        of(inputs.completion_ids),
+        {name: of(values) for name, values in inputs.columns.items()},
+        of(inputs.places) if inputs.places else (),
     )
 
 

@@ -274,7 +274,7 @@ def test_plugins_as_json(wide: Callable[..., Any]) -> None:
     assert core["version"] == "0.1.0"
     assert core["state"] == "loaded"
     assert set(core["components"]["optimizer"]) == {"adamw", "adafactor", "lion", "muon", "sgd"}
-    assert {"length", "exact_match"} <= set(core["components"]["reward"])
+    assert {"length", "exact_match"} <= set(listed["rewards"]["components"]["reward"])
     assert set(core["components"]["logger"]) == {"console", "jsonl", "wandb"}
     assert {"jsonl", "json", "csv", "parquet", "arrow", "hub"} <= set(core["components"]["dataset"])
     assert core["components"]["model"] == ["decoder"]

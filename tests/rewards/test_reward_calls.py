@@ -14,7 +14,6 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rewards import numeric_answer
 from rlhf_core.rewards.calls import logged_metrics, score
 from rlhf_core.rewards.reward import make_rewards
 from rlhf_core.rollouts import Reward, WeightedReward
@@ -348,25 +347,16 @@ def test_clients_and_locks_made_in_one_call_work_in_the_next():
     assert made["task"].cancelled()
 
 
-def test_an_answer_that_cannot_be_read_costs_its_row_or_ends_the_run_naming_it():
-    inputs = RewardInputs(
-        ["a"] * 4,
-        ["5", "6", "5", "7"],
-        [[1]] * 4,
-        {"answer": [5, 5, "five", "five"]},
-        [f"p.jsonl row {i}" for i in (2, 2, 7, 7)],
-    )
-    with pytest.raises(InputError) as caught:
-        score([Reward("right", 1.0, numeric_answer)], inputs)
-    (problem,) = caught.value.problems
-    assert problem.startswith(
-        "p.jsonl row 7: reward 'right': the answer 'five' is not a number; leave it null"
-    )
-    skips = Reward("right", 1.0, numeric_answer, on_error="skip")
-    with pytest.warns(UserWarning, match="p.jsonl row 7: reward 'right': the answer 'five'"):
-        table = score([skips], inputs)
+def test_rows_that_a_check_rejected_are_not_scored():
+    places = [f"p.jsonl row {i}" for i in (2, 2, 7, 7)]
+    inputs = RewardInputs(["a"] * 4, ["5", "6", "5", "7"], [[1]] * 4, {"answer": ["5", "5", "", ""]}, places)
+
+    def right(completions, answer):
+        assert "" not in answer
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    table = score([Reward("right", 1.0, right, unreadable={"p.jsonl row 7"})], inputs)
     np.testing.assert_array_equal(table[:, 0], [1, 0, np.nan, np.nan])
-    assert skips.failures == 1
 
 
 def test_a_function_without_timeout_costs_the_others_none_of_their_time():

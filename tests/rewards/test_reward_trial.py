@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rlhf_rewards import rlhf_register
 
 from rlhf_core import Registry, RewardInputs, data, workers
-from rlhf_core._builtin import rlhf_register
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.rewards.calls import score
@@ -203,8 +203,10 @@ def test_set_up_names_unreadable_rows_and_counts_the_others(registry: Registry) 
         assert caught.value.problems[0].startswith(f"prompts.jsonl row 2: reward '{name}': the answer ")
         assert text in caught.value.problems[0]
         assert caught.value.problems[-1] == f"reward '{name}': and 4 more rows that it cannot read"
+    skips = rewards(registry, {"name": "numeric_answer", "on_error": "skip"})
     with pytest.warns(UserWarning, match="prompts.jsonl row 2: .*9 such rows are left out"):
-        set_up(rewards(registry, {"name": "numeric_answer", "on_error": "skip"}), many, STAGE)
+        set_up(skips, many, STAGE)
+    assert skips[0].unreadable == {f"prompts.jsonl row {i}" for i in range(2, 11)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         set_up(rewards(registry, {"name": "numeric_answer"}), prompts(answer=["1", None, 3.5]), STAGE)

@@ -28,13 +28,14 @@ MODULES = (
 )
 PUBLIC = ("rlhf_core", *(f"rlhf_core.{name}" for name in MODULES.split()))
 """Modules of core all of whose `__all__` is promised; nothing else of core is."""
-PLUGINS = ("rlhf_sft", "rlhf_reward", "rlhf_grpo", "rlhf_dpo", "rlhf_distill")
+PLUGINS = ("rlhf_sft", "rlhf_reward", "rlhf_grpo", "rlhf_dpo", "rlhf_distill", "rlhf_rewards")
+TRAINERS = PLUGINS[:5]
 AUTHORS = (
-    "plugins/*/rlhf_*/*.py",
+    *(f"plugins/*/{name}/*.py" for name in TRAINERS),
     "examples/plugins/*/*.py",
     "rlhf_core/cli/new/templates/*/component.py.txt",
 )
-"""Written by authors of components, our own among them: with public names alone."""
+"""Written by authors of trainers and components, with public names alone."""
 
 
 def surface() -> str:

@@ -13,7 +13,15 @@ from types import ModuleType
 
 import pytest
 
-DISTRIBUTIONS = (".", "plugins/sft", "plugins/reward", "plugins/grpo", "plugins/dpo", "plugins/distill")
+DISTRIBUTIONS = (
+    ".",
+    "plugins/sft",
+    "plugins/reward",
+    "plugins/grpo",
+    "plugins/dpo",
+    "plugins/distill",
+    "plugins/rewards",
+)
 SKIPPED = {".git", ".venv", ".cache", "runs", "wandb", "dist", "build", "__pycache__", "data"}
 ADDRESS = re.compile(
     r"(?:https?|file)://[^\s\"'>)]*(?:simple|pypi|wheels)[^\s\"'>)]*|--(?:extra-)?index-url|--find-links"

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_core import artifacts, data, rewards, scoring
+from rlhf_core import artifacts, data, scoring
 from rlhf_core.cli import commands
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
@@ -246,17 +246,6 @@ def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFi
     for file, prompts in ((None, []), (source, ["a"])):
         with pytest.raises(InputError, match="either --prompt"):
             run(file, prompts, None)
-
-
-def test_length_and_exact_match() -> None:
-    ids = [[1] * n for n in (0, 2, 4, 8)]
-    assert rewards.length(ids, target=4) == [-1.0, -0.5, 0.0, -1.0]
-    texts = [" Yes\n", "yes", "no", "no"]
-    answers = ["Yes", "Yes", "Yes", None]
-    assert rewards.exact_match(texts, answers) == [1.0, 0.0, 0.0, None]
-    assert rewards.exact_match(texts, answers, ignore_case=True) == [1.0, 1.0, 0.0, None]
-    chat = [[{"role": "assistant", "content": "42"}]]
-    assert rewards.exact_match(chat, [42]) == [1.0]
 
 
 def test_no_warning_where_all_is_well(model: Model) -> None:

@@ -1,4 +1,4 @@
-r"""The grammar of `rlhf_core.rewards.answers`, case by case: {text: the number that it is, or None}.
+r"""The grammar of `rlhf_rewards.numbers`, case by case: {text: the number that it is, or None}.
 
 `ALONE` are answers and what boxes hold; `FINAL` completions. Numbers are written as Python does, fractions as a/b.
 """

@@ -1,4 +1,4 @@
-"""Core's own rewards: their formulas, numbers from papers, and invalid options."""
+"""The built-in rewards: their formulas, numbers from papers, and invalid options."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_rewards import numeric_answer, rlhf_register
+from rlhf_rewards.numbers import Number, final_number, read_number
 
 from rlhf_core import REWARD, Registry
-from rlhf_core._builtin import rlhf_register
 from rlhf_core.errors import InputError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rewards import numeric_answer
-from rlhf_core.rewards.answers import Number, final_number, read_number
 
-cases = load_file(Path(__file__).parents[1] / "shared" / "numeral_cases.py")
+cases = load_file(Path(__file__).with_name("numeral_cases.py"))
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +171,7 @@ def test_a_missing_package_is_said_before_anything_runs(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    expected = "needs the package math-verify, which is not installed: pip install 'rlhf-core[math]'"
+    expected = "needs the package math-verify, which is not installed: pip install 'rlhf-rewards[math]'"
     assert [message for _, message in registry.check(REWARD, "math_verify", {})] == [
         f"reward 'math_verify' {expected}"
     ]

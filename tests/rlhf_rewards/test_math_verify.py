@@ -12,15 +12,14 @@ import time
 from typing import Any
 
 import pytest
+from rlhf_rewards import MathVerify, math, rlhf_register
 
 from rlhf_core import REWARD, Registry
-from rlhf_core._builtin import rlhf_register
 from rlhf_core.errors import InputError
-from rlhf_core.rewards import MathVerify, math
 from rlhf_core.workers import DiedError
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: rlhf-core[math]"
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: rlhf-rewards[math]"
 )
 
 
@@ -50,13 +49,8 @@ def test_mathematical_equality(reward: Any) -> None:
         reward(["5"], [""])
 
 
-def test_an_unreadable_answer_is_found_before_training_and_costs_only_its_row(reward: Any) -> None:
-    answers = ["5", "", None, "x^2", ""]
-    assert list(reward.check({"answer": answers})) == [1, 4]
-    with pytest.raises(InputError) as caught:
-        reward(["5"] * 5, answers)
-    assert caught.value.values == [1, None, None, 0, None]  # type: ignore[attr-defined]
-    assert list(caught.value.rows) == [1, 4]  # type: ignore[attr-defined]
+def test_an_unreadable_answer_is_found_before_training(reward: Any) -> None:
+    assert list(reward.check({"answer": ["5", "", None, "x^2", ""]})) == [1, 4]
 
 
 def test_what_sympy_never_finishes_is_wrong_and_costs_the_others_nothing(reward: Any) -> None:
@@ -114,7 +108,7 @@ PROGRAM = """
 import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: None)  # like a run, which stops after the update
-from rlhf_core.rewards import MathVerify
+from rlhf_rewards import MathVerify
 reward = MathVerify()
 assert reward(["4", "5"], ["4", "5"]) == [1, 1]
 print("ready", flush=True)

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_core.errors import InputError
-from rlhf_core.rewards.answers import completion_text, read_number
-from rlhf_core.rewards.unreadable_rows import UnreadableError, missing
+from rlhf_core import InputError
 from rlhf_core.workers import ByName, DiedError, Pool, RaisedError, TooSlowError, cores
+from rlhf_rewards.functions import completion_text, missing
+from rlhf_rewards.numbers import read_number
 
 MEMORY = 2 << 30
 """Bytes that a worker may use: an expression that needs more is no answer."""
@@ -45,7 +45,7 @@ class MathVerify:
         if importlib.util.find_spec("math_verify") is None:
             raise InputError(
                 "reward 'math_verify' needs the package math-verify, which is not installed: "
-                "pip install 'rlhf-core[math]'"
+                "pip install 'rlhf-rewards[math]'"
             )
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> dict[int, str]:
@@ -70,22 +70,18 @@ class MathVerify:
         calls = list(dict.fromkeys(pair for pair in pairs if pair is not None))
         outcomes = _pool().outcomes(calls, cpu_seconds=self.seconds) if calls else []
         verdicts = dict(zip(calls, map(_verdict, calls, outcomes), strict=True))
-        unreadable = {
-            i: _unreadable(pair[1])
-            for i, pair in enumerate(pairs)
-            if pair is not None and verdicts[pair] is None
-        }
-        values = [None if pair is None else verdicts[pair] for pair in pairs]
-        if unreadable:
-            raise UnreadableError("math_verify", unreadable, values)
-        return values
+        if unreadable := [pair[1] for pair, verdict in verdicts.items() if verdict is None]:
+            raise InputError(
+                *(f"reward 'math_verify': {_unreadable(answer)}" for answer in dict.fromkeys(unreadable))
+            )
+        return [None if pair is None else verdicts[pair] for pair in pairs]
 
 
 def _pool() -> Pool:
     """Return the worker pool that all `math_verify` rewards of this process share."""
     with _lock:
         if not _pools or _pools[0].closed:
-            judge = ByName("rlhf_core.rewards.math_process", "judge")  # importing it takes a second
+            judge = ByName("rlhf_rewards.math_process", "judge")  # importing it takes a second
             _pools[:] = [Pool(judge, cores(), memory=MEMORY)]
         return _pools[0]
 
