@@ -21,8 +21,7 @@ from rlhf_core.data.report import SHOWN
 from rlhf_core.data.source import Cells
 from rlhf_core.errors import InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named
-from rlhf_core.rewards.calls import call_together, failure
-from rlhf_core.rewards.reward import LOG, OWN, Reward
+from rlhf_core.rewards.reward import LOG, OWN, Reward, call_together, failure
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.workers import RaisedError, TooSlowError
 

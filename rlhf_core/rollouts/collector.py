@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from rlhf_core.contracts import all_equal
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.errors import NonFiniteError, RunError
-from rlhf_core.rewards.calls import logged_metrics
 from rlhf_core.rewards.checks import set_up
+from rlhf_core.rewards.reward import logged_metrics
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import open_environment

@@ -13,8 +13,7 @@ from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.data.conversations import is_blank
 from rlhf_core.environments import Episode
 from rlhf_core.errors import RunError
-from rlhf_core.rewards.calls import score
-from rlhf_core.rewards.reward import Reward
+from rlhf_core.rewards.reward import Reward, score
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer.encoding import Turns, continuations

@@ -20,8 +20,7 @@ from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit.evaluation import evaluate_or_warn
 from rlhf_core.models import Model
 from rlhf_core.models.finite import nonfinite_error
-from rlhf_core.rewards.calls import score
-from rlhf_core.rewards.reward import Reward
+from rlhf_core.rewards.reward import Reward, score
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.scoring import Contract, Scorer
 

@@ -14,8 +14,7 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rewards.calls import logged_metrics, score
-from rlhf_core.rewards.reward import make_rewards
+from rlhf_core.rewards.reward import logged_metrics, make_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})

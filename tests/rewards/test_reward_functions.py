@@ -9,9 +9,8 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.contracts import total_reward
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.checks import set_up
-from rlhf_core.rewards.reward import make_rewards
+from rlhf_core.rewards.reward import make_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 from rlhf_core.rollouts.completions import measure
 

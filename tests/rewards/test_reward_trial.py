@@ -15,9 +15,8 @@ from rlhf_rewards import rlhf_register
 from rlhf_core import Registry, RewardInputs, data, workers
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
-from rlhf_core.rewards.calls import score
 from rlhf_core.rewards.checks import forecast_rewards, set_up
-from rlhf_core.rewards.reward import make_rewards
+from rlhf_core.rewards.reward import make_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)

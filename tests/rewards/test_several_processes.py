@@ -16,7 +16,7 @@ import random, warnings
 import numpy as np
 from rlhf_core import RewardInputs
 from rlhf_core.errors import RunError
-from rlhf_core.rewards.calls import logged_metrics, score
+from rlhf_core.rewards.reward import logged_metrics, score
 from rlhf_core.rollouts import Reward
 
 me, calls = jax.process_index(), []

@@ -62,9 +62,8 @@ def test_its_functions_run_and_its_lists_are_made(
 ) -> None:
     from rlhf_grpo import GRPOConfig
 
-    from rlhf_core.rewards.calls import score
     from rlhf_core.rewards.checks import set_up
-    from rlhf_core.rewards.reward import make_rewards
+    from rlhf_core.rewards.reward import make_rewards, score
 
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")

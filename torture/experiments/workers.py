@@ -179,7 +179,7 @@ def _score(
     """
     from rlhf_core.contracts import RewardInputs
     from rlhf_core.errors import RunError
-    from rlhf_core.rewards.calls import score
+    from rlhf_core.rewards.reward import score
 
     completions = ["x" * int(stream.integers(0, 50)) for _ in range(6)]
     if stream.random() < 0.3:
