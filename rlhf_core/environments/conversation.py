@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_core.environments.call_formats import shared_length
 from rlhf_core.environments.history import REMEDY, history_problem, template_problem
+from rlhf_core.environments.parsing import shared_length
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
 from rlhf_core.tokenizer.text_options import TextOptions

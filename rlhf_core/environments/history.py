@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from itertools import combinations_with_replacement, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_core.environments.call_formats import CallFormat, call_format
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Message
 
@@ -17,8 +14,6 @@ if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder
 
 REMEDY = 'Set environment.history = "encoded_again", or give a chat template that keeps its past'
-MOST = 6
-"""How many of the texts that a template looks for are tried."""
 LONG = 10, 4000
 """Turns and characters per message of a long conversation, in which a template may cut what is old."""
 TOOL = {
@@ -36,25 +31,26 @@ TOOL = {
 
 
 class Form(NamedTuple):
-    """What a reply holds.
-
-    field: whether its thought stands in `reasoning_content` rather than in the text. closer: what ends it there.
-    """
+    """What a reply holds. thought: in the "text", between `marks`, or in a "field" of its own, `reasoning_content`."""
 
     text: bool = True
-    thought: bool = False
-    field: bool = False
+    thought: str = ""
     call: bool = False
-    closer: str = "</think>"
+    marks: tuple[str, str] = ("<think>", "</think>")
 
 
-SPOKEN = (Form(), Form(thought=True), Form(thought=True, field=True))
+SPOKEN = (
+    Form(),
+    Form(thought="text"),
+    Form(thought="field"),
+    Form(thought="text", marks=("[THINK]", "[/THINK]")),
+)
 CALLING = (
     Form(text=False, call=True),
     Form(call=True),
-    Form(text=False, thought=True, call=True),
-    Form(thought=True, call=True),
-    Form(thought=True, field=True, call=True),
+    Form(text=False, thought="text", call=True),
+    Form(thought="text", call=True),
+    Form(thought="field", call=True),
 )
 
 
@@ -66,42 +62,34 @@ def template_problem(
     tools: JSON schemas, which it must write, as it must the calls. then: the role after every other reply. Return None
     if nothing is missing.
     """
-    probe = [*tools, TOOL] if tools else None
-    if probe and (problem := _schema_problem(encoder, probe)):
-        return problem
-    trial = _Trial(encoder, role, probe, then)
-    forms = (Form(text=False, call=True),) if tools else (Form(), Form(call=True))
+    name = encoder.name
+    trial = _Trial(encoder, role, [*tools, TOOL] if tools else None, then)
+    if tools:
+        try:
+            text = trial.written([_user(0)], open_turn=True)
+        except InputError as error:
+            return f"{name} refuses tools: {error}"
+        words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
+        if missing := [what for what, word in words.items() if word not in text]:
+            return (
+                f"{name} leaves out the schemas of tools (their {', '.join(missing)}): the policy would not know "
+                "what it may call. Give a chat template that writes them"
+            )
     refusals = []
-    for form in forms:
-        messages = [_user(0), _reply(form, 1), *trial.added(1, 1)]
+    for form in (CALLING[0],) if tools else (Form(), Form(call=True)):
+        messages = [_user(0), _reply(form, 1), *trial.added(1)]
         try:
             text = trial.written(messages, open_turn=True)
         except InputError as error:
             refusals.append(str(error))
             continue
         if tools and "qzxvalue1" not in trial.written(messages[:2]):
-            return (
-                f"{encoder.name} leaves out the tool calls of replies. Give a chat template that writes them"
-            )
+            return f"{name} leaves out the tool calls of replies. Give a chat template that writes them"
         if "qzxadded1" not in text:
-            return f"{encoder.name} leaves out '{role}' messages. Give a chat template that writes them"
+            return f"{name} leaves out '{role}' messages. Give a chat template that writes them"
         return None
     what = "tool calls, or " if tools else ""
-    return f"{encoder.name} refuses {what}'{role}' messages after a reply: {refusals[0]}"
-
-
-def _schema_problem(encoder: ConversationEncoder, tools: Sequence[Any]) -> str | None:
-    try:
-        text = encoder.write([{"role": "user", "content": "qzxasked"}], tools, open_turn=True)
-    except InputError as error:
-        return f"{encoder.name} refuses tools: {error}"
-    words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
-    if missing := [what for what, word in words.items() if word not in text]:
-        return (
-            f"{encoder.name} leaves out the schemas of tools (their {', '.join(missing)}): the policy would not know "
-            "what it may call. Give a chat template that writes them"
-        )
-    return None
+    return f"{name} refuses {what}'{role}' messages after a reply: {refusals[0]}"
 
 
 def history_problem(
@@ -111,8 +99,19 @@ def history_problem(
 
     then: the role after every other reply.
     """
+    trial = _Trial(encoder, role, [*tools, TOOL] if tools else None, then)
     try:
-        return _Trial(encoder, role, [*tools, TOOL] if tools else None, then).problem()
+        forms, changes = trial.forms()
+        if not forms:
+            return next(iter(changes), f"{encoder.name} leaves out what replies say. {REMEDY}")
+        last = next((form for form in forms if not form.call), forms[0])
+        mixed = [*forms, last, *reversed(forms), last]
+        conversations: list[tuple[Sequence[Message], Sequence[Form], int]] = [([_user(0)], mixed, 0)]
+        if then == role:
+            conversations.append(([_system(), _user(0)], mixed, 0))
+            conversations.append(([_user(0, LONG[1])], [forms[-1]] * LONG[0], LONG[1]))
+        problems = (trial.growth_problem(*each) for each in conversations)
+        return next((problem for problem in problems if problem), None)
     except InputError as error:
         words = str(error)
         return words if encoder.name in words else f"{encoder.name} fails on '{role}' messages: {words}"
@@ -126,123 +125,74 @@ class _Trial:
     ) -> None:
         self.encoder, self.role, self.tools, self.then = encoder, role, tools, then
 
-    def problem(self) -> str | None:
-        """Describe the first thing that the template does to its past, or return None."""
-        differences: list[str] = []
+    def forms(self) -> tuple[list[Form], list[str]]:
+        """Return the forms of replies that a policy may write, and how the template changes its prompt for others."""
         forms: list[Form] = []
-        calling = CALLING if self.tools or self.role == "tool" else ()
-        for form in (*SPOKEN, *calling, *_other_thoughts(self.encoder.encoder.template or "")):
+        changes: list[str] = []
+        opened = self.written([_user(0)], open_turn=True)
+        for form in (*SPOKEN, *(CALLING if self.tools or self.role == "tool" else ())):
+            messages = [_user(0), _reply(form, 1)]
             try:
-                difference = self._difference_at_once(form)
+                closed = self.written(messages)
+                later = self.written([*messages, *self.added(1)], open_turn=True)
             except InputError:
                 continue  # what the template refuses is no part of a conversation
-            if difference:
-                differences.append(difference)
-            elif self._may_be_written(form):
+            if not (later.startswith(opened) or closed.startswith(opened)):
+                changes.append(self.encoder.rewrites(opened, later))
+            elif self._has_place_for(form, closed):
                 forms.append(form)
-        if not forms:
-            return next(iter(differences), f"{self.encoder.name} leaves out what replies say. {REMEDY}")
-        growths = (self._growth_problem(*conversation) for conversation in self._conversations(forms))
-        return next((problem for problem in growths if problem), None)
+        return forms, changes
 
-    def _difference_at_once(self, form: Form) -> str | None:
-        """Describe how the template begins a reply otherwise than its own generation prompt; None if it does not.
-
-        A policy cannot write a reply of such a form, if another form continues the prompt.
-        """
-        messages = [_user(0), _reply(form, 1), *self.added(1, 1)]
-        opened = self.encoder.write(messages[:1], self.tools, open_turn=True)
-        later = self.written(messages, open_turn=True)
-        if later.startswith(opened) or self.written(messages[:2]).startswith(opened):
-            return None
-        return self.encoder.rewrites(opened, later)
-
-    def _may_be_written(self, form: Form) -> bool:
-        """Whether the template has a place for what sets a form apart, so that a policy may write it.
-
-        Calls that the template writes without the text beside them are no calls to `CallParser`.
-        """
-        closed = self.written([_user(0), _reply(form, 1)])
-        if form.field and "qzxthought1" not in closed:
+    def _has_place_for(self, form: Form, closed: str) -> bool:
+        """Return whether the template writes what sets a form apart, so that a policy may write it."""
+        if form.thought == "field" and "qzxthought1" not in closed:
             return False
-        if not form.call:
-            return True
-        beside = form.text or form.thought
-        return "qzxvalue1" in closed and not (beside and self._format is not None and self._format.alone)
+        if form.call and "qzxvalue1" not in closed:
+            return False
+        if form.call and (form.text or form.thought):
+            # Where a text beside calls is left out, `CallParser` makes no such replies.
+            return "qzxtext1" in self.written([_user(0), _reply(Form(call=True), 1)])
+        return True
 
-    def _conversations(self, forms: Sequence[Form]) -> Iterator[tuple[bool, Sequence[Form], int, int]]:
-        """Yield conversations: whether one begins with a system message, the forms of its replies, how many messages
-        follow each, and how long each is.
-        """
-        last = next((form for form in forms if not form.call), forms[0])
-        if self.then != self.role:
-            yield from ((False, (a, last, a, a), 1, 0) for a in forms)
-            return
-        several = [1, 2] if self._accepts([_user(0), _reply(forms[-1], 1), *self.added(1, 2)]) else [1]
-        systems = [False, True] if self._accepts([_system(), _user(0)]) else [False]
-        for a, b in combinations_with_replacement(forms, 2):
-            yield False, (a, b, a, last), 1, 0
-        for system, added, a in product(systems, several, forms):
-            yield system, (a, last, a, a), added, 0
-        yield False, [forms[-1]] * LONG[0], 1, LONG[1]
-
-    def _growth_problem(self, system: bool, replies: Sequence[Form], added: int, length: int) -> str | None:
+    def growth_problem(self, messages: Sequence[Message], replies: Sequence[Form], length: int) -> str | None:
         """Render a conversation turn by turn, and describe the first change of what was written before."""
         name = self.encoder.name
-        messages = [*([_system()] if system else []), _user(0, length)]
-        opened = self.written(messages, open_turn=True)
+        try:
+            opened = self.written(messages, open_turn=True)
+        except InputError:
+            return None  # there are no such conversations
         for number, form in enumerate(replies, 1):
-            messages = [*messages, _reply(form, number, length), *self.added(number, added, length)]
+            messages = [*messages, _reply(form, number, length)]
+            added = self.added(number, length)
             try:
-                longer = self.written(messages, open_turn=True)
+                longer = self.written([*messages, *added], open_turn=True)
             except InputError:
-                return None  # there are no such conversations
+                return None
             if not longer.startswith(opened):
                 return self.encoder.rewrites(opened, longer)
             piece = longer[len(opened) :]
-            for what, said in _parts(messages[-1 - added]):
+            for what, said in _parts(messages[-1]):
                 if not _stands_in(said, piece):
                     return f"{name} leaves out {what} when '{self.role}' messages follow replies. {REMEDY}"
-            if not all(_stands_in(str(message["content"]), piece) for message in messages[-added:]):
+            if not all(_stands_in(str(message["content"]), piece) for message in added):
                 return f"{name} leaves out '{self.role}' messages. Give a chat template that writes them"
-            tail = self.encoder.tail(messages[:-added], messages[-added:], self.tools).from_end
+            tail = self.encoder.tail(messages, added, self.tools).from_end
             if not piece.endswith(tail):
                 return (
                     f"what {name} writes after a reply depends on what the reply says: "
                     f"{piece[-len(tail) :][:40]!r} instead of {tail[:40]!r}. {REMEDY}"
                 )
-            opened = longer
+            messages, opened = [*messages, *added], longer
         return None
 
-    @cached_property
-    def _format(self) -> CallFormat | None:
-        return call_format(self.encoder)
-
-    def added(self, number: int, count: int, length: int = 0) -> list[Message]:
+    def added(self, number: int, length: int = 0) -> list[Message]:
+        """Make the message that follows a reply."""
         role = self.role if number % 2 else self.then
         name = {"name": "qzxtool"} if role == "tool" else {}
-        return [
-            {"role": role, "content": _words(f"qzxadded{number}x{k}", length), **name} for k in range(count)
-        ]
+        return [{"role": role, "content": _words(f"qzxadded{number}", length), **name}]
 
     def written(self, messages: Sequence[Message], *, open_turn: bool = False) -> str:
         return self.encoder.write(self.encoder.completed(messages), self.tools, open_turn=open_turn)
-
-    def _accepts(self, messages: Sequence[Message]) -> bool:
-        try:
-            self.written(messages, open_turn=True)
-        except InputError:
-            return False
-        return True
-
-
-def _other_thoughts(template: str) -> list[Form]:
-    """List replies with what the template's source looks for in texts, which may end a thought as </think> does."""
-    looked_for = re.findall(
-        r"""split\(\s*(['"])(.{3,40}?)\1|(['"])([^'"]{3,40})\3\s+(?:not\s+)?in\b""", template
-    )
-    closers = dict.fromkeys(found[1] or found[3] for found in looked_for)
-    return [Form(thought=True, closer=closer) for closer in closers if not closer.isalnum()][:MOST]
 
 
 def _words(word: str, length: int) -> str:
@@ -260,11 +210,10 @@ def _user(number: int, length: int = 0) -> Message:
 def _reply(form: Form, number: int, length: int = 0) -> Message:
     thought, text = _words(f"qzxthought{number}", length), _words(f"qzxtext{number}", length) * form.text
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if form.field:
+    if form.thought == "field":
         message["reasoning_content"] = thought
     elif form.thought:
-        opener = form.closer.replace("/", "") if "/" in form.closer else ""
-        message["content"] = f"{opener}\n{thought}\n{form.closer}\n\n{text}"
+        message["content"] = f"{form.marks[0]}\n{thought}\n{form.marks[1]}\n\n{text}"
     if form.call:
         arguments = {"qzxparameter": f"qzxvalue{number}"}
         message["tool_calls"] = [

@@ -1,4 +1,10 @@
-"""Read the tool calls in what a policy wrote, in the format of its chat template."""
+"""Read the tool calls in what a policy wrote, in the format of its chat template.
+
+json    <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, or a list of such objects
+named   [TOOL_CALLS]f[ARGS]{"x": 1}
+tags    <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+python  <|tool_call_start|>[f(x=1)]<|tool_call_end|>
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,9 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rlhf_core.environments.call_formats import FORMATS, UNIT, CallFormat, call_format, read_call
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Ints
 from rlhf_core.tokenizer.text_options import text_problem
@@ -21,6 +27,76 @@ PYTHON_TAG = "<|python_tag|>"
 """What Llama may write before calls."""
 CONSTANTS = {"True": True, "False": False, "None": None}
 JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+TEXT, NAME, ARGUMENTS = "qzxtext", "qzxname", {"qzxfirst": "qzxone", "qzxsecond": "qzxtwo"}
+"""A call that a template is given to find its format, and the text before it."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a template writes a tool call. White space in and around marks does not count, unless stated.
+
+    opening, closing: marks around each call. name_end: mark between the name and the arguments (named) or after the
+    name (tags). parameter: marks before a key, between it and its value, and after that, with the line ends that are
+    no part of the value (tags). around: marks around all calls of a reply together. alone: whether the template leaves
+    out a text beside calls, so that a reply is the one or the other.
+    """
+
+    way: Literal["json", "named", "tags", "python"]
+    opening: str = ""
+    closing: str = ""
+    name_end: str = ""
+    parameter: tuple[str, str, str] = ("", "", "")
+    around: tuple[str, str] = ("", "")
+    alone: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks that the format writes, some of them empty."""
+        return (self.opening, self.closing, self.name_end, *self.parameter, *self.around)
+
+
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+FORMATS = (
+    CallFormat("json", "<tool_call>", "</tool_call>"),  # Hermes, Qwen 2.5 and 3
+    CallFormat(  # Qwen 3 Coder and 3.5, Nemotron 3
+        "tags",
+        "<tool_call>\n<function=",
+        "</function>\n</tool_call>",
+        ">",
+        ("<parameter=", ">\n", "\n</parameter>"),
+    ),
+    CallFormat("named", "[TOOL_CALLS]", "", "[ARGS]"),  # Mistral
+    CallFormat("json", "[TOOL_CALLS]"),  # Mistral, earlier
+    CallFormat("python", "<|tool_call_start|>", "<|tool_call_end|>"),  # LFM 2
+    CallFormat(  # DeepSeek V3
+        "named",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "```<｜tool▁call▁end｜>",
+        "```json",
+        around=_DEEPSEEK,
+    ),
+    CallFormat(  # DeepSeek V3.1
+        "named", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", around=_DEEPSEEK
+    ),
+    CallFormat(  # MiniMax M2
+        "tags",
+        '<invoke name="',
+        "</invoke>",
+        '">',
+        ('<parameter name="', '">', "</parameter>"),
+        around=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    CallFormat(  # GLM 4.5
+        "tags",
+        "<tool_call>",
+        "</tool_call>",
+        parameter=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ),
+    CallFormat("json", "<|tool_call|>", "<|/tool_call|>"),  # Phi 4 mini
+    CallFormat("json", "<|tool_call|>"),  # Granite
+    CallFormat("json", alone=True),  # Llama 3
+)
+"""The formats that are known, in the order in which they are tried."""
 
 
 class Call(NamedTuple):
@@ -42,10 +118,13 @@ class CallParser:
     """Turn what a policy sampled into the assistant's message."""
 
     def __init__(self, encoder: ConversationEncoder, tools: Sequence[Any] | None = None) -> None:
-        """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them."""
+        """tools: JSON schemas of the tools, which say which values are texts in formats that do not quote them.
+
+        Raises InputError if the template writes calls in none of `FORMATS`.
+        """
         self.encoder = encoder
-        learned = call_format(encoder)
-        self.formats = FORMATS if learned is None else (learned,)
+        known = call_format(encoder)
+        self.formats = FORMATS if known is None else (known,)
         self._schemas = dict(map(_parameters, tools or ()))
         added = getattr(encoder.tokenizer, "added_tokens_decoder", {}).values()
         special = sorted((token.content for token in added if token.special), key=len, reverse=True)
@@ -56,22 +135,20 @@ class CallParser:
 
     def message(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
         """Parse sampled ids, int32 [n], a final stop token included, as `parse` does."""
-        sampled = [int(i) for i in ids]
-        if sampled and sampled[-1] in self.encoder.stop_ids:
-            sampled.pop()
-        text = self.encoder.tokenizer.decode(
-            sampled, skip_special_tokens=not self._marks_are_special, clean_up_tokenization_spaces=False
-        )
-        return self.parse(text)
+        return self.parse(self._decoded(ids, skip_special=not self._marks_are_special))
 
     def text(self, ids: Ints | Sequence[int]) -> dict[str, Any]:
         """Return sampled ids, int32 [n], a final stop token included, as a message without looking for calls."""
+        return {"role": "assistant", "content": self._decoded(ids, skip_special=True)}
+
+    def _decoded(self, ids: Ints | Sequence[int], *, skip_special: bool) -> str:
         sampled = [int(i) for i in ids]
         if sampled and sampled[-1] in self.encoder.stop_ids:
             sampled.pop()
-        decode = self.encoder.tokenizer.decode
-        text = decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return {"role": "assistant", "content": text}
+        text: str = self.encoder.tokenizer.decode(
+            sampled, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def parse(self, text: str) -> dict[str, Any]:
         """Parse a reply to a message: `role`, `content` without the calls, `tool_calls` and `call_errors` if any.
@@ -119,6 +196,42 @@ class CallParser:
                 content = content.replace(mark, "")
             content = content.strip()
         return self._special.sub("", content) if self._marks_are_special else content
+
+
+def call_format(encoder: ConversationEncoder) -> CallFormat | None:
+    """Return the known format that reads what the template writes of a call; None if it writes none.
+
+    Raises InputError if it writes calls in a format that is not known.
+    """
+    call = {"type": "function", "function": {"name": NAME, "arguments": dict(ARGUMENTS)}}
+    asked = {"role": "user", "content": "a"}
+    try:
+        reply = {"role": "assistant", "content": TEXT, "tool_calls": [call]}
+        closed = encoder.write(encoder.completed([asked, reply]))
+    except InputError:
+        return None
+    if not all(word in closed for word in (NAME, *ARGUMENTS.values())):
+        return None
+    opened = _opened(encoder)
+    shared = closed[: shared_length(opened, closed)]
+    start = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # marks stay whole
+    text = closed[start:].rpartition(TEXT)[2]
+    last = max(text.rfind(word) for word in (NAME, *ARGUMENTS.values()))
+    stops = [at for stop in encoder.stops.values() if (at := text.find(stop, last)) >= 0]
+    written = text[: min(stops, default=len(text))]
+    for form in FORMATS:
+        calls = [_checked(call) for call in _calls(form, written, 0, {})]
+        if [(call.name, call.arguments, call.error) for call in calls] == [(NAME, ARGUMENTS, None)]:
+            return replace(form, alone=TEXT not in closed)
+    raise InputError(
+        f"{encoder.name} writes tool calls in a format that is not known, {written.strip()[:80]!r}: give a chat "
+        "template that writes them as those of Qwen, Mistral, Llama or DeepSeek do"
+    )
+
+
+def shared_length(a: Sequence[str], b: Sequence[str]) -> int:
+    """Count the equal items, or characters, that two sequences begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _opened(encoder: ConversationEncoder) -> str:
@@ -169,7 +282,7 @@ def _checked(call: Call) -> Call:
 def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) -> Iterator[Call]:
     """Yield the calls of a format in `text` from `start` on, malformed ones too; none if no mark opens one."""
     if not form.opening:
-        yield from _unmarked(form, text, start)
+        yield from _unmarked(text, start)
         return
     opening, closing = _pattern(form.opening), _pattern(form.closing)
     while match := opening.search(text, start):
@@ -191,23 +304,18 @@ def _calls(form: CallFormat, text: str, start: int, schemas: Mapping[str, Any]) 
         start = end
 
 
-def _unmarked(form: CallFormat, text: str, start: int) -> Iterator[Call]:
+def _unmarked(text: str, start: int) -> Iterator[Call]:
     """Yield the calls of a text that is calls and nothing else."""
     body = text[start:].strip()
     tagged = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).strip()
-    begins = r"\[\s*\w+(\.\w+)*\(" if form.way == "python" else r"[\[{]\s*(\{\s*)?\"(name|type|function)\""
-    if start or not (tagged or re.match(begins, body)):
+    if start or not (tagged or re.match(r"[\[{]\s*(\{\s*)?\"(name|type|function)\"", body)):
         return
     calls, at = [], 0
     try:
-        if form.way == "python":
-            calls = _read_python(body)
-            at = len(body)
         while at < len(body):
             value, at = _decode(body, at)
-            values = value if isinstance(value, list) else [value]
-            calls += [read_call(value) for value in values]
+            calls += [_named_arguments(each) for each in (value if isinstance(value, list) else [value])]
             at = _skip_blanks(body, at)
             at += body.startswith(";", at)
             at = _skip_blanks(body, at)
@@ -220,8 +328,8 @@ def _unmarked(form: CallFormat, text: str, start: int) -> Iterator[Call]:
 
 
 def _pattern(mark: str) -> re.Pattern[str]:
-    """Match a mark, whatever white space stands between its parts."""
-    return re.compile(r"\s*".join(re.escape(unit) for unit in UNIT.findall(mark) if unit.strip()))
+    """Match a mark with any white space, or none, where it has some."""
+    return re.compile(r"\s*".join(map(re.escape, mark.split())))
 
 
 def _skip_blanks(text: str, at: int) -> int:
@@ -235,18 +343,22 @@ def _skip_blanks(text: str, at: int) -> int:
 _Read = tuple[list[tuple[Any, Any, Any]], int]
 
 
-def _read_object(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
+def _read_objects(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
     value, end = _decode(text, at)
-    if not isinstance(value, Mapping):
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, Mapping) for each in values):
         raise CallError('the call is not an object such as {"name": …, "arguments": {…}}')
-    return [read_call(value)], end
+    return [_named_arguments(each) for each in values], end
 
 
-def _read_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
-    values, end = _decode(text, at)
-    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values) or not values:
-        raise CallError('the calls are not a list such as [{"name": …, "arguments": {…}}]')
-    return [read_call(value) for value in values], end
+def _named_arguments(value: Any) -> tuple[Any, Any, Any]:
+    """Read the name, arguments and id of a call from its JSON object; None where it lacks one."""
+    if not isinstance(value, Mapping):
+        return None, None, None
+    function = value.get("function")
+    function = function if isinstance(function, Mapping) else value
+    arguments = function.get("arguments", function.get("parameters"))
+    return function.get("name", function.get("tool_name")), arguments, value.get("id")
 
 
 def _read_named(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
@@ -267,6 +379,8 @@ def _read_tags(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any])
     if after_name is None:
         raise CallError(f"the call has no {form.name_end or 'parameters'} after its name")
     name, arguments = text[at : after_name.start()].strip(), {}
+    if not re.fullmatch(r"[\w.:/-]+", name):
+        raise CallError("the call has no name of a function")
     value_end = re.compile(rf"{end_mark.pattern}(?=\s*(?:{key_mark.pattern}|{closing.pattern or '$'}))")
     at = _skip_blanks(text, after_name.end())
     while key := key_mark.match(text, at):
@@ -374,8 +488,7 @@ def _refuse_constant(name: str) -> Any:
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 _READERS = {
-    "object": _read_object,
-    "list": _read_list,
+    "json": _read_objects,
     "named": _read_named,
     "tags": _read_tags,
     "python": _read_call_list,

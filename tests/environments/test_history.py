@@ -94,12 +94,6 @@ FRESH = {
         template("{{ m.content.split('[/THINK]')[-1] if not loop.last else m.content }}"),
         "leaves out a reply's thought",
     ),
-    "thoughts without an opening mark are cut": (
-        "user",
-        template("{% if '◁end▷' in m.content and not loop.last %}{{ m.content.partition('◁end▷')[2] }}"
-                 "{% else %}{{ m.content }}{% endif %}"),
-        "leaves out a reply's thought",
-    ),
     "thoughts are marked as old": (
         "user",
         template("{{ m.content if loop.last or loop.index > messages | length - 4 else m.content | replace('<think>', "

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core.environments.call_formats import CallFormat, call_format
 from rlhf_core.environments.conversation import ConversationEncoder
-from rlhf_core.environments.parsing import CallParser
+from rlhf_core.environments.parsing import CallParser, call_format
 from rlhf_core.environments.tools import ToolEnvironment
+from rlhf_core.errors import InputError
 
 TYPES = {
     "s": "string",
@@ -46,7 +46,8 @@ TAIL = (
 EACH = "{% for c in m.tool_calls %}{% set f = c.function %}"
 WRITTEN = {
     "hermes": EACH + "\n<tool_call>\n{{ f | tojson }}\n</tool_call>{% endfor %}",
-    "own marks": EACH + "<<{{ {'function': f, 'id': c.id} | tojson }}>>{% endfor %}",
+    "granite": "<|tool_call|>[" + EACH + "{{ {'name': f.name, 'arguments': f.arguments} | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}]",
     "mistral": "[TOOL_CALLS] [{% for c in m.tool_calls %}{% set f = c.function %}{{ '{\"name\": \"' + f.name + "
     "'\", \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}"
     "{{ ', ' if not loop.last }}{% endfor %}]",
@@ -61,21 +62,7 @@ WRITTEN = {
     "lfm2": "<|tool_call_start|>[" + EACH + "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
     "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]<|tool_call_end|>",
 }  # fmt: skip
-"""Templates of the test, each after the way of a family."""
-EXPECTED = {
-    "hermes": CallFormat("object", "<tool_call>", "</tool_call>"),
-    "own marks": CallFormat("object", "<<", ">>"),
-    "mistral": CallFormat("list", "[TOOL_CALLS]", alone=True),
-    "mistral, newer": CallFormat("named", "[TOOL_CALLS]", "", "[ARGS]"),
-    "deepseek, newer": CallFormat(
-        "named",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    ),
-    "lfm2": CallFormat("python", "<|tool_call_start|>", "<|tool_call_end|>"),
-}
+"""Templates of the test, each in the style of a family."""
 PUBLISHED = (
     "deepseekv3", "llama3_1", "llama3_2", "nemotron_3_nano", "qwen2_5", "qwen3", "qwen3_5_think",
     "qwen3_instruct_2507",
@@ -160,9 +147,11 @@ def round_trips(encoder: ConversationEncoder, count: int, *, most: int = 3, cont
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_template_never_seen_round_trips(name: str, make_tokenizer: Any) -> None:
+def test_a_template_that_writes_a_known_format_round_trips(name: str, make_tokenizer: Any) -> None:
     encoder = encoder_for(written(name), make_tokenizer)
-    assert EXPECTED.get(name) in (None, call_format(encoder))
+    form = call_format(encoder)
+    assert form is not None
+    assert form.alone == (name in ALONE)
     round_trips(encoder, 150, content="" if name in ALONE else "so:")
 
 
@@ -176,6 +165,12 @@ def test_published_templates_round_trip(name: str, published: dict[str, Path], m
     thinks = name in ("deepseekv3", "nemotron_3_nano", "qwen3", "qwen3_5_think")
     content = "" if alone else "<think>\nhm\n</think>\n\nso:" if thinks else "so:"
     round_trips(encoder, 150, most=1 if alone else 3, content=content)
+
+
+def test_a_format_that_is_not_known_is_refused(make_tokenizer: Any) -> None:
+    encoder = encoder_for(HEAD + EACH + "<<{{ f | tojson }}>>{% endfor %}" + TAIL, make_tokenizer)
+    with pytest.raises(InputError, match=r"a format that is not known, '<<\{"):
+        CallParser(encoder)
 
 
 @pytest.mark.data
