@@ -19,6 +19,9 @@ from rlhf_core.hidden import scrub
 BETWEEN = ("flax", "jax", "jaxlib", "numpy", "optax", "pluggy", "pydantic")
 """Libraries that call components, whose frames are therefore not a component's own."""
 
+SHOWN = 5
+"""Rows or problems that a message lists; it counts the others."""
+
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a damaged JSON file raises where its fields are used unchecked: for files that can be done without."""
 

@@ -9,10 +9,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import InputError
-
-SHOWN = 5
-"""Rows or problems that a message lists; it counts the others."""
+from rlhf_core.errors import SHOWN, InputError
 
 
 @dataclass

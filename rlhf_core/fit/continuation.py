@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.report import SHOWN
-from rlhf_core.errors import InputError
+from rlhf_core.errors import SHOWN, InputError
 from rlhf_core.stage import differences, experiment
 
 if TYPE_CHECKING:

@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.errors import InputError, NonFiniteError
+from rlhf_core.errors import SHOWN, InputError, NonFiniteError
 from rlhf_core.mesh import fetch_array
 from rlhf_core.models import decoder, weights
 from rlhf_core.models.attention import capped
 from rlhf_core.models.params import paths
 
-SHOWN = 3
-"""Tensors that a message names."""
 TRIED = 8
 """Sequences that are computed again by themselves."""
 CHUNK = 64

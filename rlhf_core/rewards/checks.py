@@ -17,9 +17,8 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
-from rlhf_core.data.report import SHOWN
 from rlhf_core.data.source import Cells
-from rlhf_core.errors import InputError, RunError, error_line, suggest
+from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.reward import LOG, OWN, Reward, call_together, failure
 from rlhf_core.runtime.agreement import broadcast_text

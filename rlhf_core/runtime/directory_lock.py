@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import socket
 from collections.abc import Iterator
@@ -17,14 +18,16 @@ FILE = ".lock"
 _held: set[int] = set()
 
 
-def _close_in_child() -> None:
-    """Close the parent's locks, so that a forked worker that outlives the run does not keep its directory locked."""
-    while _held:
-        with suppress(OSError):
-            os.close(_held.pop())
+@functools.cache
+def _watch_forks() -> None:
+    """Close locks in forked processes, so that a worker that outlives the run does not keep its directory locked."""
 
+    def close() -> None:
+        while _held:
+            with suppress(OSError):
+                os.close(_held.pop())
 
-os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=close)
 
 
 @contextmanager
@@ -61,6 +64,7 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
     except OSError:
         os.close(descriptor)
         raise
+    _watch_forks()
     _held.add(descriptor)
     try:
         with suppress(OSError):  # who holds the lock is only said in messages

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import re
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -145,6 +147,11 @@ def free_memory() -> None:
     gc.collect()
     forget()
     return_freed_memory()
+
+
+def array_bytes(tree: Any) -> int:
+    """Count the bytes of a tree of arrays or of shapes; keys of random numbers count 4 per element."""
+    return sum(math.prod(x.shape) * getattr(x.dtype, "itemsize", 4) for x in jax.tree.leaves(tree))
 
 
 def format_bytes(size: float) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,18 +75,6 @@ class _Request:
         again = "press Ctrl-C again" if os.isatty(2) else "press Ctrl-C (send SIGINT) again"
         return f"stopping: {self.stops}; {again} to stop now"
 
-    def interrupt_again(self) -> None:
-        """Send SIGINT again, shortly after now, if this request is still the current one."""
-
-        def send() -> None:
-            if _current is self:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        self._interrupted_at = None
-        again = threading.Timer(0.05, send)
-        again.daemon = True
-        again.start()
-
 
 _current: _Request | None = None
 may_print: Callable[[str], bool] | None = None
@@ -106,6 +94,7 @@ def _announced(request: _Request, exits: bool) -> Iterator[None]:
     numbers, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _watch_forks()
     thread = threading.Thread(target=request.announce, args=(numbers, exits), daemon=True)
     thread.start()
     try:
@@ -117,13 +106,15 @@ def _announced(request: _Request, exits: bool) -> Iterator[None]:
         os.close(numbers)
 
 
-def _forget_in_child() -> None:
-    """Keep a forked process, whose pipe is this one's, from announcing its own signals here."""
-    if _current is not None:
-        signal.set_wakeup_fd(-1)
+@functools.cache
+def _watch_forks() -> None:
+    """Keep forked processes, which share this one's pipe, from announcing their signals here."""
 
+    def forget() -> None:
+        if _current is not None:
+            signal.set_wakeup_fd(-1)
 
-os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=forget)
 
 
 @contextmanager
@@ -213,22 +204,3 @@ def stopped_error(where: str) -> Stopped:
     number = _current.number if _current is not None else None
     name = f"by {signal.Signals(number).name} " if number is not None else ""
     return Stopped(f"stopped {name}{where}; nothing is lost, the same command goes on")
-
-
-def _raise_again(show: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Wrap the hook for exceptions that nothing can catch, as in a callback of the garbage collector.
-
-    Python would print a KeyboardInterrupt raised there, and go on.
-    """
-
-    def hook(unraisable: Any) -> None:
-        if _current is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
-            _current.interrupt_again()
-        else:
-            show(unraisable)
-
-    return hook
-
-
-# Never taken back: modules that a run imports later wrap it in turn.
-sys.unraisablehook = _raise_again(sys.unraisablehook)

@@ -31,6 +31,7 @@ from rlhf_core.mesh import (
 )
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import platform
+from rlhf_core.runtime.peak_memory import array_bytes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -209,7 +210,7 @@ def prepared_bytes(definition: ModelDefinition) -> int:
     """Count the bytes of the parameters as the program on one device lays them out."""
     family = definition.family
     prepare = functools.partial(family.prepare, definition.config)
-    return _bytes(jax.eval_shape(prepare, family.abstract(definition.config)))
+    return array_bytes(jax.eval_shape(prepare, family.abstract(definition.config)))
 
 
 def cache_bytes(definition: ModelDefinition, sequences: int, length: int) -> int:
@@ -220,11 +221,7 @@ def cache_bytes(definition: ModelDefinition, sequences: int, length: int) -> int
         return definition.ring(definition.prefill(params, tokens, tokens, tokens)[1], length, 0)
 
     made = jax.eval_shape(cache, definition.family.abstract(definition.config), tokens)
-    return sequences * _bytes(made)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sequences * array_bytes(made)
 
 
 def sampling_mesh(definition: ModelDefinition, mesh: Mesh, tensor: int) -> Mesh | None:

@@ -25,7 +25,7 @@ from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
 from rlhf_core.runtime import computes_on_cpu
 from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import planned, platform
-from rlhf_core.runtime.peak_memory import device_memory, format_bytes, machine_memory
+from rlhf_core.runtime.peak_memory import array_bytes, device_memory, format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
 
 if TYPE_CHECKING:
@@ -235,7 +235,11 @@ def state_bytes(
         placed = split(shardings, fixed_paths)[0]
         optimizer = _shard_shapes(optimizer, optimizer_shardings(optimizer, trained, placed, mesh))
         params, trained = _shard_shapes(params, shardings), _shard_shapes(trained, placed)
-    return {"parameters": _bytes(params), "gradients": _bytes(trained), "optimizer": _bytes(optimizer)}
+    return {
+        "parameters": array_bytes(params),
+        "gradients": array_bytes(trained),
+        "optimizer": array_bytes(optimizer),
+    }
 
 
 def sampling_memory(
@@ -267,7 +271,7 @@ def scoring_bytes(model: Any, tokenizer: Any | None, registry: Registry | None) 
         return None
     definition, _ = described
     forward = MICRO_BATCH_TOKENS * definition.hidden_size * SCORING_WIDTHS * 4
-    return _bytes(definition.abstract_params()) + forward
+    return array_bytes(definition.abstract_params()) + forward
 
 
 def frozen_definitions(
@@ -300,7 +304,9 @@ def frozen_bytes(
             sizes[name] = policy
             continue
         params = definition.abstract_params()
-        sizes[name] = _bytes(params if mesh is None else _shard_shapes(params, definition.shardings(mesh)))
+        sizes[name] = array_bytes(
+            params if mesh is None else _shard_shapes(params, definition.shardings(mesh))
+        )
     return sizes
 
 
@@ -360,10 +366,6 @@ def _shard_shapes(tree: Any, shardings: Any) -> Any:
         return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
 
     return jax.tree.map(one, tree, shardings)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(_size(x.shape, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _size(shape: tuple[int, ...], dtype: Any) -> int:

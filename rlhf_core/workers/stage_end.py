@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ _lock = threading.Lock()
 def before_end(closer: Callable[[], object]) -> None:
     """Register a function for `close` to call. Calling it again must do nothing."""
     with _lock:
+        _close_at_exit()
         _closers[:] = [each for each in _closers if getattr(each, "alive", True)]
         _closers.append(closer)
 
@@ -26,4 +28,6 @@ def close() -> None:
         closer()
 
 
-atexit.register(close)
+@functools.cache
+def _close_at_exit() -> None:
+    atexit.register(close)

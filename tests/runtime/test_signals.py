@@ -75,42 +75,6 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_hook_that_is_set_during_a_run_outlives_it() -> None:
-    """As the one with which a checkpoint's module hides late writes."""
-    before = sys.unraisablehook
-    try:
-        with stop_signals():
-            hook = sys.unraisablehook = lambda unraisable: before(unraisable)
-        assert sys.unraisablehook is hook
-    finally:
-        sys.unraisablehook = before
-
-
-def test_a_ctrl_c_that_nothing_can_catch_comes_again() -> None:
-    script = """
-import signal, time
-from rlhf_core.runtime import signals
-
-class Collected:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-signals.SAME_PRESS_SECONDS = 0.0
-with signals.stop_signals():
-    signal.raise_signal(signal.SIGINT)
-    time.sleep(0.01)
-    Collected()  # Python would print what is raised in it, and go on
-    try:
-        time.sleep(30)
-    except KeyboardInterrupt:
-        print("interrupted")
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n")
-    assert done.stderr.startswith("stopping: ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_nohup_stays() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_signals() as stop:

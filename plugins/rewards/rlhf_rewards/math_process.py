@@ -7,11 +7,10 @@ from typing import Any
 
 from math_verify import parse, verify
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
-
 
 def judge(completion: str | None, answer: str) -> str:
     """Return "right", "wrong", or "unreadable" for the answer; without a completion, "readable" or "unreadable"."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     expected = _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
     if not expected:
         return "unreadable"
