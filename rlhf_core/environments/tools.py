@@ -225,11 +225,10 @@ def open_tools(tools: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
 def make_tool(function: Callable[..., Any], written: str = "") -> Tool:
     """Make a tool of a function with annotations and a Google-style docstring.
 
-    written: the function as the user named it. Raises InputError, with the parameter and what to write, where the
-    function says too little for a schema.
+    written: the function as the user named it. Raises InputError, with what to write, where the function says too
+    little for a schema.
     """
     from transformers.utils import get_json_schema
-    from transformers.utils.chat_template_utils import parse_google_format_docstring
 
     name = getattr(function, "__name__", "")
     what = f"tool '{written or name or repr(function)}'"
@@ -237,62 +236,21 @@ def make_tool(function: Callable[..., Any], written: str = "") -> Tool:
         raise InputError(
             f"{what} is not a function with a name: write one, def {name or 'name'}(…), that calls it"
         )
-    description, described, _ = parse_google_format_docstring(inspect.getdoc(function) or "")
-    if not description:
-        raise InputError(
-            f'{what} does not say what it does: begin its docstring with that, """Add two numbers."""'
-        )
-    try:
-        parameters = inspect.signature(function).parameters.values()
-        types = typing.get_type_hints(function, include_extras=True)
-    except Exception as error:  # annotations are code
-        raise InputError(
-            f"{what}: its types cannot be read: {_first_line(error)}. Import them in its file"
-        ) from error
-    problems: list[str] = []
-    adapters: dict[str, TypeAdapter[Any]] = {}
+    parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
-        label = f"{what}: parameter '{parameter.name}'"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            problems.append(f"{label} cannot be given by name: write it without *, and not before /")
-        elif parameter.name not in types:
-            problems.append(f"{label} has no type: write {parameter.name}: str, or another type")
-        elif parameter.name not in (described or {}):
-            problems.append(
-                f"{label} is not described: write '{parameter.name}: …' under Args: in the docstring"
+            raise InputError(
+                f"{what}: parameter '{parameter.name}' cannot be given by name: write it without *, and not before /"
             )
-        else:
-            try:
-                get_json_schema(_with_parameter(types[parameter.name]))
-                adapters[parameter.name] = TypeAdapter(types[parameter.name])
-            except Exception as error:
-                problems.append(
-                    f"{label} has a type without a JSON schema ({_first_line(error)}): use str, int, float, bool, "
-                    "list, dict, Literal, Enum or a union of them"
-                )
-    if problems:
-        raise InputError(*problems)
     try:
         schema = get_json_schema(function)
-    except Exception as error:
-        raise InputError(f"{what} has no JSON schema: {_first_line(error)}. Mend its docstring") from error
+        hints = typing.get_type_hints(function, include_extras=True)
+        types = {parameter.name: TypeAdapter(hints[parameter.name]) for parameter in parameters}
+    except Exception as error:  # annotations are code
+        said = scrub(said_by(error)).strip().partition("\n")[0].partition(". ")[0].rstrip(".!: ")
+        raise InputError(
+            f"{what} has no JSON schema: {said or type(error).__name__}. Give it a docstring with a first sentence and "
+            "an Args: section, and every parameter a type such as str, int, float, bool, list, dict or Literal"
+        ) from error
     required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
-    return Tool(name, function, schema, adapters, frozenset(required))
-
-
-def _with_parameter(annotation: Any) -> Callable[..., Any]:
-    """Make a function with one parameter of a type, whose schema fails only if the type has none."""
-
-    def probe(value):  # type: ignore[no-untyped-def]
-        """Probe.
-
-        Args:
-            value: Any.
-        """
-
-    probe.__annotations__ = {"value": annotation}
-    return probe
-
-
-def _first_line(error: Exception) -> str:
-    return (scrub(said_by(error)).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")
+    return Tool(name, function, schema, types, frozenset(required))
