@@ -50,6 +50,7 @@ from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, fresh_model
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing.trees import tree
+from rlhf_core.rewards.reward import open_rewards
 from rlhf_core.rollouts import RolloutCollector, choose_rollout_rows
 from rlhf_core.sampling import Rollouts
 from rlhf_core.stage import Stage
@@ -59,7 +60,7 @@ from rlhf_core.step import Objective, Programs
 from rlhf_core.tokenizer import load_tokenizer
 from rlhf_core.training import Reference
 from rlhf_core.training.attention import choose_attention
-from rlhf_core.training.open import open_prompts, open_rewards
+from rlhf_core.training.open import open_prompts
 
 Row = dict[str, Any]
 

@@ -37,8 +37,11 @@ from rlhf_core.workers import (
 )
 
 if TYPE_CHECKING:
-    from rlhf_core.plugins.registry import Registry
+    from rlhf_core.environments import EnvironmentOptions
+    from rlhf_core.stage import Stage
 
+OF_EPISODES = "environment"
+"""The name of the reward that an environment gives."""
 OWN = ("prompts", "completions", "completion_ids")
 """Arguments that every function may take besides the columns of the prompts and LOG."""
 LOG = "log_metric"
@@ -249,48 +252,53 @@ class Reward:
         return out
 
 
-def make_rewards(
+def open_rewards(
     components: Sequence[WeightedReward],
-    given: Sequence[Any] | None,
-    weights: Sequence[float] | None,
-    registry: Registry,
-    where: str,
+    stage: Stage,
     *,
-    first: Sequence[Reward] = (),
+    weights: Sequence[float] | None = None,
+    environment: EnvironmentOptions | None = None,
 ) -> list[Reward]:
-    """Build the rewards that a config names and those a caller passes.
+    """Make the reward functions of a config's field `rewards`, followed by those passed from Python.
 
-    given: callables, registered names, or reward model directories. weights: of the config's and those, instead of
-    their own. first: rewards that come before them and keep their weights.
-    Raises InputError where there is no reward, two share a label, weights do not match in number, or a reward cannot
-    have its `timeout` or `processes`.
+    weights: of all functions in this order, instead of those in the config. environment: of the stage's episodes, if
+    any, whose own reward, called "environment" and weighted by its field `weight`, comes before them.
+    Raises InputError where there is no function, and for unknown names and options, equal labels, weights that do not
+    match in number, and a function that cannot have its `timeout` or `processes`.
     """
-    rewards: list[Reward] = [*first]
-    for component in components:
-        function = registry.get(REWARD, component.name, **component.options)
-        rewards.append(
-            Reward(
-                component.label or _label(component.name),
-                component.weight,
-                function,
-                component.timeout,
-                component.on_error,
-                processes=component.processes,
-                tried=component.check,
-                installed=":" not in component.name,
-            )
+    registry, where = stage.registry, f"stage '{stage.name}'"
+    rewards = [
+        Reward(
+            component.label or _label(component.name),
+            component.weight,
+            registry.get(REWARD, component.name, **component.options),
+            component.timeout,
+            component.on_error,
+            processes=component.processes,
+            tried=component.check,
+            installed=":" not in component.name,
         )
-    for function in given or ():
-        if isinstance(function, str):
-            is_name = function in registry.names(REWARD) or ":" in function
-            made = (
-                registry.get(REWARD, function) if is_name else registry.get(REWARD, "model", model=function)
-            )
-            rewards.append(Reward(_label(function), 1.0, made))
-        else:
+        for component in components
+    ]
+    for function in stage.inputs.get("rewards") or ():
+        if not isinstance(function, str):
             remember_attributes(function)
             label = getattr(function, "__name__", type(function).__name__)
             rewards.append(Reward(label, 1.0, function))
+        elif function in registry.names(REWARD) or ":" in function:
+            rewards.append(Reward(_label(function), 1.0, registry.get(REWARD, function)))
+        else:
+            rewards.append(Reward(_label(function), 1.0, registry.get(REWARD, "model", model=function)))
+    if weights is not None:
+        if len(weights) != len(rewards):
+            own = "" if environment is None else "; the environment has its own, environment.weight"
+            raise InputError(
+                f"{where}.reward_weights: {len(weights)} weights for {len(rewards)} rewards{own}"
+            )
+        for reward, weight in zip(rewards, weights, strict=True):
+            reward.weight = weight
+    if environment is not None:
+        rewards.insert(0, Reward(OF_EPISODES, environment.weight, episode_rewards, tried=False))
     if not rewards:
         raise InputError(f"{where}.rewards: missing; name at least one reward function or reward model")
     labels = [reward.label for reward in rewards]
@@ -300,16 +308,12 @@ def make_rewards(
     problems = [f"{where}.rewards: {problem}" for reward in rewards for problem in _limit_problems(reward)]
     if problems:
         raise InputError(*problems)
-    if weights is not None:
-        weighted = rewards[len(first) :]
-        if len(weights) != len(weighted):
-            own = "; the environment has its own, environment.weight" if first else ""
-            raise InputError(
-                f"{where}.reward_weights: {len(weights)} weights for {len(weighted)} rewards{own}"
-            )
-        for reward, weight in zip(weighted, weights, strict=True):
-            reward.weight = weight
     return rewards
+
+
+def episode_rewards(environment_rewards: Sequence[float | None]) -> Sequence[float | None]:
+    """Return the sum of each episode's rewards; None where the environment gave none."""
+    return environment_rewards
 
 
 def snapshots(rewards: Sequence[Reward]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rlhf_core.contracts import all_equal
 from rlhf_core.data import EpisodeRows, Prompts
 from rlhf_core.errors import NonFiniteError, RunError
 from rlhf_core.rewards.checks import set_up
-from rlhf_core.rewards.reward import logged_metrics
+from rlhf_core.rewards.reward import OF_EPISODES, logged_metrics
 from rlhf_core.rollouts.completions import episode_inputs, measure, reward_inputs, rollout_metrics
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import open_environment
@@ -25,7 +25,6 @@ from rlhf_core.rollouts.rollout import Rollout, Timing
 from rlhf_core.rollouts.warnings import system_prompt_warnings, warn_of_unscored
 from rlhf_core.training.memory import sampling_memory
 from rlhf_core.training.open import (
-    OF_EPISODES,
     open_episode_rows,
     open_prompts,
     open_sampler,

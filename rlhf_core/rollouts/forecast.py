@@ -10,6 +10,7 @@ from rlhf_core.config.warnings import batch_warnings, config_warnings
 from rlhf_core.contracts import Forecast
 from rlhf_core.mesh import rows_per_device
 from rlhf_core.rewards.checks import forecast_rewards
+from rlhf_core.rewards.reward import open_rewards
 from rlhf_core.rollouts.episodes import forecast_episodes
 from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.rollouts.warnings import system_prompt_warnings
@@ -23,7 +24,6 @@ from rlhf_core.training.open import (
     open_episode_rows,
     open_prompts,
     open_records,
-    open_rewards,
     require_model,
     require_stop_token,
 )

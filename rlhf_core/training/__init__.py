@@ -1,11 +1,11 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python."""
 
+from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.training.contract import scoring_contract as scoring_contract
 from rlhf_core.training.forecast import forecast_lines as forecast_lines
 from rlhf_core.training.held_out import HeldOut as HeldOut
 from rlhf_core.training.open import open_model as open_model
 from rlhf_core.training.open import open_pairs as open_pairs
-from rlhf_core.training.open import open_rewards as open_rewards
 from rlhf_core.training.open import open_texts as open_texts
 from rlhf_core.training.open import try_loss as try_loss
 from rlhf_core.training.padded import PaddedObjective as PaddedObjective

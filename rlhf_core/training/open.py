@@ -30,7 +30,6 @@ from rlhf_core.models import (
 )
 from rlhf_core.models.lora import Lora, linear_modules, resolve
 from rlhf_core.models.model import warn_of_constraints, with_padding_apart
-from rlhf_core.rewards.reward import Reward, WeightedReward, make_rewards
 from rlhf_core.runtime.signals import stop_if_asked
 from rlhf_core.stage import Stage
 from rlhf_core.stage.text_settings import read_at_of, text_options
@@ -42,12 +41,9 @@ if TYPE_CHECKING:
     from rlhf_core.config.trainer import LoraOptions
     from rlhf_core.data import EpisodeRows, Pairs, Prompts, Records, Texts
     from rlhf_core.data.report import Report
-    from rlhf_core.environments import EnvironmentOptions
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.tokenizer.text_options import ReadAt
 
-OF_EPISODES = "environment"
-"""The name of the reward that an environment gives."""
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 UNHEARD_OF = "\U0010fffd"
 """A text that no vocabulary has as a token."""
@@ -451,33 +447,6 @@ def open_episode_rows(
 def require_vocabulary(prompts: Prompts, vocab_size: int) -> None:
     """Raise InputError naming the rows with tokens that the model has no embedding for."""
     data.require_vocabulary(prompts.ids, prompts.where, vocab_size)
-
-
-def open_rewards(
-    components: Sequence[WeightedReward],
-    stage: Stage,
-    *,
-    weights: Sequence[float] | None = None,
-    environment: EnvironmentOptions | None = None,
-) -> list[Reward]:
-    """Make the reward functions of a config's field `rewards`, followed by those passed from Python.
-
-    weights: of all functions in this order, instead of those in the config. environment: of the stage's episodes, if
-    any, whose own reward, called "environment" and weighted by its field `weight`, comes before them.
-    Raises InputError where there is no function, and for unknown names and options, equal labels, and weights that do
-    not match.
-    """
-    first = (
-        [] if environment is None else [Reward(OF_EPISODES, environment.weight, episode_rewards, tried=False)]
-    )
-    return make_rewards(
-        components, stage.inputs.get("rewards"), weights, stage.registry, f"stage '{stage.name}'", first=first
-    )
-
-
-def episode_rewards(environment_rewards: Sequence[float | None]) -> Sequence[float | None]:
-    """Return the sum of each episode's rewards; None where the environment gave none."""
-    return environment_rewards
 
 
 def open_sampler(

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -21,7 +22,7 @@ from rlhf_core.config import Component, build
 from rlhf_core.config.secrets import public_table
 from rlhf_core.errors import InputError, error_line
 from rlhf_core.hidden import HIDDEN, hide_in_output, remember, scrub
-from rlhf_core.rewards.reward import make_rewards
+from rlhf_core.rewards.reward import open_rewards
 from rlhf_core.stage import events
 from rlhf_core.testing import check_reward
 
@@ -210,7 +211,8 @@ def test_secrets_of_objects_made_in_python_and_of_defaults_are_hidden() -> None:
         def __call__(self, completions: list[str]) -> list[float]:
             return [0.0 for _ in completions]
 
-    make_rewards([], [Keyed()], None, Registry(), "stage 'policy'")
+    stage: Any = SimpleNamespace(name="policy", registry=Registry(), inputs={"rewards": [Keyed()]})
+    open_rewards([], stage)
     assert "canary" not in scrub("canary-field-51 canary-pin-52 canary-header-53")
     registry = Registry()
     with registry.transaction("test"):

@@ -7,6 +7,7 @@ import functools
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,15 @@ import pytest
 from rlhf_core import REWARD, Registry, RewardInputs, workers
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins.component import load_file
-from rlhf_core.rewards.reward import logged_metrics, make_rewards, score
+from rlhf_core.rewards.reward import logged_metrics, open_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
 SOON = 0.2  # timeout in seconds of the slow functions below
+
+
+def stage_with(registry):
+    return SimpleNamespace(name="policy", registry=registry, inputs={})
 
 
 FUNCTIONS = """
@@ -318,7 +323,7 @@ def test_a_function_without_a_name_elsewhere_is_refused_where_it_needs_one():
         with pytest.raises(
             InputError, match=r"'local' has `\w+`, so that it runs in a process of its own.*file\.py:fun"
         ):
-            make_rewards([WeightedReward(name="local", **limit)], None, None, registry, "stage 'policy'")
+            open_rewards([WeightedReward(name="local", **limit)], stage_with(registry))
 
 
 def test_clients_and_locks_made_in_one_call_work_in_the_next():
@@ -514,7 +519,7 @@ def test_the_config_says_timeout_and_policy():
     registry.add(REWARD, "mesh", OnTheMesh())
 
     def made(**component):
-        return make_rewards([WeightedReward(**component)], None, None, registry, "stage 'policy'")[0]
+        return open_rewards([WeightedReward(**component)], stage_with(registry))[0]
 
     assert (made(name="ones").timeout, made(name="ones").on_error) == (None, "stop")
     limited = made(name="ones", timeout=2.5, on_error="skip")

@@ -2,15 +2,17 @@
 
 import asyncio
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.contracts import total_reward
+from rlhf_core.environments import EnvironmentOptions
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.rewards.checks import set_up
-from rlhf_core.rewards.reward import make_rewards, score
+from rlhf_core.rewards.reward import open_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 from rlhf_core.rollouts.completions import measure
 
@@ -220,9 +222,10 @@ def registry():
     return registry
 
 
-def build(components=(), given=None, weights=None, *, registry, first=()):
+def build(components=(), given=None, weights=None, *, registry, environment=None):
     named = [WeightedReward(**c) for c in components]
-    return make_rewards(named, given, weights, registry, "stage 'policy'", first=first)
+    stage = SimpleNamespace(name="policy", registry=registry, inputs={"rewards": given})
+    return open_rewards(named, stage, weights=weights, environment=environment)
 
 
 def test_rewards_by_name_with_options_weight_and_label(registry):
@@ -260,13 +263,13 @@ def test_reward_weights_replace_the_weights(registry):
 
 
 def test_reward_weights_leave_that_of_the_environment(registry):
-    first = [reward(brevity, "environment", 3.0)]
-    made = build([{"name": "scaled"}], [values], [0.7, 0.3], registry=registry, first=first)
+    environment = EnvironmentOptions(weight=3.0)
+    made = build([{"name": "scaled"}], [values], [0.7, 0.3], registry=registry, environment=environment)
     assert [each.weight for each in made] == [3.0, 0.7, 0.3]
     with pytest.raises(
         InputError, match=r"3 weights for 1 rewards; the environment has its own, environment\.weight"
     ):
-        build([{"name": "scaled"}], weights=[1.0, 2.0, 3.0], registry=registry, first=first)
+        build([{"name": "scaled"}], weights=[1.0, 2.0, 3.0], registry=registry, environment=environment)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rlhf_core import Registry, RewardInputs, data, workers
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.rewards.checks import forecast_rewards, set_up
-from rlhf_core.rewards.reward import make_rewards, score
+from rlhf_core.rewards.reward import open_rewards, score
 from rlhf_core.rollouts import Reward, WeightedReward
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
@@ -82,7 +82,8 @@ def mine(tmp_path: Path) -> Any:
 
 
 def rewards(registry: Registry, *components: dict[str, Any]) -> list[Reward]:
-    return make_rewards([WeightedReward(**c) for c in components], None, None, registry, "stage 'policy'")
+    stage: Any = SimpleNamespace(name="policy", registry=registry, inputs={})
+    return open_rewards([WeightedReward(**c) for c in components], stage)
 
 
 def prompts(chat: bool = False, **columns: list[Any]) -> Any:

@@ -10,10 +10,10 @@ import pytest
 from rlhf_core import TrainerConfig, data
 from rlhf_core.fit.batches import Update
 from rlhf_core.fit.logged import MetricWindow
+from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, Rollout, RolloutCollector, RolloutUpdates
 from rlhf_core.rollouts.updates import _update_metrics
 from rlhf_core.sampling import Rollouts, SamplingOptions
-from rlhf_core.training.open import OF_EPISODES
 
 G = 3
 DIFFER = {1, 4, 5, 6}  # prompts whose completions get different rewards

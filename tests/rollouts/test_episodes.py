@@ -9,12 +9,12 @@ import pytest
 from rlhf_core.contracts import Turn
 from rlhf_core.environments import EnvironmentCalls, EnvironmentOptions, Episode, TurnRecord
 from rlhf_core.errors import NonFiniteError, RunError
+from rlhf_core.rewards.reward import OF_EPISODES
 from rlhf_core.rollouts import Reward, RolloutCollector
 from rlhf_core.rollouts.conversations import Conversations
 from rlhf_core.rollouts.episodes import EpisodeSource
 from rlhf_core.rollouts.layout import tree_sizes
 from rlhf_core.sampling import SamplingOptions
-from rlhf_core.training.open import OF_EPISODES
 
 G = 2
 USER = {"role": "user", "content": "a"}

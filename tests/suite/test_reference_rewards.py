@@ -63,12 +63,12 @@ def test_its_functions_run_and_its_lists_are_made(
     from rlhf_grpo import GRPOConfig
 
     from rlhf_core.rewards.checks import set_up
-    from rlhf_core.rewards.reward import make_rewards, score
+    from rlhf_core.rewards.reward import open_rewards, score
 
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")
     Path("my_rewards.py").write_text("\n".join(blocks(page, "python")))
-    stage = SimpleNamespace(name="policy", devices=tiny.one_device, registry=registry)
+    stage = SimpleNamespace(name="policy", devices=tiny.one_device, registry=registry, inputs={})
     inputs = RewardInputs(
         prompts=["a b", "a b"],
         completions=["<think>3</think> #### 4", "5"],
@@ -78,7 +78,7 @@ def test_its_functions_run_and_its_lists_are_made(
     tables = []
     for block in blocks(page, "toml"):
         config = build(GRPOConfig, tomllib.loads(block), registry=registry)
-        rewards = make_rewards(config.rewards, None, None, registry, "stage 'policy'")
+        rewards = open_rewards(config.rewards, stage)
         set_up(rewards, ["answer"], stage)  # type: ignore[arg-type]
         tables.append(score(rewards, inputs))
     first, second = tables
