@@ -73,12 +73,13 @@ def shared() -> Path:
 
 PLAIN_ROOMS = (
     *("artifacts", "checkpoint", "cli", "data", "environments", "loggers", "pipeline", "report", "rewards"),
-    *("runtime", "stage", "tokenizer", "topologies", "workers"),
+    *("runtime", "stage", "tokenizer", "workers"),
 )
 NEVER_TRACED = {
     *sys.stdlib_module_names,
     *("datasets", "huggingface_hub", "orbax", "transformers", "wandb"),
     *(f"rlhf_core.{room}" for room in PLAIN_ROOMS),
+    "rlhf_topologies",
 }
 """No program is traced of these modules, so patching them changes none; most patches are of these."""
 

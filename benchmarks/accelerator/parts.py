@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from programs import Bench, Decoding, Heads, Policy, Training, adapter_update, reward_update, text_update
+from rlhf_topologies.compile import compile_stage, program_facts
+from rlhf_topologies.names import Topology
+from rlhf_topologies.verdicts import FORWARD, TRAINING, judge_stage
 
 from rlhf_core import ATTENTION
 from rlhf_core.checkpoint import Checkpoints
@@ -23,9 +26,6 @@ from rlhf_core.errors import InputError, error_line
 from rlhf_core.models import load_model
 from rlhf_core.models.attention import attend
 from rlhf_core.state import TrainState, abstract_state
-from rlhf_core.topologies.compile import compile_stage, program_facts
-from rlhf_core.topologies.names import Topology
-from rlhf_core.topologies.verdicts import FORWARD, TRAINING, judge_stage
 
 Row = dict[str, Any]
 GOLDEN_TOLERANCE = 1e-3

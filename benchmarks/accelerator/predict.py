@@ -30,8 +30,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def start_in_compiler(names: list[str], arguments: list[str]) -> int:
     """Run this script again, in the environment that has the compiler."""
-    from rlhf_core.topologies import interpreters
-    from rlhf_core.topologies.names import parse
+    from rlhf_topologies import interpreters
+    from rlhf_topologies.names import parse
 
     python = interpreters.find(parse(names[0]))
     paths = [
@@ -51,15 +51,15 @@ def predict(
 ) -> dict[str, Any]:
     """Compile the works whose names contain `only`; return {chip: what is written}. devices: for tests."""
     from programs import Bench, works
+    from rlhf_topologies.compile import Cache, compile_stage, find_devices
+    from rlhf_topologies.names import parse
+    from rlhf_topologies.table import as_json
+    from rlhf_topologies.verdicts import judge_stage
     from sizes import FULL, TINY
 
     from rlhf_core.errors import error_line
     from rlhf_core.mesh import make_mesh
     from rlhf_core.runtime.devices import Planned, plan_for
-    from rlhf_core.topologies.compile import Cache, compile_stage, find_devices
-    from rlhf_core.topologies.names import parse
-    from rlhf_core.topologies.table import as_json
-    from rlhf_core.topologies.verdicts import judge_stage
 
     topologies = [parse(name) for name in names]
     first = topologies[0]

@@ -119,12 +119,12 @@ def run_part(name: str, given: argparse.Namespace) -> None:
     import jax
     from parts import Context, parts
     from programs import Bench
+    from rlhf_topologies.chips import CHIPS
+    from rlhf_topologies.names import parse
     from sizes import FULL, TINY
 
     from rlhf_core.errors import error_line
     from rlhf_core.mesh import make_mesh
-    from rlhf_core.topologies.chips import CHIPS
-    from rlhf_core.topologies.names import parse
 
     device = jax.devices()[0]
     kind = device.device_kind.lower()

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 from cases import SMALL, SPEED, Case
 from rlhf_grpo.policies import PolicyReader
+from rlhf_topologies.counts import Counts, count
 
 from rlhf_core.mesh import abstract_rows, make_mesh
 from rlhf_core.models.attention_blocks import block_size
 from rlhf_core.packing.rows import pack
 from rlhf_core.rollouts.layout import longest_groups
 from rlhf_core.step import Programs
-from rlhf_core.topologies.counts import Counts, count
 
 sys.path.insert(0, str(SPEED))
 import ours_steps

@@ -51,23 +51,17 @@ def check(
         raise InputError(f"rlhf check: {flag} goes with --on, such as --on h100:8")
     if on is not None and only:
         raise InputError("rlhf check: --on compiles every stage; leave out --only")
-    if on is not None and suggest:
-        from rlhf_core.topologies.names import machines
-
-        if devices is not None:
+    host = plugin_loading.load(files=list(plugins))
+    if on is not None:
+        answer = host.hook.rlhf_check_on(on=on, suggest=suggest)
+        if answer is None:
             raise InputError(
-                f"rlhf check: leave out --devices {devices}; --suggest takes them from --on {on}"
+                "rlhf check: --on needs the distribution rlhf-topologies: pip install rlhf-topologies"
             )
-        devices = machines(on)[0].count
-    elif on is not None:
-        from rlhf_core.topologies.names import parse
-
-        named = parse(on)
-        if devices not in (None, named.count):
-            raise InputError(
-                f"rlhf check: --on {on} has {named.count} devices; leave out --devices {devices}"
-            )
-        devices = named.count
+        count, check_on = answer
+        if devices is not None and (suggest or devices != count):
+            raise InputError(f"rlhf check: --on {on} has {count} devices; leave out --devices {devices}")
+        devices = count
     from rlhf_core.pipeline import (
         chosen_stages,
         require_inputs,
@@ -79,7 +73,6 @@ def check(
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.recorded_run import read_records, refusals
 
-    host = plugin_loading.load(files=list(plugins))
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     states: dict[str, str] = {}
@@ -134,11 +127,7 @@ def check(
         for line in notes:
             echo(line)
     if on is not None:
-        from rlhf_core.topologies import check_on, suggest_on
-
-        (suggest_on if suggest else check_on)(
-            pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json
-        )
+        check_on(pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json)
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:

@@ -1,4 +1,4 @@
-"""All five hooks of the host `rlhf`.
+"""All hooks of the host `rlhf`.
 
     register (once per plugin, when it loads)
     stage_start → step_end × n → artifact_saved × outputs → stage_end
@@ -10,7 +10,7 @@ console come before the loggers that a stage names. An exception ends the run wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -30,6 +30,15 @@ def rlhf_register(registry: Registry) -> None:
     """Add named components with `registry.add(KIND, "name", thing)`. The order of plugins never matters.
 
     Called once for every plugin, even for one that is loaded late (a file, a notebook, a test).
+    """
+
+
+@hookspec(firstresult=True)
+def rlhf_check_on(on: str, suggest: bool) -> tuple[int, Callable[..., None]] | None:
+    """Return the number of devices that `rlhf check --on` names, and the function that compiles a pipeline for them.
+
+    on: such as "h100:8". suggest: whether to search for settings. The function is called as
+    (pipeline, on, sets=…, plugins=…, dir=…, json_output=…), and prints. Raises InputError for an unknown name.
     """
 
 

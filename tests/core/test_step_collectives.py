@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from rlhf_topologies.counts import count, count_apart
 
 from rlhf_core import create_state
 from rlhf_core.fit.batches import empty_batches
@@ -18,7 +19,6 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.optimizers import adamw
 from rlhf_core.packing.rows import Layout
 from rlhf_core.step import Programs
-from rlhf_core.topologies.counts import count, count_apart
 from rlhf_core.training.memory import definition_of
 from rlhf_core.training.programs import planned_params
 

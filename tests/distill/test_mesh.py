@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rlhf_distill import Head, token_divergences
 from rlhf_distill.divergences import JensenShannon
+from rlhf_topologies.counts import count
 
 from rlhf_core.mesh import make_mesh, param_shardings, row_sharding
-from rlhf_core.topologies.counts import count
 
 ROWS, TOKENS = 8, 5
 MIXED = (2, 2, 2)

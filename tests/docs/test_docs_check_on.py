@@ -8,12 +8,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from rlhf_topologies import interpreters, table
+from rlhf_topologies.chips import CHIPS, USABLE
+from rlhf_topologies.names import parse
 
 from rlhf_core import runtime
 from rlhf_core.plugins.component import load_file
-from rlhf_core.topologies import interpreters, table
-from rlhf_core.topologies.chips import CHIPS, USABLE
-from rlhf_core.topologies.names import parse
 
 documents = load_file(Path(__file__).parents[1] / "shared" / "documents.py")
 PAGE = documents.REPOSITORY / "docs/how-to/many_devices.md"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from rlhf_topologies.counts import count
 
 from rlhf_core import logprobs
 from rlhf_core.logprobs import token_logps
@@ -28,7 +29,6 @@ from rlhf_core.objective import trained_logps, trained_weight
 from rlhf_core.packing.rows import Layout, pack, tree
 from rlhf_core.plugins.component import load_file
 from rlhf_core.step import Accumulated, accumulate
-from rlhf_core.topologies.counts import count
 from rlhf_core.training.memory import definition_of
 
 FILE = Path(__file__)

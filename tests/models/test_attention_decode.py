@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rlhf_topologies import counts, hlo, interpreters
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models.attention_decode import MASKED, attend_visible, reads_visible
 from rlhf_core.runtime import devices
-from rlhf_core.topologies import counts, hlo, interpreters
 
 BLOCKS = {"gpu": 32, "tpu": 128}
 """Entries per block, of heads of 128 in float32."""
@@ -135,8 +135,8 @@ from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.runtime import devices
 from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, layout
-from rlhf_core.topologies.compile import find_devices
-from rlhf_core.topologies.names import parse
+from rlhf_topologies.compile import find_devices
+from rlhf_topologies.names import parse
 topology = parse(sys.argv[1])
 found = find_devices(topology)
 devices.plan_for(devices.Planned(topology.chip.platform, len(found), 10**9))

@@ -295,9 +295,9 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models.attention_pallas import Kernels, attend_pallas
-from rlhf_core.topologies.compile import find_devices
-from rlhf_core.topologies.counts import count
-from rlhf_core.topologies.names import parse
+from rlhf_topologies.compile import find_devices
+from rlhf_topologies.counts import count
+from rlhf_topologies.names import parse
 
 TIME = 3072
 for on in sys.argv[1:]:
@@ -336,7 +336,7 @@ for on in sys.argv[1:]:
     ids=["gpu", "tpu"],
 )
 def test_they_compile_without_an_array_of_time_by_time(platform: str, on: list[str]) -> None:
-    from rlhf_core.topologies import interpreters
+    from rlhf_topologies import interpreters
 
     python = os.environ.get(interpreters.variable(platform))
     if not python:

@@ -330,12 +330,14 @@ def test_the_hooks_are_these(world: World) -> None:
     signatures = {name: getattr(host.hook, name).spec.argnames for name in plugins.HOOKS}
     assert signatures == {
         "rlhf_register": ("registry",),
+        "rlhf_check_on": ("on", "suggest"),
         "rlhf_stage_start": ("stage",),
         "rlhf_step_end": ("stage", "step", "metrics"),
         "rlhf_artifact_saved": ("stage", "artifact"),
         "rlhf_stage_end": ("stage", "error"),
     }
-    assert not any(getattr(host.hook, name).spec.opts["firstresult"] for name in plugins.HOOKS)
+    alone = [name for name in plugins.HOOKS if getattr(host.hook, name).spec.opts["firstresult"]]
+    assert alone == ["rlhf_check_on"]
 
 
 @pytest.mark.parametrize("left", ["no METADATA", "renamed"])
@@ -354,3 +356,13 @@ def test_a_half_uninstalled_distribution_is_a_warning(world: World, left: str) -
     assert "rlhf-gone" not in versions()
     assert versions()["rlhf-mine"] == "1.0"
     assert not world.load()[0].registry.failures
+
+
+def test_devices_elsewhere_need_a_distribution_that_compiles_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rlhf_core.cli import commands
+
+    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", "topologies")
+    with pytest.raises(InputError, match="pip install rlhf-topologies"):
+        commands.check(Path("pipeline.toml"), on="h100:8")

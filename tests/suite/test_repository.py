@@ -21,6 +21,7 @@ DISTRIBUTIONS = (
     "plugins/dpo",
     "plugins/distill",
     "plugins/rewards",
+    "plugins/topologies",
 )
 SKIPPED = {".git", ".venv", ".cache", "runs", "wandb", "dist", "build", "__pycache__", "data"}
 ADDRESS = re.compile(

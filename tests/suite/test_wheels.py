@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "rlhf_dpo": "plugins/dpo",
     "rlhf_distill": "plugins/distill",
     "rlhf_rewards": "plugins/rewards",
+    "rlhf_topologies": "plugins/topologies",
 }
 """{package: directory}; a distribution is called as its package, with "-"."""
 

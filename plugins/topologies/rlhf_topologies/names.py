@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.topologies.chips import CHIPS, Chip
+from rlhf_topologies.chips import CHIPS, Chip
 
 FORMS = {
     "gpu": "CHIP:[[SLICESx]HOSTSx]DEVICES, such as {chip}:8, or {chip}:2x8 for two machines of eight",

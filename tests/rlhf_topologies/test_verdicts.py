@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rlhf_topologies.chips import CHIPS
+from rlhf_topologies.counts import Counts
+from rlhf_topologies.names import parse
+from rlhf_topologies.roofline import bound, main_loop
+from rlhf_topologies.table import as_json, lines, program_table
+from rlhf_topologies.verdicts import judge_stage
 
 from rlhf_core.models import DECODER
 from rlhf_core.models.loading import complete_table, describe
-from rlhf_core.topologies.chips import CHIPS
-from rlhf_core.topologies.counts import Counts
-from rlhf_core.topologies.names import parse
-from rlhf_core.topologies.roofline import bound, main_loop
-from rlhf_core.topologies.table import as_json, lines, program_table
-from rlhf_core.topologies.verdicts import judge_stage
 from rlhf_core.training.programs import token_weights
 
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}

@@ -8,10 +8,10 @@ from typing import Any
 from rich.table import Table
 
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.topologies.counts import Counts
-from rlhf_core.topologies.names import Topology
-from rlhf_core.topologies.roofline import Bound
-from rlhf_core.topologies.verdicts import StageVerdict, Verdict
+from rlhf_topologies.counts import Counts
+from rlhf_topologies.names import Topology
+from rlhf_topologies.roofline import Bound
+from rlhf_topologies.verdicts import StageVerdict, Verdict
 
 COLUMNS = ("program", "per update", "memory", "FLOPs", "bytes", "sends", "at least", "bound by")
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlhf_core.topologies.chips import Chip
-from rlhf_core.topologies.counts import Counts
 from rlhf_core.training.memory import remat_of
 from rlhf_core.training.programs import token_weights
+from rlhf_topologies.chips import Chip
+from rlhf_topologies.counts import Counts
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import Program, ProgramShape
-    from rlhf_core.topologies.names import Topology
+    from rlhf_topologies.names import Topology
 
 
 @dataclass(frozen=True)

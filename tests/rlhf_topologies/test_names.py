@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from rlhf_topologies.chips import CHIPS, USABLE, target_config
+from rlhf_topologies.names import parse
 
 from rlhf_core.errors import InputError
-from rlhf_core.topologies.chips import CHIPS, USABLE, target_config
-from rlhf_core.topologies.names import parse
 
 
 @pytest.mark.parametrize(

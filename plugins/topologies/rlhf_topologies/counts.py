@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.topologies.hlo import (
+from rlhf_topologies.hlo import (
     CALLED,
     FAST_MEMORY,
     Instruction,

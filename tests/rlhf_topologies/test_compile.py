@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 import pytest
+from rlhf_topologies import interpreters
+from rlhf_topologies.chips import CHIPS
+from rlhf_topologies.compile import compile_pipeline, device_bytes
 
 from rlhf_core import cli, create_state, plugins
 from rlhf_core.mesh import make_mesh
@@ -24,9 +27,6 @@ from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling.layout import cache_bytes
-from rlhf_core.topologies import interpreters
-from rlhf_core.topologies.chips import CHIPS
-from rlhf_core.topologies.compile import compile_pipeline, device_bytes
 from rlhf_core.training import dataset_programs, open_texts
 from rlhf_core.training.programs import planned_model
 

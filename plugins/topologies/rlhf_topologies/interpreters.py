@@ -18,7 +18,7 @@ import jax
 
 from rlhf_core import runtime
 from rlhf_core.errors import InputError, RunError
-from rlhf_core.topologies.names import Topology
+from rlhf_topologies.names import Topology
 
 PACKAGES = {"gpu": "jax[cuda13]", "tpu": "jax[tpu]"}
 """What pip installs for each platform."""
@@ -42,7 +42,7 @@ START = """
 import json, site, sys
 for path in json.loads(sys.argv[2]):  # after this environment's own, whose jax and compiler come first
     site.addsitedir(path) if path.endswith("-packages") else sys.path.append(path)
-from rlhf_core.topologies.compile import main
+from rlhf_topologies.compile import main
 main(sys.argv[1])
 """
 
@@ -129,7 +129,7 @@ def _advice(topology: Topology, problem: str) -> str:
 
 
 def run(python: Path, job: Mapping[str, Any], *, seconds: float | None = None) -> dict[str, Any]:
-    """Run `rlhf_core.topologies.compile` on a job in another environment; return its results.
+    """Run `rlhf_topologies.compile` on a job in another environment; return its results.
 
     seconds: after so many, return the results that it has written until then.
 

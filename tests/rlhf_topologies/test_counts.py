@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from rlhf_topologies.counts import Counts, count, count_apart
 
 from rlhf_core.mesh import abstract_rows, make_mesh
-from rlhf_core.topologies.counts import Counts, count, count_apart
 from rlhf_core.training.memory import definition_of
 
 TEXT = """

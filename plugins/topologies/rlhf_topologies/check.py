@@ -12,12 +12,10 @@ from typing import Any
 from rlhf_core.errors import InputError
 from rlhf_core.runtime.peak_memory import format_bytes
 from rlhf_core.runtime.terminal import echo, show
-from rlhf_core.topologies import interpreters
-from rlhf_core.topologies.names import Topology, machines, parse
-from rlhf_core.topologies.table import as_json, candidate_table, heading, lines, program_table
-from rlhf_core.topologies.verdicts import StageVerdict, judge_stage
-
-__all__ = ["check_on", "suggest_on"]
+from rlhf_topologies import interpreters
+from rlhf_topologies.names import Topology, machines, parse
+from rlhf_topologies.table import as_json, candidate_table, heading, lines, program_table
+from rlhf_topologies.verdicts import StageVerdict, judge_stage
 
 SEARCH = 600
 """Seconds that a search for settings takes at most."""

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.topologies.counts import Counts
-from rlhf_core.topologies.names import Topology
-from rlhf_core.topologies.roofline import Bound, bound, main_loop
+from rlhf_topologies.counts import Counts
+from rlhf_topologies.names import Topology
+from rlhf_topologies.roofline import Bound, bound, main_loop
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """In the message of a compiler that refuses a program for its memory, as the TPU's does."""

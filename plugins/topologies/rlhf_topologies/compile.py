@@ -26,9 +26,9 @@ from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.devices import Planned, plan_for
 from rlhf_core.runtime.files import write_atomic
-from rlhf_core.topologies import counts
-from rlhf_core.topologies.chips import target_config
-from rlhf_core.topologies.names import Topology, parse
+from rlhf_topologies import counts
+from rlhf_topologies.chips import target_config
+from rlhf_topologies.names import Topology, parse
 
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 """Distributions whose versions decide what a program becomes."""
@@ -46,7 +46,7 @@ def main(file: str) -> None:
 
     try:
         if job.get("suggest"):
-            from rlhf_core.topologies.suggest import suggest
+            from rlhf_topologies.suggest import suggest
 
             save(suggest(job, say=say, save=save))
         else:

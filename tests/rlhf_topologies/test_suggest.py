@@ -13,19 +13,11 @@ from typing import Any
 import jax
 import pytest
 from rich.console import Console
-
-from rlhf_core import cli, plugins
-from rlhf_core.contracts import Program, ProgramShape, StagePrograms
-from rlhf_core.mesh import make_mesh, with_shardings
-from rlhf_core.models import DECODER, Definition
-from rlhf_core.pipeline.file import read
-from rlhf_core.pipeline.plan import plan
-from rlhf_core.runtime import devices
-from rlhf_core.topologies import interpreters
-from rlhf_core.topologies.chips import CHIPS
-from rlhf_core.topologies.names import Topology, machines, parse
-from rlhf_core.topologies.roofline import expected
-from rlhf_core.topologies.suggest import (
+from rlhf_topologies import interpreters
+from rlhf_topologies.chips import CHIPS
+from rlhf_topologies.names import Topology, machines, parse
+from rlhf_topologies.roofline import expected
+from rlhf_topologies.suggest import (
     COMPILED,
     STEPS,
     Candidate,
@@ -35,8 +27,16 @@ from rlhf_core.topologies.suggest import (
     more_steps,
     suggest,
 )
-from rlhf_core.topologies.table import candidate_table
-from rlhf_core.topologies.verdicts import judge_stage
+from rlhf_topologies.table import candidate_table
+from rlhf_topologies.verdicts import judge_stage
+
+from rlhf_core import cli, plugins
+from rlhf_core.contracts import Program, ProgramShape, StagePrograms
+from rlhf_core.mesh import make_mesh, with_shardings
+from rlhf_core.models import DECODER, Definition
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import plan
+from rlhf_core.runtime import devices
 from rlhf_core.training.memory import pass_bytes, remat_of, with_remat
 
 GB = 10**9

@@ -23,11 +23,11 @@ from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.pipeline.toml import to_value
 from rlhf_core.runtime.devices import Planned, plan_for
-from rlhf_core.topologies.compile import compile_pipeline, device_bytes, find_devices
-from rlhf_core.topologies.names import Topology, machines
-from rlhf_core.topologies.roofline import expected
-from rlhf_core.topologies.verdicts import StageVerdict, judge_stage
 from rlhf_core.training.memory import pass_bytes, with_remat
+from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices
+from rlhf_topologies.names import Topology, machines
+from rlhf_topologies.roofline import expected
+from rlhf_topologies.verdicts import StageVerdict, judge_stage
 
 COMPILED = 3
 """Candidates that are compiled, at most."""
