@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         "rewards-shifted",
         "every completion has the reward of the one before it",
-        CORE + "rewards/calls.py",
+        CORE + "rewards/reward.py",
         "table[:, f] = outcome",
         "table[:, f] = np.roll(outcome, 1)",
         ("dapo", "quickstart"),
