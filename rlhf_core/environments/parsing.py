@@ -8,10 +8,8 @@ python  <|tool_call_start|>[f(x=1)]<|tool_call_end|>
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 PYTHON_TAG = "<|python_tag|>"
 """What Llama may write before calls."""
 CONSTANTS = {"True": True, "False": False, "None": None}
-JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 TEXT, NAME, ARGUMENTS = "qzxtext", "qzxname", {"qzxfirst": "qzxone", "qzxsecond": "qzxtwo"}
 """A call that a template is given to find its format, and the text before it."""
 
@@ -41,7 +38,7 @@ class CallFormat:
     out a text beside calls, so that a reply is the one or the other.
     """
 
-    way: Literal["json", "named", "tags", "python"]
+    way: Literal["json", "named", "tags"]
     opening: str = ""
     closing: str = ""
     name_end: str = ""
@@ -67,7 +64,6 @@ FORMATS = (
     ),
     CallFormat("named", "[TOOL_CALLS]", "", "[ARGS]"),  # Mistral
     CallFormat("json", "[TOOL_CALLS]"),  # Mistral, earlier
-    CallFormat("python", "<|tool_call_start|>", "<|tool_call_end|>"),  # LFM 2
     CallFormat(  # DeepSeek V3
         "named",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -418,48 +414,6 @@ def _read_value(value: str, schema: Any) -> Any:
         return value
 
 
-def _read_call_list(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
-    end = text.find(form.closing, at) if form.closing else len(text)
-    if end < 0:
-        raise CallError(f"the call does not end with {form.closing}")
-    return _read_python(text[at:end].strip()), end
-
-
-def _read_python(text: str) -> list[tuple[Any, Any, Any]]:
-    """Read calls such as [f(x=1), g(y="a")], whose values are constants."""
-    try:
-        nodes = _parse_python(text)
-        return [_read_python_call(node) for node in nodes]
-    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError) as error:
-        raise CallError(f"the call is not written as [name(key=value)]: {error}") from None
-
-
-def _parse_python(text: str) -> Sequence[ast.expr]:
-    """Parse calls. Some templates write line ends within quotes as they are."""
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            tree = ast.parse(text, mode="eval").body
-        except SyntaxError:
-            tree = ast.parse(text.replace("\n", "\\n"), mode="eval").body
-    return tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
-
-
-def _read_python_call(node: ast.expr) -> tuple[Any, Any, Any]:
-    if not isinstance(node, ast.Call):
-        raise CallError("the call is not written as [name(key=value)]")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise CallError("the call's arguments need their names, as in [name(key=value)]")
-    arguments = {
-        keyword.arg: ast.literal_eval(_Constants().visit(keyword.value)) for keyword in node.keywords
-    }
-    return ast.unparse(node.func), arguments, None
-
-
-class _Constants(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(JSON_CONSTANTS[node.id]) if node.id in JSON_CONSTANTS else node
-
-
 def _decode(text: str, at: int) -> tuple[Any, int]:
     """Decode the JSON value that begins at a place, and return where it ends."""
     at = _skip_blanks(text, at)
@@ -491,5 +445,4 @@ _READERS = {
     "json": _read_objects,
     "named": _read_named,
     "tags": _read_tags,
-    "python": _read_call_list,
 }
