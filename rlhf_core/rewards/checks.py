@@ -45,43 +45,38 @@ MISTAKES = ("TypeError", "AttributeError", "NameError", "ImportError", "ModuleNo
 """Exceptions that show a mistake in the function; others may be due to the made-up completions."""
 
 
-def check_columns(
-    rewards: Sequence[Reward], columns: Prompts | EpisodeRows | Sequence[str], stage: Stage
-) -> None:
-    """Raise InputError, with all problems at once, if a reward needs a column that the prompts lack.
+def set_up(rewards: Sequence[Reward], prompts: Prompts | EpisodeRows, stage: Stage) -> None:
+    """Check the prompts' columns and rows, then let rewards load what they need, once.
 
-    columns: their names; or the prompts, whose rows the first process then passes to the rewards' `check`. A row that
-    a reward cannot read is a problem, or a warning if the reward's `on_error` is "skip".
+    Raises InputError, with all problems at once, if a reward needs a column that the prompts lack. A row that a reward
+    cannot read is a problem, or a warning if the reward's `on_error` is "skip".
     """
-    lines = column_warnings(rewards, columns, stage)  # on every process
-    lines += [line for reward in rewards for line in _overridden(reward, _names(columns))]
-    for line in lines if lines and stage.is_main else ():
+    lines = _check_prompts(rewards, prompts, stage)  # on every process
+    lines += [line for reward in rewards for line in _overridden(reward, list(prompts.columns))]
+    for line in lines if stage.is_main else ():
         warnings.warn(f"stage '{stage.name}': {line}", stacklevel=2)
+    for reward in rewards:
+        if hasattr(reward.function, "setup") and not reward.ready:
+            reward.function.setup(stage)
+        reward.ready = True
 
 
-def column_warnings(rewards: Sequence[Reward], columns: Any, stage: Stage) -> list[str]:
-    """Check columns as `check_columns` does, but return the warnings."""
-    names = _names(columns)
+def _check_prompts(rewards: Sequence[Reward], prompts: Any, stage: Stage) -> list[str]:
+    """Return warnings about columns and rows. Raises InputError as `set_up` does."""
+    names = list(prompts.columns)
     problems = [p for r in rewards for p in r.check_columns(names, f"stage '{stage.name}'.rewards")]
     if problems:
         raise InputError(*problems)
-    lines = [line for reward in rewards for line in _misspelt(reward, names)]
-    if isinstance(columns, Sequence):
-        return lines
     if stage.mesh is None:
-        problems, skipped, unreadable = check_rows(rewards, columns)
+        problems, skipped, unreadable = check_rows(rewards, prompts)
     else:
-        results = json.dumps(check_rows(rewards, columns) if stage.is_main else ([], [], {}))
+        results = json.dumps(check_rows(rewards, prompts) if stage.is_main else ([], [], {}))
         problems, skipped, unreadable = json.loads(broadcast_text(results))
     if problems:
         raise InputError(*problems)
     for reward in rewards:
         reward.unreadable.update(unreadable.get(reward.label, ()))
-    return [*lines, *skipped]
-
-
-def _names(columns: Any) -> list[str]:
-    return list(columns if isinstance(columns, Sequence) else columns.columns)
+    return [*(line for reward in rewards for line in _misspelt(reward, names)), *skipped]
 
 
 def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list[str], dict[str, list[str]]]:
@@ -118,15 +113,6 @@ def check_rows(rewards: Sequence[Reward], prompts: Any) -> tuple[list[str], list
     return problems, skipped, left_out
 
 
-def set_up(rewards: Sequence[Reward], columns: Prompts | EpisodeRows | Sequence[str], stage: Stage) -> None:
-    """Check columns, and rows where prompts are given; then let rewards load what they need, once."""
-    check_columns(rewards, columns, stage)
-    for reward in rewards:
-        if hasattr(reward.function, "setup") and not reward.ready:
-            reward.function.setup(stage)
-        reward.ready = True
-
-
 @dataclass(frozen=True)
 class _Table:
     """Prompts before tokenization, with the fields that rewards use."""
@@ -154,7 +140,7 @@ def forecast_rewards(
     cautions: list[str] = []
     problems: list[str] = []
     try:
-        cautions += column_warnings(rewards, table, stage)
+        cautions += _check_prompts(rewards, table, stage)
     except InputError as error:
         problems += error.problems
     for reward in rewards:
@@ -276,20 +262,16 @@ def _try_call(reward: Reward, prompts: Any) -> tuple[str, bool]:
         (outcome,) = call_together([probe], inputs)
     if probe.in_workers:
         probe.pool().close()
-    return _describe_outcome(probe, outcome, FORMS[prompts.chat])
-
-
-def _describe_outcome(reward: Reward, outcome: Any, form: str) -> tuple[str, bool]:
     if outcome is None or isinstance(outcome, np.ndarray):
         return "", False
     if isinstance(outcome, RunError | InputError):
         return f"{outcome} (called with made-up completions)", True
-    text = failure(reward, outcome)
+    text = failure(probe, outcome)
     if isinstance(outcome, TooSlowError):
-        return f"{text} for {len(MADE_UP)} made-up completions", False
+        return f"{text} for {n} made-up completions", False
     name = outcome.type_name if isinstance(outcome, RaisedError) else type(outcome).__name__
     if name in MISTAKES and "'NoneType'" not in text:
-        return f"{text}, called with made-up completions; {form}", True
+        return f"{text}, called with made-up completions; {FORMS[prompts.chat]}", True
     return (
         f"{text}, called with made-up completions, one of them empty; in a run that would end it, or with "
         'on_error = "skip" leave the whole call unscored',

@@ -95,13 +95,13 @@ class Judge:
         return [float(len(self.stages))] * len(completions)
 
 
-class FakeStage:
-    name = "policy"
+STAGE = SimpleNamespace(name="policy", mesh=None, is_main=True)
+PROMPTS = SimpleNamespace(columns={"answer": ["x"], "number": [1]}, where=str)
 
 
 def test_objects_are_set_up_once_and_called():
     judge = Judge()
-    set_up([reward(judge)], ["answer"], FakeStage())
+    set_up([reward(judge)], PROMPTS, STAGE)
     assert judge.stages[0].name == "policy"
     assert values(judge) == [1.0, 1.0, 1.0]
 
@@ -110,7 +110,7 @@ def test_a_missing_column_is_told_at_set_up_before_anything_is_loaded():
     judge = Judge()
     rewards = [reward(judge), reward(lambda completions, gold, key: None, "exact")]
     with pytest.raises(InputError) as caught:
-        set_up(rewards, ["answer", "number"], FakeStage())
+        set_up(rewards, PROMPTS, STAGE)
     assert caught.value.problems == tuple(
         f"stage 'policy'.rewards: reward 'exact' needs the column '{name}', which the prompts do not have; "
         "they have answer, number"

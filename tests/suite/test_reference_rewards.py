@@ -68,7 +68,9 @@ def test_its_functions_run_and_its_lists_are_made(
     monkeypatch.chdir(tmp_path)
     tiny.make_model("score", scale=4.0).save("path/to/reward_model")
     Path("my_rewards.py").write_text("\n".join(blocks(page, "python")))
-    stage = SimpleNamespace(name="policy", devices=tiny.one_device, registry=registry, inputs={})
+    stage = SimpleNamespace(
+        name="policy", devices=tiny.one_device, mesh=None, is_main=True, registry=registry, inputs={}
+    )
     inputs = RewardInputs(
         prompts=["a b", "a b"],
         completions=["<think>3</think> #### 4", "5"],
@@ -79,7 +81,7 @@ def test_its_functions_run_and_its_lists_are_made(
     for block in blocks(page, "toml"):
         config = build(GRPOConfig, tomllib.loads(block), registry=registry)
         rewards = open_rewards(config.rewards, stage)
-        set_up(rewards, ["answer"], stage)  # type: ignore[arg-type]
+        set_up(rewards, SimpleNamespace(columns={"answer": []}, where=str), stage)  # type: ignore[arg-type]
         tables.append(score(rewards, inputs))
     first, second = tables
     np.testing.assert_allclose(first, [[1, 1, 0, 1], [np.nan, 0, -132 / 256, 1 / 898]])
