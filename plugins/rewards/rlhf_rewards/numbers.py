@@ -33,7 +33,20 @@ _DEGREES = re.compile(r" ?°(?: ?[CFK](?![A-Za-z]))?")
 _WORD = r"(?:[mgshlL](?![\w^])|[A-Za-z]{2,}[A-Za-z/.²³-]*)(?: ?\^\{?[23]\}?)?"
 _UNIT_WORDS = re.compile(rf"(?:\s+{_WORD})*")
 _FEW_WORDS = re.compile(rf"(?: {{1,2}}{_WORD}){{0,3}}")
-_COMMAND = re.compile(r"\\(?!boxed)[A-Za-z]+ *\{? *$")
+_LETTER = r"(?![×÷])[A-Za-zªµº\u00c0-\u052f]"
+"""A letter that formulas use; other scripts write numbers within words."""
+_DIGIT = r"[\d²³¹⁰⁴-⁹)\]}%]"
+"""The end of an operand."""
+_NAME = re.compile(rf"{_LETTER}_?$")
+_OPERAND = re.compile(rf"(?:{_DIGIT}|{_LETTER})$")
+_PART_BEFORE_SIGN = re.compile(rf"(?:[+-]|[\^×·÷√±/][ \t]*|{_DIGIT}(?:[ \t]*|\*[ \t]*))$")
+_PART_BEFORE = re.compile(
+    r"(?:[\^×·÷√±∓≤≥][ \t]*|\\(?!boxed)[A-Za-z]+ *\{? *|[}^_][ \t{]*\{[ \t]*"
+    rf"|{_DIGIT}(?:\*\*|:|[ \t]*[-+/*][ \t]*)|{_LETTER}[+/])$"
+)
+_PART_AFTER = re.compile(
+    r"[²³¹⁰⁴-⁹⁻ⁿ‰√(]|_[^\W_]|[ \t]*[\^\\√∞]|\*{1,2}[\dA-Za-z(]|/[A-Za-z](?![A-Za-z])|[:/',]\d"
+)
 _AGAIN = re.compile(r"(?:\s*(?:,|;|\bor\b|\band\b|\bto\b)){1,2} *[-+]?\.?\d", re.IGNORECASE)
 _OPERATOR = re.compile(r" *(?:[+×·÷√^]|\*(?=[ \d(])|-(?=[ \d(])|/(?=[ \d(]))[ (]*")
 _EQUALS = re.compile(r" *(?:=|≈) *")
@@ -224,63 +237,26 @@ def _before(text: str, start: int) -> tuple[int, bool, str]:
 
     "": a number; "part": part of something larger; "word": digits of a name.
     """
-    sign = text[start - 1] if start and text[start - 1] in "+-" else ""
-    at = start - len(sign)
-    near = text[max(at - 24, 0) : at]
-    touching, last = near[-1:], near.rstrip(" \t")[-1:]
-    if sign:
-        if _operand(touching) or _letter(touching):
-            return start, False, "part" if sign == "+" else ""  # pages 3-5
-        factor = last == "*" and _operand(near.rstrip(" \t")[-2:-1])
-        broken = touching in ("+", "-") or _operand(last) or factor or (last and last in "^×·÷√±/")
-        return at, sign == "-", "part" if broken else ""
-    if _letter(touching):
-        return start, False, "word"
-    if touching == "_" and _letter(near[-2:-1]):
-        return start, False, "word"
-    if last and last in "^×·÷√±∓≤≥":
-        return start, False, "part"
-    if _COMMAND.search(near) or (last == "{" and near.rstrip(" \t{")[-1:] in ("}", "^", "_")):
-        return start, False, "part"
-    if last and last in "+-/*:":
-        earlier = near.rstrip(" \t")[:-1]
-        if last == "*" and earlier.endswith("*"):  # 10**3, but not a word in bold
-            return start, False, "part" if touching == "*" and _operand(earlier[-2:-1]) else ""
-        operand = _operand(earlier[-1:] if last == ":" else earlier.rstrip(" \t")[-1:])
-        if last == ":":
-            operand = operand and touching == ":"
-        elif last != "-":
-            operand = operand or (touching == last and last in "+/" and _letter(earlier[-1:]))
-        return start, False, "part" if operand else ""
-    return start, False, ""
+    near = text[max(start - 25, 0) : start]
+    if near[-1:] not in ("+", "-"):
+        if _NAME.search(near):
+            return start, False, "word"
+        return start, False, "part" if _PART_BEFORE.search(near) else ""
+    sign, near = near[-1], near[:-1]
+    if _OPERAND.search(near):
+        return start, False, "part" if sign == "+" else ""  # pages 3-5
+    return start - 1, sign == "-", "part" if _PART_BEFORE_SIGN.search(near) else ""
 
 
 def _after(text: str, end: int) -> tuple[int, str]:
     """Return (end of the number with an attached unit, what the text after it makes it), as in `_before`."""
     near = text[end : end + 24]
-    touching = near[:1]
-    if _letter(touching):
-        if _ORDINAL.match(near):
-            return end, "word"
-        unit = _ATTACHED.match(near)
-        return (end + unit.end(), "") if unit is not None else (end, "part")
-    if touching and (touching in "²³¹⁰⁴⁵⁶⁷⁸⁹⁻ⁿ‰√(_" and not (touching == "_" and not near[1:2].isalnum())):
-        return end, "part"
-    following = near.lstrip(" \t")
-    if following[:1] in ("^", "\\", "√", "∞") and following[:1]:
-        return end, "part"
-    if re.match(r"\*{1,2}[\dA-Za-z(]|:\d|/[A-Za-z](?![A-Za-z])|/\d|'\d|,\d", near):
-        return end, "part"
-    return end, ""
-
-
-def _operand(c: str) -> bool:
-    return c.isdigit() or (c != "" and c in ")]}%")
-
-
-def _letter(c: str) -> bool:
-    """Return whether `c` is a letter that formulas use; other scripts write numbers within words."""
-    return c.isalpha() and c < "\u0530"
+    if re.match(_LETTER, near) is None:
+        return end, "part" if _PART_AFTER.match(near) else ""
+    if _ORDINAL.match(near):
+        return end, "word"
+    unit = _ATTACHED.match(near)
+    return (end, "part") if unit is None else (end + unit.end(), "")
 
 
 _BRACE = re.compile(r"(?P<box>\\boxed\s*)?\{|\}")
