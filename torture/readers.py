@@ -57,17 +57,17 @@ def rows(file: str, directory: Path) -> None:
     from contextlib import suppress
 
     from rlhf_core import data
-    from rlhf_core.data import lazy_rows, summary
+    from rlhf_core.data import files, summary
     from rlhf_core.errors import InputError
 
     records = data.load(str(directory / file))
     whole = list(records)
     _equal("rows one by one", [records[i] for i in range(len(records))], whole)
-    limit, lazy_rows.IN_MEMORY = lazy_rows.IN_MEMORY, 0
+    limit, files.IN_MEMORY = files.IN_MEMORY, 0
     try:
         _equal("rows on the disk", list(data.load(str(directory / file))), whole)
     finally:
-        lazy_rows.IN_MEMORY = limit
+        files.IN_MEMORY = limit
     readings = (
         lambda: summary.render(summary.profile(records, None)),
         lambda: summary.profile(records, _words(), max_length=32, chat_template="plain"),

@@ -12,7 +12,6 @@ from rlhf_core.data.preferences import SIDES, Misfit, repeats_prompt, split_prom
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Source
 from rlhf_core.tokenizer.encoding import Turns
-from rlhf_core.tokenizer.text_options import text_problem
 
 
 class Candidates(NamedTuple):
@@ -105,7 +104,7 @@ def _list_problem(row: Mapping[str, Any], name: str) -> str | None:
 
 def _completion_problem(item: Any) -> str | None:
     if isinstance(item, str):
-        return text_problem(item)
+        return None
     if not _is_list(item):
         return f"is {cells.type_name(item)}, neither a text nor a list of messages"
     return cells.message_problem(item) or (None if cells.is_answered(item) else "has no assistant turn")

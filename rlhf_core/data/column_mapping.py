@@ -18,7 +18,7 @@ from rlhf_core.data.column_kinds import (
     join_contents,
     parse_conversation,
 )
-from rlhf_core.data.source import MappedRows, Source, digest
+from rlhf_core.data.source import Source, digest, mapped
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.content_parts import is_parts
 
@@ -155,7 +155,7 @@ def rename_columns(source: Source, columns: Any) -> Source:
     gone = {name for theirs in listed.values() for name in theirs[1:]}
     return replace(
         source,
-        rows=MappedRows(source.rows, partial(_rename_row, listed)),
+        rows=mapped(source.rows, partial(_rename_row, listed)),
         fingerprint=digest(source.fingerprint, "columns", *(f"{k}={v}" for k, v in sorted(columns.items()))),
         known_kinds={names.get(name, name): kind for name, kind in source.kinds.items() if name not in gone},
         origin=source.original,
@@ -214,7 +214,7 @@ def normalise_conversations(source: Source) -> Source:
         remarks.append(f"contents that are lists of text parts ({named}) are read as one text")
     if not remarks:
         return source
-    rows = MappedRows(
+    rows = mapped(
         source.rows,
         partial(
             _normalise_row,
@@ -246,7 +246,7 @@ def prompts_as_turns(source: Source) -> Source:
         )
     return replace(
         source,
-        rows=MappedRows(source.rows, _prompt_as_turn),
+        rows=mapped(source.rows, _prompt_as_turn),
         fingerprint=digest(source.fingerprint, "prompts as turns"),
         known_kinds={**source.kinds, "prompt": replace(kind, texts=0, lists=kind.texts + kind.lists)},
         origin=source.original,

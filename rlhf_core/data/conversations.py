@@ -14,7 +14,7 @@ from rlhf_core.data.source import Source
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.tokenizer.content_parts import is_parts, parts_problem
 from rlhf_core.tokenizer.encoding import Encoder, Turns
-from rlhf_core.tokenizer.text_options import kwargs_problem, text_problem
+from rlhf_core.tokenizer.text_options import kwargs_problem
 
 FOR_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns of a conversation that go to its chat template."""
@@ -39,8 +39,6 @@ def message_problem(value: Any) -> str | None:
                 return f"message {i}: {problem}"
         elif content is not None and not isinstance(content, str):
             return f"message {i}'s content is {type_name(content)}, not text"
-        elif content and (problem := text_problem(content)):
-            return f"message {i}'s content {problem}"
         calls = message.get("tool_calls")
         if calls is not None and not _is_object_list(calls):
             return f"message {i}'s tool_calls is {type_name(calls)}, not a list of objects"
@@ -111,10 +109,7 @@ def cell_problem(row: Mapping[str, Any], column: str, chat: bool) -> str | None:
     if chat:
         problem = message_problem(value)
         return problem and f"'{column}' {problem}"
-    if not isinstance(value, str):
-        return f"'{column}' is {type_name(value)}, not text"
-    problem = text_problem(value)
-    return problem and f"'{column}' {problem}"
+    return None if isinstance(value, str) else f"'{column}' is {type_name(value)}, not text"
 
 
 def is_chat(source: Source, column: str) -> bool:
@@ -184,23 +179,3 @@ def require_template(source: Source, encoder: Encoder) -> None:
         )
     if problem := encoder.chat.problem():
         raise InputError(problem)
-
-
-def row_text_problem(row: Mapping[Any, Any]) -> str | None:
-    """Describe the first text of a row, at any depth, that is not valid Unicode, such as half a surrogate pair."""
-    for name, value in row.items():
-        if isinstance(name, str) and (problem := text_problem(name)):
-            return f"the name of column {name!r} {problem}"
-        if problem := _nested_problem(value):
-            return f"'{name}' {problem}"
-    return None
-
-
-def _nested_problem(value: Any) -> str | None:
-    if isinstance(value, str):
-        return text_problem(value)
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple):
-        return next((problem for problem in map(_nested_problem, value) if problem), None)
-    return None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Report
-from rlhf_core.data.source import Cells, Places
+from rlhf_core.data.source import Places, View, cells
 from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of
 from rlhf_core.packing.rows import Tree, tree
 from rlhf_core.packing.trees import Trees
@@ -57,7 +57,11 @@ class Pairs:
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        return _PairView(self)
+        return View(len(self), lambda which: [self._pair(i) for i in which])
+
+    def _pair(self, i: int) -> Pair:
+        starts = None if self.starts is None else (int(self.starts[i, 0]), int(self.starts[i, 1]))
+        return Pair(self.chosen[i], self.rejected[i], float(self.margins[i]), starts)
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -67,7 +71,7 @@ class Pairs:
     def column(self, name: str) -> Sequence[Any]:
         """View a column of the pairs' rows, read on access; None where a row lacks it."""
         records = self.places.records
-        return Cells(records, self.rows, name) if name in records.columns else [None] * len(self)
+        return cells(records, self.rows, name) if name in records.columns else [None] * len(self)
 
     def trees(self) -> Trees:
         """View each pair as a tree [prompt | chosen | rejected] with the sequence value `margin` on both branches.
@@ -84,21 +88,6 @@ class Pairs:
     def row_digests(self) -> NDArray[np.uint64]:
         """Hash what is trained on in each row, uint64 [pairs]: tokens, margin and completion starts."""
         return combine_digests(self.digests, self.margins, *([] if self.starts is None else [self.starts]))
-
-
-class _PairView(Sequence[Pair]):
-    def __init__(self, pairs: Pairs) -> None:
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[k] for k in range(len(self))[i]]
-        pairs, i = self.pairs, range(len(self))[i]
-        starts = None if pairs.starts is None else (int(pairs.starts[i, 0]), int(pairs.starts[i, 1]))
-        return Pair(pairs.chosen[i], pairs.rejected[i], float(pairs.margins[i]), starts)
 
 
 class _PairTrees(Trees):
@@ -118,7 +107,7 @@ class _PairTrees(Trees):
         self.trained = np.maximum(np.stack([chosen, rejected], 1) - untrained, 0).sum(1)
 
     def tree(self, i: int) -> Tree:
-        pair = self.pairs.pairs[i]
+        pair = self.pairs._pair(i)
         margin = np.full(2, pair.margin, np.float32)
         return tree(pair[:2], _weights(pair), sequence_values={"margin": margin})
 
@@ -169,7 +158,10 @@ class Texts:
 
     @property
     def texts(self) -> Sequence[Text]:
-        return _TextView(self)
+        return View(len(self), lambda which: [self._text(i) for i in which])
+
+    def _text(self, i: int) -> Text:
+        return Text(self.tokens[i], self.learned[i].astype(np.float32))
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -192,20 +184,6 @@ class Texts:
         return combine_digests(self.digests, learned, *values)
 
 
-class _TextView(Sequence[Text]):
-    def __init__(self, texts: Texts) -> None:
-        self.texts = texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[k] for k in range(len(self))[i]]
-        i = range(len(self))[i]
-        return Text(self.texts.tokens[i], self.texts.learned[i].astype(np.float32))
-
-
 class _TextTrees(Trees):
     branches = 1
 
@@ -216,7 +194,7 @@ class _TextTrees(Trees):
         self.trained = texts.trained
 
     def tree(self, i: int) -> Tree:
-        tokens, weights = self.texts.texts[i]
+        tokens, weights = self.texts._text(i)
         values = {name: column[[i]] for name, column in self.texts.values.items()}
         return Tree(tokens[:0], (tokens,), (weights,), sequence_values=values)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.source import Cells, Places, Records, json_text
+from rlhf_core.data.source import Places, Records, cells, json_text, mapped
 from rlhf_core.data.token_ids import digest64
 
 
@@ -56,7 +56,7 @@ class EpisodeRows:
         `environment_rewards`, of which there are none before the episodes.
         """
         names = [name for name in self.records.columns if name != "prompt"]
-        columns: dict[str, Sequence[Any]] = {name: Cells(self.records, self.rows, name) for name in names}
+        columns: dict[str, Sequence[Any]] = {name: cells(self.records, self.rows, name) for name in names}
         return {**columns, "environment_rewards": [None] * len(self)}
 
     chat = True
@@ -65,7 +65,7 @@ class EpisodeRows:
     @property
     def raw(self) -> Sequence[Any]:
         """Each row's prompt as messages, as an environment may begin with it."""
-        return Beginnings(self.records)
+        return mapped(self.records, _as_turns)
 
     def row_digests(self) -> NDArray[np.uint64]:
         """Hash each row, uint64 [rows]."""
@@ -76,17 +76,7 @@ class EpisodeRows:
         return np.fromiter((digest64(text.encode()) for text in texts), np.uint64, len(self))
 
 
-class Beginnings(Sequence[Any]):
-    """The prompts of rows as messages, read on access; a row without one gives an empty message."""
-
-    def __init__(self, records: Records) -> None:
-        self.records = records
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[k] for k in range(len(self))[i]]
-        prompt = self.records[i].get("prompt") or ""
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _as_turns(row: Mapping[str, Any]) -> Any:
+    """Return a row's prompt as messages; a row without one gives an empty message."""
+    prompt = row.get("prompt") or ""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import gzip
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.arrow_files import read_arrow, read_parquet
-from rlhf_core.data.column_kinds import Kinds
-from rlhf_core.data.csv_files import read_csv
-from rlhf_core.data.lazy_rows import Content, spool
-from rlhf_core.data.source import digest
-from rlhf_core.data.text_files import ParsedFile, read_json_array, read_jsonl, read_txt
-from rlhf_core.errors import InputError, reading
+from rlhf_core.data.column_kinds import Kinds, count_kinds, count_values
+from rlhf_core.data.report import Problems
+from rlhf_core.data.source import View, digest
+from rlhf_core.errors import InputError, library_words, reading
 
-COMPRESSIONS = ("gz", "zst")
+IN_MEMORY = 1 << 23
+"""Bytes: files up to this size are held in memory, so later changes to them do not matter."""
+COMPRESSIONS = {"gz": "gzip", "zst": "zstd"}
+PACKED = {
+    b"\x1f\x8b": "a gzip file, not text: unpack it first, or name it .gz",
+    b"\x28\xb5\x2f\xfd": "a zstandard file, not text: unpack it first, or name it .zst",
+    b"PK\x03\x04": "a zip file, not text: unpack it first",
+    b"PAR1": "a parquet file, not text: name it .parquet",
+}
+"""{first bytes of a binary file: what to say of it}."""
+BOM = b"\xef\xbb\xbf"
+CHUNK = 4096
+
+Row = dict[str, Any]
 
 
 class Rows(NamedTuple):
@@ -29,7 +45,7 @@ class Rows(NamedTuple):
     numbers: Sequence[int] | NDArray[np.int64]
     """1-based line (jsonl, csv, txt) or row number of each row."""
     kinds: Kinds
-    fingerprint: str
+    fingerprint: str = ""
     """Hash of the uncompressed content."""
 
 
@@ -47,34 +63,339 @@ def read_file(path: Path, name: str, kind: str) -> Rows:
     Raises InputError naming unreadable rows, and for a file without rows.
     """
     with reading(name):
-        content = Content(name, _open(path))
-    if not content.size or (content.size < 1000 and not content.read(0, 1000).strip()):
-        raise InputError(f"{name} is empty")
-    with reading(name):
-        rows, numbers, kinds = FORMATS[kind](content)
-    if not len(rows):
+        file = _open(path)
+        fingerprint = digest(kind, hashlib.file_digest(file, "sha256").hexdigest())
+        file.seek(0)
+        if not file.read(1000).strip() and not file.read(1):
+            raise InputError(f"{name} is empty")
+        file.seek(0)
+        rows = FORMATS[kind](file, name)
+    if not len(rows.rows):
         raise InputError(f"{name} has no rows")
-    return Rows(rows, numbers, kinds, digest(kind, content.sha256))
+    return rows._replace(fingerprint=fingerprint)
 
 
-def _open(path: Path) -> BinaryIO:
-    ending = path.suffix.lstrip(".").lower()
-    if ending == "gz":
-        with gzip.open(path) as packed:
-            return spool(lambda file: shutil.copyfileobj(packed, file, 1 << 20))
-    if ending == "zst":
+def _open(path: Path) -> io.BufferedIOBase:
+    """Open a file, unpacked if its name says that it is compressed; a small one is read into memory."""
+    file: Any = open(path, "rb")  # noqa: SIM115  (rows are read from it as long as they live)
+    if (compression := COMPRESSIONS.get(path.suffix.lstrip(".").lower())) is not None:
         import pyarrow as pa
 
-        with pa.CompressedInputStream(str(path), "zstd") as stream:
-            return spool(lambda file: shutil.copyfileobj(stream, file, 1 << 20))
-    return cast(BinaryIO, open(path, "rb"))
+        unpacked: Any = tempfile.TemporaryFile()  # noqa: SIM115
+        with file, pa.CompressedInputStream(file, compression) as stream:
+            while block := stream.read(1 << 20):
+                unpacked.write(block)
+        unpacked.seek(0)
+        file = unpacked
+    if os.fstat(file.fileno()).st_size > IN_MEMORY:
+        return file
+    with file:
+        return io.BytesIO(file.read())
 
 
-FORMATS: dict[str, Callable[[Content], ParsedFile]] = {
-    "jsonl": read_jsonl,
-    "json": read_json_array,
-    "csv": read_csv,
-    "parquet": read_parquet,
-    "arrow": read_arrow,
-    "txt": read_txt,
+def _lines(file: io.BufferedIOBase, name: str) -> Iterator[tuple[int, int, str]]:
+    """Yield (offset, 1-based number, text) of every line; only a line feed ends one, never U+2028.
+
+    Raises InputError for a file that is not UTF-8 text.
+    """
+    head = file.read(1000)
+    for start, what in PACKED.items():
+        if head.startswith(start):
+            raise InputError(f"{name} is {what}")
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in head:
+        raise InputError(f"{name} is UTF-16: save it as UTF-8")
+    at = len(BOM) if head.startswith(BOM) else 0
+    file.seek(at)
+    for number, line in enumerate(file, 1):
+        try:
+            yield at, number, line.decode()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{name} row {number} is not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1}): "
+                "save the file as UTF-8"
+            ) from error
+        at += len(line)
+
+
+def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row]) -> Rows:
+    """Check every line that is not blank, and parse it again on access.
+
+    parse: raises ValueError or RecursionError for a line that is no row.
+    """
+    starts, numbers, kinds, problems = array("q"), array("q"), Kinds(), Problems()
+    for start, number, line in _lines(file, name):
+        if not line.strip():
+            continue
+        try:
+            row = parse(line.removesuffix("\n"))
+        except (ValueError, RecursionError) as error:
+            problems.add(f"{name} row {number} {_line_problem(error)}")
+            continue
+        starts.append(start)
+        numbers.append(number)
+        count_values(kinds, row)
+    problems.raise_if_any()
+    starts.append(file.seek(0, os.SEEK_END))
+    lines = np.array(numbers, np.int64)
+
+    def read(start: int, stop: int) -> bytes:
+        if isinstance(file, io.BytesIO):
+            return file.getvalue()[start:stop]
+        return os.pread(file.fileno(), stop - start, start)
+
+    def take(which: Sequence[int]) -> list[Mapping[str, Any]]:
+        if isinstance(which, range) and which.step == 1 and len(which) > 1:
+            block, first = read(starts[which[0]], starts[which[-1] + 1]), starts[which[0]]
+            records = [block[starts[i] - first : starts[i + 1] - first] for i in which]
+        else:
+            records = [read(starts[i], starts[i + 1]) for i in which]
+        return [parse_again(i, record) for i, record in zip(which, records, strict=True)]
+
+    def parse_again(i: int, record: bytes) -> Row:
+        try:
+            return parse(record.partition(b"\n")[0].decode())
+        except (ValueError, RecursionError):
+            raise InputError(
+                f"{name} row {lines[i]} has changed since the file was read: start again, and leave the file as it is "
+                "meanwhile"
+            ) from None
+
+    return Rows(View(len(lines), take), lines, kinds)
+
+
+def _line_problem(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    return str(error) if isinstance(error, NotARow) else f"cannot be read: {library_words(error)}"
+
+
+class NotARow(ValueError):
+    """A value that is no row; the text says what it is instead."""
+
+
+def as_row(value: Any) -> Row:
+    """Return a row's value unchanged. Raises NotARow for anything but an object."""
+    if not isinstance(value, dict):
+        hint = "; a JSON array goes in a .json file" if isinstance(value, list) else ""
+        raise NotARow(f"is not a JSON object, but {_json_kind(value)}{hint}")
+    return value
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {list: "an array", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+HALVES = re.compile(r"\\u[dD][89a-fA-F]")
+"""JSON escapes of surrogates, which are valid only in pairs."""
+
+
+def require_unicode(row: Mapping[Any, Any]) -> None:
+    """Raise NotARow if a text of a row has half of a surrogate pair, as one cut inside a JSON escape has."""
+    for name, cell in row.items():
+        try:
+            json.dumps([name, cell], ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            half = ord(error.object[error.start])
+            raise NotARow(
+                f"has text in {name!r} that is not valid Unicode: \\u{half:04x} is half of a pair; remove it"
+            ) from None
+
+
+def _json_row(line: str) -> Row:
+    row = as_row(json.loads(line))
+    if HALVES.search(line):
+        require_unicode(row)
+    return row
+
+
+def _read_jsonl(file: io.BufferedIOBase, name: str) -> Rows:
+    return _read_lines(file, name, _json_row)
+
+
+def _read_txt(file: io.BufferedIOBase, name: str) -> Rows:
+    return _read_lines(file, name, lambda line: {"text": line.removesuffix("\n").removesuffix("\r")})
+
+
+def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
+    """Read a JSON array, holding all its rows in memory."""
+    text = "".join(line for _, _, line in _lines(file, name))
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # jsonl in a file named .json
+            file.seek(0)
+            return _read_jsonl(file, name)
+        raise InputError(
+            f"{name} line {error.lineno} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        ) from error
+    rows = [value] if isinstance(value, dict) else value
+    if not isinstance(rows, list):
+        raise InputError(f"{name} is {_json_kind(value)}: a .json file holds an array of objects")
+    problems = Problems()
+    has_halves = HALVES.search(text) is not None
+    for number, row in enumerate(rows, 1):
+        try:
+            as_row(row)
+            if has_halves:
+                require_unicode(row)
+        except NotARow as error:
+            problems.add(f"{name} row {number} {error}")
+    problems.raise_if_any()
+    return Rows(rows, range(1, len(rows) + 1), count_kinds(rows))
+
+
+FIELD = re.compile(r'"(?:[^"]|"")*"|[^,\r\n]*')
+
+
+def _read_csv(file: io.BufferedIOBase, name: str) -> Rows:
+    """Read CSV rows into an Arrow table: an empty cell is null if unquoted, and an empty text if quoted."""
+    import pyarrow as pa
+
+    csv.field_size_limit(1 << 30)
+    record: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for _, _, line in _lines(file, name):
+            record.append(line)
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
+    header: list[str] = []
+    problems, kinds = Problems(), Kinds()
+    numbers, waiting, batches = array("q"), [], []
+    number = 1
+    try:
+        header = next(reader)
+        if len(set(header)) < len(header):
+            twice = sorted({column for column in header if header.count(column) > 1})
+            raise InputError(f"{name} row 1 names a column twice: {', '.join(twice)}")
+        schema = pa.schema([(column, pa.large_string()) for column in header])
+        number = reader.line_num + 1
+        record.clear()
+        for values in reader:
+            if values and len(values) != len(header):
+                problems.add(f"{name} row {number} has {len(values)} fields, its header has {len(header)}")
+            elif values:
+                row = dict(zip(header, _with_nulls(values, record), strict=True))
+                count_values(kinds, row)
+                numbers.append(number)
+                waiting.append(row)
+            if len(waiting) == CHUNK:
+                batches.append(pa.RecordBatch.from_pylist(waiting, schema))
+                waiting.clear()
+            number = reader.line_num + 1
+            record.clear()
+    except csv.Error as error:
+        raise InputError(f"{name} row {number} is not CSV: {error}") from error
+    problems.raise_if_any()
+    batches.append(pa.RecordBatch.from_pylist(waiting, schema))
+    return Rows(table_rows(pa.Table.from_batches(batches)), np.array(numbers, np.int64), kinds)
+
+
+def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
+    """Replace empty values by None where the record's text has no quotes there."""
+    if "" not in values:
+        return list(values)
+    found, at, text = [], 0, "".join(record)
+    for value in values:
+        field = FIELD.match(text, at)
+        assert field is not None
+        found.append(value if value or field.group() else None)
+        at = field.end() + 1  # the comma
+    return found
+
+
+def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Rows:
+    """Read a Parquet or Arrow file as a table; that of a large Parquet file is mapped from an uncompressed copy."""
+    import pyarrow as pa
+
+    try:
+        table = _parquet_table(file) if kind == "parquet" else _arrow_table(file)
+        table.validate(full=True)
+        rows, kinds = table_rows(table), Kinds()
+        for start in range(0, len(rows), CHUNK):
+            for row in rows[start : start + CHUNK]:
+                count_values(kinds, row)
+    except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
+        raise InputError(f"{name} is not a readable {kind} file: {error}") from error
+    return Rows(rows, range(1, len(rows) + 1), kinds)
+
+
+def _parquet_table(file: io.BufferedIOBase) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parquet = pq.ParquetFile(file)
+    if isinstance(file, io.BytesIO):
+        return parquet.read()
+    copy: Any = tempfile.TemporaryFile()  # noqa: SIM115
+    with pa.ipc.new_file(copy, parquet.schema_arrow) as writer:
+        for batch in parquet.iter_batches(CHUNK):
+            writer.write_batch(batch)
+    copy.flush()
+    return _arrow_table(copy)
+
+
+def _arrow_table(file: io.BufferedIOBase) -> Any:
+    import pyarrow as pa
+
+    if isinstance(file, io.BytesIO):
+        content = pa.BufferReader(file.getbuffer())
+    else:
+        content = pa.memory_map(f"/dev/fd/{file.fileno()}")
+    file.seek(0)
+    opener = pa.ipc.open_file if file.read(6) == b"ARROW1" else pa.ipc.open_stream
+    return opener(content).read_all()
+
+
+def _read_parquet(file: io.BufferedIOBase, name: str) -> Rows:
+    return _read_table(file, name, "parquet")
+
+
+def _read_arrow(file: io.BufferedIOBase, name: str) -> Rows:
+    return _read_table(file, name, "arrow")
+
+
+FORMATS: dict[str, Callable[[io.BufferedIOBase, str], Rows]] = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+    "txt": _read_txt,
 }
+
+
+def table_rows(table: Any) -> View[Row]:
+    """View an Arrow table, or a `datasets.Dataset` in Arrow's format, as rows that are converted on access."""
+
+    def take(which: Sequence[int]) -> list[Row]:
+        if isinstance(which, range) and which.step == 1:
+            part = table[which.start : which.stop] if len(which) else table[:0]
+            return drop_nulls(part.to_pylist())
+        return [row for i in which for row in drop_nulls(table[i : i + 1].to_pylist())]
+
+    return View(len(table), take)
+
+
+STRUCTURED = {"prompt", "completion", "chosen", "rejected", "messages", "conversations", "tools"}
+STRUCTURED.add("chat_template_kwargs")
+
+
+def drop_nulls(rows: Iterable[Row]) -> list[Row]:
+    """Drop the nulls inside conversations and tools of an Arrow table's rows; null columns stay null.
+
+    Arrow gives every object of a column the keys of all of them, so a message gets a null `tool_calls`, and a tool
+    gets the parameters of all other tools.
+    """
+    return [
+        {name: _without_nulls(cell) if name in STRUCTURED else cell for name, cell in row.items()}
+        for row in rows
+    ]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

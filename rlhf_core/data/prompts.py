@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
-from rlhf_core.data import conversations as cells
+from rlhf_core.data import conversations
 from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.ragged_arrays import Ragged
 from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
-from rlhf_core.data.source import Cells, MappedRows, Places, Records, Source, digest, json_text
+from rlhf_core.data.source import Places, Records, Source, cells, digest, json_text, mapped
 from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of, sequence_facts, unknown_id
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
@@ -98,7 +98,7 @@ def encode_prompts(
     if reserved:
         taken = ", ".join(map(repr, reserved))
         raise InputError(f"{records.name}: rename column {taken}: reward functions are called with that name")
-    chat = [cells.is_chat(source, "prompt") for source in records.sources]
+    chat = [conversations.is_chat(source, "prompt") for source in records.sources]
     if len(set(chat)) > 1:
         names = [records.sources[chat.index(kind)].name for kind in (True, False)]
         raise InputError(
@@ -121,16 +121,16 @@ def encode_prompts(
         else:
             rows.drop(over, report.filtered)
         rows.record_notes(NOTES)
-        if cells.skips_template(source, encoder, "prompt"):
+        if conversations.skips_template(source, encoder, "prompt"):
             rows.record(rows.used, report.untemplated)
         selections.append(rows)
     places, digests = finish(records, selections, lengths, "max_prompt_length")
     row_digests = used_values(selections, [rows.arrays["row_digest"] for rows in selections])
     return Prompts(
         used_sequences(selections, "ids"),
-        Cells(records, places.rows, "prompt"),
+        cells(records, places.rows, "prompt"),
         chat[0],
-        {name: Cells(records, places.rows, name) for name in records.columns if name != "prompt"},
+        {name: cells(records, places.rows, name) for name in records.columns if name != "prompt"},
         np.concatenate([digests, row_digests[:, None]], 1),
         report,
         places,
@@ -152,18 +152,18 @@ def _encode_with_facts(source: Source, encoder: Encoder, chat: bool) -> Arrays:
 def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
     """Tokenise every row; an empty text has no ids if the tokenizer adds no special tokens."""
     if "prompt" not in source.columns:
-        raise cells.missing_columns(source, ("prompt",), ACCEPTED, *FORMATS)
+        raise conversations.missing_columns(source, ("prompt",), ACCEPTED, *FORMATS)
     if chat:
-        cells.require_template(source, encoder)
+        conversations.require_template(source, encoder)
     problems = Problems()
     texts: list[tuple[str, bool]] = []
     notes = Notes(NOTES)
     for i, row in enumerate(source.rows):
-        if problem := cells.cell_problem(row, "prompt", chat):
+        if problem := conversations.cell_problem(row, "prompt", chat):
             problems.add(f"{source.where(i)}: {problem}")
             continue
         try:
-            tools, kwargs = cells.tools_of(row), cells.kwargs_of(row)
+            tools, kwargs = conversations.tools_of(row), conversations.kwargs_of(row)
             texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools, kwargs=kwargs))
             if chat:
                 notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs, open_turn=True)
@@ -186,14 +186,14 @@ def _add_prompts(source: Source) -> Source:
         return source
     problems = Problems()
     for i, row in enumerate(source.rows):
-        problem = cells.cell_problem(row, "messages", chat=True)
+        problem = conversations.cell_problem(row, "messages", chat=True)
         if problem or not _without_last_replies(row):
             wrong = problem or "'messages' has no turn to reply to"
             problems.add(f"{source.where(i)}: {wrong}")
     problems.raise_if_any()
     return replace(
         source,
-        rows=MappedRows(source.rows, lambda row: {**row, "prompt": _without_last_replies(row)}),
+        rows=mapped(source.rows, lambda row: {**row, "prompt": _without_last_replies(row)}),
         fingerprint=digest(source.fingerprint, "messages"),
         known_kinds={**source.kinds, "prompt": source.kind("messages")},
         origin=source.original,

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.contracts import DATASET
 from rlhf_core.data.column_kinds import Kinds, count_values
 from rlhf_core.data.column_mapping import normalise_conversations, rename_columns
-from rlhf_core.data.conversations import row_text_problem
-from rlhf_core.data.files import FORMATS, format_of, read_file
-from rlhf_core.data.lazy_rows import DatasetRows, TableRows
+from rlhf_core.data.files import FORMATS, HALVES, NotARow, format_of, read_file, require_unicode, table_rows
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import Records, Source, digest, json_text
-from rlhf_core.errors import InputError, reading, suggest
+from rlhf_core.errors import InputError, library_words, reading, suggest
 
 if TYPE_CHECKING:
     from rlhf_core.plugins.registry import Registry
@@ -177,8 +175,8 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
             f"{name}: '{path.suffix}' is no format that is read ({', '.join(FORMATS)}); rename it, or in a "
             f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
-    rows, numbers, kinds, fingerprint = read_file(path, name, kind)
-    source = Source(name, rows, numbers, fingerprint, kinds)
+    read = read_file(path, name, kind)
+    source = Source(name, read.rows, read.numbers, read.fingerprint, read.kinds)
     if (field := options.get("field")) is not None:
         source = _rows_in_field(source, field)
     return source if split is None else _part(source, split)
@@ -276,12 +274,14 @@ def from_memory(data: Any, name: str = "dataset") -> Source:
                 raise InputError(f"{name} row {number} is {type(row).__name__}, not a mapping of columns")
             try:
                 text = json_text(row)  # unsorted, because templates write the keys of tools in their order
-            except (RecursionError, ValueError, TypeError) as error:
-                reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-                problems.add(f"{name} row {number} cannot be read: {reason}")
+                if HALVES.search(text):
+                    require_unicode(row)
+            except NotARow as error:
+                problems.add(f"{name} row {number} {error}")
                 continue
-            if "\\ud" in text and (problem := row_text_problem(row)):
-                problems.add(f"{name} row {number}: {problem}")
+            except (RecursionError, ValueError, TypeError) as error:
+                problems.add(f"{name} row {number} cannot be read: {library_words(error)}")
+                continue
             content.update(text.encode())
             count_values(kinds, row)
     problems.raise_if_any()
@@ -292,9 +292,9 @@ def _rows_of(data: Any, name: str) -> Sequence[Any]:
     if isinstance(data, list | tuple):
         return data
     if hasattr(data, "column_names") and hasattr(data, "with_format"):
-        return DatasetRows(data)
+        return table_rows(data.with_format("arrow"))
     if hasattr(data, "column_names") and hasattr(data, "to_pylist"):
-        return TableRows(data)
+        return table_rows(data)
     if hasattr(data, "iloc") and hasattr(data, "to_dict"):  # pandas
         return [
             {column: None if _is_missing(value) else value for column, value in row.items()}

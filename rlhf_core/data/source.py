@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class Source:
         has_all = len(np.unique(which)) == len(self.rows)
         return replace(
             self,
-            rows=RowSubset(self.rows, which),
+            rows=subset(self.rows, which),
             numbers=np.asarray(self.numbers, np.int64)[which],
             fingerprint=digest(self.fingerprint, how),
             known_kinds=self.kinds if has_all else None,
@@ -165,56 +165,58 @@ def _number_same_names(sources: Sequence[Source]) -> Iterator[Source]:
         )
 
 
-class RowSubset(Sequence[Any]):
-    """Selected rows of a sequence, in any order and with repeats."""
-
-    def __init__(self, whole: Sequence[Any], which: NDArray[np.int64]) -> None:
-        self.whole, self.which = whole, which
-
-    def __len__(self) -> int:
-        return len(self.which)
-
-    def __getitem__(self, i: Any) -> Any:
-        if not isinstance(i, slice):
-            return self.whole[int(self.which[range(len(self))[i]])]
-        which = self.which[i]
-        if len(which) > 1 and (np.diff(which) == 1).all():
-            return list(self.whole[int(which[0]) : int(which[-1]) + 1])
-        return [self.whole[k] for k in which.tolist()]
+T = TypeVar("T")
 
 
-class MappedRows(Sequence[Any]):
-    """Rows of a sequence, each changed by a function on access."""
+class View(Sequence[T]):
+    """A sequence whose items are made on access."""
 
-    def __init__(self, whole: Sequence[Any], change: Callable[[Any], Any]) -> None:
-        self.whole, self.change = whole, change
+    def __init__(self, size: int, take: Callable[[Sequence[int]], list[T]]) -> None:
+        """take: makes the items at some indices, a range or a list of them."""
+        self.size, self.take = size, take
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return self.size
 
     def __getitem__(self, i: Any) -> Any:
-        return list(map(self.change, self.whole[i])) if isinstance(i, slice) else self.change(self.whole[i])
-
-
-class Places(Sequence[str]):
-    """The names of rows, such as "prefs.jsonl row 17"."""
-
-    def __init__(self, records: Records, rows: NDArray[np.int64]) -> None:
-        """rows: int64 [n], indices into the records."""
-        self.records, self.rows = records, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self.records.where(k) for k in self.rows[i].tolist()]
-        return self.records.where(int(self.rows[i]))
+        which = range(self.size)[i]
+        return self.take(which) if isinstance(which, range) else self.take([which])[0]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def take(rows: Sequence[T], which: Sequence[int]) -> list[T]:
+    """Select items of a sequence. which: indices, a range or a list of them."""
+    if isinstance(rows, View):
+        return rows.take(which)
+    return [rows[i] for i in which]
+
+
+def mapped(rows: Sequence[Any], change: Callable[[Any], T]) -> View[T]:
+    """View a sequence with each item changed by a function on access."""
+    return View(len(rows), lambda which: [change(row) for row in take(rows, which)])
+
+
+def subset(rows: Sequence[T], chosen: NDArray[np.int64]) -> View[T]:
+    """View some items of a sequence, in any order and with repeats."""
+    return View(len(chosen), lambda which: take(rows, chosen[which].tolist()))
+
+
+def cells(records: Records, rows: NDArray[np.int64], column: str) -> View[Any]:
+    """View a column of some rows, read on access; None where a row lacks it. rows: int64 [n], indices."""
+    return View(len(rows), lambda which: [records[i].get(column) for i in rows[which].tolist()])
+
+
+class Places(View[str]):
+    """The names of rows, such as "prefs.jsonl row 17"."""
+
+    def __init__(self, records: Records, rows: NDArray[np.int64]) -> None:
+        """rows: int64 [n], indices into the records."""
+        super().__init__(len(rows), lambda which: [records.where(i) for i in rows[which].tolist()])
+        self.records, self.rows = records, rows
 
     def identities(self) -> NDArray[np.int64]:
         """Give each row a number that is the same for the same name, int64 [n]."""
@@ -225,26 +227,6 @@ class Places(Sequence[str]):
         ]
         whole: NDArray[np.int64] = np.concatenate(numbers)
         return whole[self.rows]
-
-
-class Cells(Sequence[Any]):
-    """A column of some rows, read on access; None where a row lacks it."""
-
-    def __init__(self, records: Records, rows: NDArray[np.int64], column: str) -> None:
-        self.records, self.rows, self.column = records, rows, column
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self.records[k].get(self.column) for k in self.rows[i].tolist()]
-        return self.records[int(self.rows[i])].get(self.column)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def digest(*parts: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast, RewardInputs
 from rlhf_core.data.conversations import is_chat
-from rlhf_core.data.source import Cells
+from rlhf_core.data.source import cells
 from rlhf_core.errors import SHOWN, InputError, RunError, error_line, suggest
 from rlhf_core.hidden import hide_named
 from rlhf_core.rewards.reward import LOG, OWN, Reward, call_together, failure
@@ -170,9 +170,9 @@ def _unread(rewards: Sequence[Reward], columns: Sequence[str]) -> list[str]:
 def _untokenized(records: Records) -> _Table:
     rows = np.arange(len(records))
     return _Table(
-        Cells(records, rows, "prompt"),
+        cells(records, rows, "prompt"),
         any(is_chat(source, "prompt") for source in records.sources if "prompt" in source.columns),
-        {name: Cells(records, rows, name) for name in records.columns if name != "prompt"},
+        {name: cells(records, rows, name) for name in records.columns if name != "prompt"},
         records,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import cache, lazy_rows, source
+from rlhf_core.data import cache, files, source
 from rlhf_core.errors import InputError
 from rlhf_core.packing.trees import trained_per_branch
 
@@ -23,7 +23,7 @@ def tokenizer(tiny):
 def disk(tmp_path, monkeypatch):
     """Treat every file as large: read it in parts, from disk."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
+    monkeypatch.setattr(files, "IN_MEMORY", 0)
     monkeypatch.setattr(cache, "SMALL", 1)
     monkeypatch.setattr(source.Source.parts, "__defaults__", (7,))
     return tmp_path
@@ -99,7 +99,7 @@ def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer,
         first = plain(encode(data.load(spec), tokenizer, **way))
         again = plain(encode(data.load(spec), tokenizer, **way))
         with monkeypatch.context() as patch:
-            patch.setattr(lazy_rows, "IN_MEMORY", 1 << 30)
+            patch.setattr(files, "IN_MEMORY", 1 << 30)
             patch.setattr(cache, "SMALL", 1 << 30)
             patch.setattr(source.Source.parts, "__defaults__", (1000,))
             whole = plain(encode(data.load(spec), tokenizer, **way))
@@ -120,20 +120,6 @@ def test_raw_columns_are_read_when_they_are_asked_for(tiny, tokenizer, disk):
     assert prompts.columns["number"][1:3] == [rows[i]["number"] for i in kept[1:3]]
 
 
-def test_few_rows_are_kept_and_those_that_were_not_are_parsed_again(tiny, disk, monkeypatch):
-    monkeypatch.setattr(lazy_rows, "RECENT", 3)
-    written = tiny.prompts(8)
-    rows = data.load(tiny.write_rows(disk / "p.jsonl", written)).sources[0].rows
-    parse, parsed = rows.parse, []
-    monkeypatch.setattr(rows, "parse", lambda record: parsed.append(parse(record)) or parsed[-1])
-    assert [rows[i] for i in range(8)] == written
-    parsed.clear()
-    assert [rows[i] for i in (5, 6, 7)] == written[5:]
-    assert parsed == []
-    assert [rows[i] for i in (4, 7, 5)] == [written[4], written[7], written[5]]
-    assert parsed == [written[4], written[5]]  # 5 was read longest ago when 4 came
-
-
 def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
     rows = [{**row, "chosen": None if i % 5 == 0 else row["chosen"]} for i, row in enumerate(tiny.pairs(40))]
     path = tiny.write_rows(disk / "rows.jsonl", rows)
@@ -149,7 +135,7 @@ def test_problems_of_all_parts_are_counted(tiny, tokenizer, disk):
 def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
     """Memory per row stays below 300 bytes, less than the row's text."""
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lazy_rows, "IN_MEMORY", 0)
+    monkeypatch.setattr(files, "IN_MEMORY", 0)
     count, path = 6000, tmp_path / "pairs.jsonl"
     words = " a b c d e" * 60
     with path.open("w") as file:
