@@ -32,7 +32,7 @@ from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.agreement import broadcast_numbers
 from rlhf_core.runtime.disk_errors import GOES_ON, attempt, disk_reason
 from rlhf_core.runtime.files import make_directory, replace_directory, seal, unseal, write_atomic
-from rlhf_core.runtime.peers import hold_end
+from rlhf_core.runtime.job import hold_end
 
 PLAIN_KINDS = "biufcSU"
 """Kinds of numpy dtypes that an .npz stores without pickle."""

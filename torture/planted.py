@@ -290,9 +290,9 @@ MUTANTS = (
     Mutant(
         "survivor-waits",
         "the end of a killed process is noticed and not acted on",
-        "rlhf_core/runtime/peers.py",
-        "            self._end_soon(Cause(number, 1, killed=True), message, number)\n",
-        "            self._send(message, but=number)\n",
+        "rlhf_core/runtime/job.py",
+        "        job.announce(75 if signals.stop_requested() else 1, killed=number)\n",
+        "        pass\n",
         "T7",
         "SIGKILL to 1 in the first update",
     ),

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error
 from rlhf_core.hidden import hide_in_output
-from rlhf_core.runtime import peers, signals
+from rlhf_core.runtime import job, signals
 from rlhf_core.runtime.disk_errors import DISK, disk_message
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
@@ -39,7 +39,7 @@ def run(command: Callable[[], Any]) -> None:
     signals.ignore_until_exit()
     if code:
         message = _for_reader(message)
-        peers.end(code, message)
+        job.end(code, message)
         if message:
             print(message, file=sys.stderr, flush=True)
     if code == INTERRUPTED:  # Python's own exit would wait for the computation

@@ -16,7 +16,7 @@ from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
 from rlhf_core.pipeline.toml import to_toml
-from rlhf_core.runtime import peers
+from rlhf_core.runtime import job
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals
 from rlhf_core.runtime.terminal import echo, indented_list
@@ -72,7 +72,7 @@ def run_pipeline(
     """
     with stop_signals(redeliver=True), own_run():
         start()  # before plugins, whose import may run computations
-        with peers.joint_run():
+        with job.joint_run():
             file = read(path, sets=sets, dir=dir)
             host = plugin_loading.load(files=[Path(plugin) for plugin in plugins])
             return run(plan(file, host), host, accept=accept, reuse=reuse, only=only)
@@ -100,7 +100,7 @@ def run(
 
     accept, reuse, only: see `run_pipeline`.
     """
-    with stop_signals(), own_run(), peers.joint_run():
+    with stop_signals(), own_run(), job.joint_run():
         start()
         return _run(plan, host, say, accept, None if reuse is None else Path(reuse), only)
 

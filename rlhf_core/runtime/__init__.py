@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.runtime import launch
+from rlhf_core.runtime import job
 
 MIN_COMPILE_SECONDS = 0.05
 OPTIMIZATION = "--xla_backend_optimization_level"
@@ -31,7 +31,7 @@ def prepare() -> None:
         keep_freed_memory()
         compile_quickly()
     use_compilation_cache()
-    launch.join()
+    job.join()
 
 
 def keep_freed_memory() -> bool:

@@ -78,7 +78,7 @@ class _Request:
 
 _current: _Request | None = None
 may_print: Callable[[str], bool] | None = None
-"""Whether this process of several prints a line, so that one does; set by `peers`."""
+"""Whether this process of several prints a line, so that one does; set by `job`."""
 
 
 def _write(line: str) -> None:

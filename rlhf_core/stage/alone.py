@@ -16,7 +16,7 @@ from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
 from rlhf_core.mesh import make_mesh
-from rlhf_core.runtime import peers
+from rlhf_core.runtime import job
 from rlhf_core.runtime.agreement import broadcast_text
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_signals
@@ -101,7 +101,7 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     """
     with stop_signals(redeliver=True), own_run():
         runtime.prepare()
-        with peers.joint_run():
+        with job.joint_run():
             return _run_alone(trainer, config, inputs)
 
 

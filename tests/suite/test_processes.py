@@ -195,7 +195,7 @@ def test_a_signal_to_one_while_it_loads_and_then_while_it_trains(place: Path) ->
     assert "begun on" in said
 
 
-@pytest.mark.long  # of processes that do not train: tests/runtime/test_peers.py
+@pytest.mark.long  # of processes that do not train: tests/runtime/test_job.py
 @pytest.mark.parametrize(
     ("event", "process"),
     [

@@ -117,7 +117,7 @@ def test_a_run_directory_that_is_not_shared_is_said_of_a_finished_run(place: Pat
     )
 
 
-@pytest.mark.long  # as two that fail apart: tests/runtime/test_peers.py
+@pytest.mark.long  # as two that fail apart: tests/runtime/test_job.py
 def test_a_problem_of_one_process_ends_both(place: Path) -> None:
     (place / "bad.toml").write_text(PIPELINE.replace("train.jsonl", "missing.jsonl"))
     one_message(both(COMMAND, place, arguments(), arguments("bad.toml")), "train_data: no such file")
