@@ -17,7 +17,7 @@ JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
-PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill plugins/rewards plugins/topologies
+PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/distill plugins/rewards plugins/topologies plugins/report plugins/testing
 
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
@@ -45,7 +45,7 @@ $(VENV)/installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@echo "Installing into $(VENV), which takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TOOLS)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[report]' $(PLUGINS:%=-e %) math-verify
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e . $(PLUGINS:%=-e %) math-verify
 	@touch $@
 
 demo: env

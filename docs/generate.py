@@ -24,9 +24,10 @@ from pydantic.fields import FieldInfo
 from python_page import WIDTH, joined, table
 
 from rlhf_core import cli, contracts, plugins
+from rlhf_core.cli import extensions
 from rlhf_core.config import Component, Options, TrainerConfig, fields
+from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import TRAINER, Kind
-from rlhf_core.pipeline.toml import to_value
 from rlhf_core.plugins import Host, hooks
 from rlhf_core.plugins.component import Entry
 
@@ -51,6 +52,10 @@ KINDS = {
     "logger": "an object with hooks, called while its stage runs: an entry of `logger`",
     "optimizer": "a gradient transformation for a learning rate: `optimizer` of any stage",
 }
+
+ADDED = """A package adds a command with an entry point of the group `rlhf.commands`, such as
+`report = "rlhf_report.commands:report"`: a function whose annotated parameters typer reads, or a `typer.Typer`.
+`rlhf --help` imports its module, so import what is slow within the function."""
 
 PYTHON = """What trainers, losses, rewards and loggers are written with. These names are promised:
 [CONTRIBUTING](../../CONTRIBUTING.md#compatibility) says what that means. Shapes are in brackets, [rows, time];
@@ -81,7 +86,8 @@ def ours(host: Host) -> dict[str, dict[str, list[str]]]:
     """{distribution: {kind: [names]}} of this repository."""
     files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
     names = [tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"] for file in files]
-    loaded = {info.distribution: dict(info.components) for info in host.plugins if info.state == "loaded"}
+    infos = extensions.with_commands(host.plugins)
+    loaded = {info.distribution: dict(info.components) for info in infos if info.state == "loaded"}
     if missing := [name for name in names if name not in loaded]:
         raise SystemExit(f"not installed, or failed to load: {', '.join(missing)}; run make env")
     return {name: loaded[name] for name in names}
@@ -236,8 +242,14 @@ def component(distribution: str, entry: Entry) -> Iterator[str]:
 
 def commands_page() -> str:
     group: Any = typer.main.get_command(cli.app)
+    group.list_commands(None)  # with those of the distributions
     codes = paragraphs(cli.main)[0].removeprefix("Exit codes: ").rstrip(".")
-    parts = ["# Commands", NOTE, f"Exit codes: {codes}. Problems are one line each, on standard error."]
+    parts = [
+        "# Commands",
+        NOTE,
+        f"Exit codes: {codes}. Problems are one line each, on standard error.",
+        ADDED,
+    ]
     for name, command in group.commands.items():
         arguments = [each for each in command.params if not each.opts[0].startswith("-")]
         flags = [each for each in command.params if each.opts[0].startswith("-")]

@@ -245,7 +245,7 @@ MUTANTS = (
     Mutant(
         "page-not-escaped",
         "texts are written into the report as HTML",
-        "rlhf_core/report/pages.py",
+        "plugins/report/rlhf_report/pages.py",
         "autoescape=True",
         "autoescape=False",
         "T11",

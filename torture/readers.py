@@ -27,8 +27,8 @@ def _words() -> Any:
 def pipeline(directory: Path) -> None:
     """Plan a pipeline, write it as the run directory's resolved file, and read that again."""
     from rlhf_core.config.secrets import public_table
+    from rlhf_core.config.toml import to_toml
     from rlhf_core.pipeline import plan, read, stage_requests
-    from rlhf_core.pipeline.toml import to_toml
 
     planned = plan(read(directory / "q.toml"), _host())
     stages = [public_table(stage.written, _host().registry) for stage in planned.stages]
@@ -93,10 +93,11 @@ def model_configs(directory: Path) -> None:
 
 def run_records(directory: Path) -> None:
     """Read a run directory as `rlhf run`, `rlhf check` and `rlhf report` do."""
+    from rlhf_report.run_reader import read_run
+
     from rlhf_core import artifacts
     from rlhf_core.loggers import JsonLines
     from rlhf_core.pipeline import plan, read, stage_requests
-    from rlhf_core.report.run_reader import read_run
     from rlhf_core.stage.record import StageRecord
     from rlhf_core.stage.text_settings import day_begun
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
+from rlhf_core.cli import extensions
 from rlhf_core.cli.generate import generate as generate
 from rlhf_core.cli.score import score as score
 from rlhf_core.errors import InputError
@@ -131,29 +131,17 @@ def check(
 
 
 def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
-    """Print every distribution in the entry-point group `rlhf`, its state and its components."""
-    host = plugin_loading.load(files=list(files))
+    """Print every distribution that extends this suite, its state, its components and its commands."""
+    infos = extensions.with_commands(plugin_loading.load(files=list(files)).plugins)
     if as_json:
-        echo(json.dumps([dataclasses.asdict(info) for info in host.plugins], indent=2, default=str))
+        echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2, default=str))
         return
     table = Table(show_lines=True, expand=False)
     for column in ("distribution", "version", "state", "registers"):
         table.add_column(column, overflow="fold")
-    for info in host.plugins:
+    for info in infos:
         table.add_row(info.distribution or info.name, info.version or "", info.state, _components_text(info))
     show(table)
-
-
-def new(kind: str, name: str, directory: Path | None) -> None:
-    """Write a package for a component, and print what to type next."""
-    from rlhf_core.cli.new import KINDS, write
-
-    written = write(kind, name, directory, plugin_loading.load().registry)
-    echo(
-        f"{written.directory}: the {KINDS[written.kind].name} '{written.name}' is in {written.module}\n"
-        f"next: pip install -e {shlex.quote(f'{written.directory}[test]')}; "
-        f"python -m pytest {shlex.quote(str(written.directory))}; rlhf plugins"
-    )
 
 
 def export(

@@ -12,11 +12,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib.metadata import EntryPoint
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from rlhf_core.cli import extensions
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error
 from rlhf_core.hidden import hide_in_output
 from rlhf_core.runtime import job, signals
@@ -74,7 +77,40 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
 
 
 class Commands(TyperGroup):
-    """Commands whose usage errors are shown like every other message."""
+    """Core's commands and those of installed distributions, whose usage errors are shown like every other message."""
+
+    @cached_property
+    def _added(self) -> dict[str, list[EntryPoint]]:
+        return extensions.find()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """List the names of all commands; warns of a distribution's command that cannot be loaded."""
+        for name in sorted(set(self._added) - set(self.commands)):
+            try:
+                self._load(name)
+            except InputError as error:
+                warnings.warn(str(error), stacklevel=2)
+        return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or None if there is none of that name.
+
+        Raises InputError for a distribution's command that is not installed or cannot be loaded.
+        """
+        if cmd_name not in self.commands:
+            if cmd_name in {*self._added, *extensions.DISTRIBUTIONS}:
+                self._load(cmd_name)
+            else:
+                self.list_commands(ctx)  # for the suggestion of the nearest
+        return self.commands.get(cmd_name)
+
+    def _load(self, name: str) -> None:
+        given = extensions.load(name, self._added)
+        app = given
+        if not isinstance(given, typer.Typer):
+            app = typer.Typer(add_completion=False, rich_markup_mode=None)
+            app.command(name)(given)
+        self.commands[name] = typer.main.get_command(app)
 
     def main(self, *arguments: Any, **settings: Any) -> NoReturn:
         """Parse arguments, run a command and exit."""

@@ -70,23 +70,6 @@ Pipeline = Annotated[Path, typer.Argument(metavar="PIPELINE.toml", show_default=
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: standard output.")
 ]
-Page = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE.html",
-        help="Default: RUN/report.html; for several runs, compare.html here.",
-    ),
-]
-ComponentKind = Annotated[
-    str,
-    typer.Argument(
-        metavar="KIND",
-        show_default=False,
-        help="policy-loss, pairwise-loss, advantage, reward, environment, trainer, sampling-trainer or logger.",
-    ),
-]
 Template = Annotated[
     str | None, typer.Option("--chat_template", help='"plain" or a file; default: the tokenizer\'s.')
 ]
@@ -418,20 +401,6 @@ def data(
 
 
 @app.command()
-def new(
-    kind: ComponentKind,
-    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="Such as my-loss.")],
-    dir: Annotated[
-        Path | None, typer.Option("--dir", help="A new directory; default: rlhf-NAME here.")
-    ] = None,
-) -> None:
-    """Write a package for your own component. It installs and passes its tests; change it from there."""
-    from rlhf_core.cli import commands
-
-    commands.new(kind, name, dir)
-
-
-@app.command()
 def plugins(
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False, plugin: Plugins = None
 ) -> None:
@@ -439,36 +408,6 @@ def plugins(
     from rlhf_core.cli import commands
 
     commands.plugins(as_json=json, files=plugin or [])
-
-
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    output: Page = None,
-) -> None:
-    """Write one HTML page about a run. Curves, distributions, completions, timing, configuration."""
-    from rlhf_core import report as reporting
-
-    _print_page(reporting.report(run, output))
-
-
-@app.command()
-def compare(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories.", show_default=False)
-    ],
-    output: Page = None,
-) -> None:
-    """Write one HTML page about several runs. It overlays their curves."""
-    from rlhf_core import report as reporting
-
-    _print_page(reporting.compare(runs, output))
-
-
-def _print_page(path: Path) -> None:
-    from rlhf_core.runtime.terminal import echo
-
-    echo(f"{path}: {path.stat().st_size / 1e6:.2f} MB, open it in a browser")
 
 
 if __name__ == "__main__":

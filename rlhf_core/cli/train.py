@@ -11,12 +11,12 @@ from rich.table import Table
 
 from rlhf_core import plugins
 from rlhf_core.config import TrainerConfig, fields, parse_value
+from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import TRAINER
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline import run, start
 from rlhf_core.pipeline.file import PipelineFile, assemble
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.pipeline.toml import to_value
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.terminal import echo, show
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.secrets import public_table
+from rlhf_core.config.toml import to_toml
 from rlhf_core.contracts import Artifact, Forecast
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_forecasts
 from rlhf_core.pipeline.plan import Plan, StagePlan, plan
-from rlhf_core.pipeline.toml import to_toml
 from rlhf_core.runtime import job
 from rlhf_core.runtime.caches import own_run
 from rlhf_core.runtime.signals import stop_if_asked, stop_signals

@@ -132,7 +132,7 @@ def broken(student_logps: Any, teacher_logps: Any) -> Any:
 def test_divergences_that_cannot_be_summed_by_blocks_are_refused(
     divergence: Any, message: str, tmp_path: Path
 ) -> None:
-    from rlhf_core.testing.fixtures import a_stage
+    from rlhf_testing.fixtures import a_stage
 
     registry, config = Registry(), DistillConfig(divergence={"name": "mine"})
     registry.add(DIVERGENCE, "mine", divergence)
@@ -143,7 +143,7 @@ def test_divergences_that_cannot_be_summed_by_blocks_are_refused(
 
 
 def test_registered_divergences_have_separate_terms(tmp_path: Path) -> None:
-    from rlhf_core.testing.fixtures import a_stage
+    from rlhf_testing.fixtures import a_stage
 
     stage = a_stage(tmp_path)
     for name in installed_registry().names(DIVERGENCE):

@@ -10,10 +10,10 @@ import jax
 import pytest
 from rlhf_distill import DistillConfig
 from rlhf_distill.forecast import forecast, programs
+from rlhf_testing.fixtures import a_stage
 
 from rlhf_core.mesh import make_mesh
 from rlhf_core.runtime.peak_memory import format_bytes
-from rlhf_core.testing.fixtures import a_stage
 
 
 def described(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> Any:

@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from rlhf_core.report import pages
+from rlhf_report import pages
 
 REPOSITORY = Path(__file__).parents[2]
 PRIVATE = {"pipeline.resolved.toml", "stage.json"}

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
 from rlhf_dpo.train import forecast
+from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import create_state, data, hookimpl, load_model, optimizers
 from rlhf_core.errors import InputError
-from rlhf_core.testing.fixtures import a_stage
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 NAMES = REWARDS | {"logps/chosen", "logps/rejected", "loss"}

@@ -33,7 +33,7 @@ TRAINERS = PLUGINS[:5]
 AUTHORS = (
     *(f"plugins/*/{name}/*.py" for name in TRAINERS),
     "examples/plugins/*/*.py",
-    "rlhf_core/cli/new/templates/*/component.py.txt",
+    "plugins/testing/rlhf_testing/templates/*/component.py.txt",
 )
 """Written by authors of trainers and components, with public names alone."""
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from rlhf_reward.model_reward import ModelReward
+from rlhf_testing.fixtures import a_stage
 from typer.testing import CliRunner
 
 from rlhf_core import cli, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model, load_model
 from rlhf_core.scoring import Scorer
-from rlhf_core.testing.fixtures import a_stage
 
 PLUGIN = """
 from rlhf_core import MODEL, hookimpl
@@ -126,7 +126,7 @@ def test_no_door_opens_a_model_without_its_registry(repository: Path) -> None:
             scorer = name == "load" and getattr(getattr(called, "value", None), "id", "") == "Scorer"
             if name not in OPENERS and not scorer:
                 continue
-            if name == "check_model" and file.is_relative_to(repository / "rlhf_core/testing"):
+            if name == "check_model" and file.is_relative_to(repository / "plugins/testing/rlhf_testing"):
                 continue  # the kit of that name
             passed = ast.unparse(node)
             if "registry" not in passed:

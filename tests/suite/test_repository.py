@@ -22,6 +22,8 @@ DISTRIBUTIONS = (
     "plugins/distill",
     "plugins/rewards",
     "plugins/topologies",
+    "plugins/report",
+    "plugins/testing",
 )
 SKIPPED = {".git", ".venv", ".cache", "runs", "wandb", "dist", "build", "__pycache__", "data"}
 ADDRESS = re.compile(

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from rlhf_testing import tokenizer
 
 DISTRIBUTIONS = {
     "rlhf_core": ".",
@@ -25,6 +26,8 @@ DISTRIBUTIONS = {
     "rlhf_distill": "plugins/distill",
     "rlhf_rewards": "plugins/rewards",
     "rlhf_topologies": "plugins/topologies",
+    "rlhf_report": "plugins/report",
+    "rlhf_testing": "plugins/testing",
 }
 """{package: directory}; a distribution is called as its package, with "-"."""
 
@@ -112,15 +115,28 @@ def test_its_metadata(package: str, wheels: dict[str, zipfile.ZipFile], reposito
     readme = (repository / DISTRIBUTIONS[package] / "README.md").read_bytes()
     assert metadata(wheels[package], "METADATA").strip().endswith(readme.strip())
     points = metadata(wheels[package], "entry_points.txt").decode()
-    for name, module in project["entry-points"]["rlhf"].items():
-        assert f"[rlhf]\n{name} = {module}\n" in points
+    for group, named in project["entry-points"].items():
+        assert all(f"{name} = {module}\n" in points for name, module in named.items())
+        assert f"[{group}]\n" in points
     if package == "rlhf_core":
         assert "[console_scripts]\nrlhf = rlhf_core.cli:main\n" in points
     else:  # a plugin needs core, of versions that it knows, and no other plugin
         required = [each for each in said.get_all("Requires-Dist", ()) if "extra ==" not in each]
-        assert required == ["rlhf-core<0.2,>=0.1"]
+        bokeh = ["bokeh>=3.9"] if package == "rlhf_report" else []
+        assert sorted(required) == [*bokeh, "rlhf-core<0.2,>=0.1"]
 
 
+DEMONSTRATIONS = """
+dir = "alone"
+[[stage]]
+name = "base"
+trainer = "sft"
+model = { model_type = "llama", hidden_size = 8, num_hidden_layers = 1, num_attention_heads = 1, \
+intermediate_size = 8, tokenizer = "tokenizer" }
+train_data = "texts.jsonl"
+total_batch_size = 1
+max_training_steps = 1
+"""
 PIPELINE = """
 [[stage]]
 name = "base"
@@ -164,3 +180,22 @@ def test_they_work_outside_the_repository_and_one_can_be_missed(environment: Pat
             "package that has it, usually rlhf-grpo, or give its file with --plugin."
         ]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_core_runs_without_the_report_and_the_kits(environment: Path, tmp_path: Path) -> None:
+    rlhf = environment / "bin/rlhf"
+    for name in ("rlhf-report", "rlhf-testing"):
+        removed = pip(environment, "uninstall", "--yes", name)
+        assert removed.returncode == 0, removed.stderr
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "texts.jsonl").write_text('{"text": "a b"}\n')
+    (tmp_path / "pipeline.toml").write_text(DEMONSTRATIONS)
+    ran = command([rlhf, "run", "pipeline.toml"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for words, package in ((["report", "alone"], "rlhf-report"), (["new", "reward", "x"], "rlhf-testing")):
+        refused = command([rlhf, *words], tmp_path)
+        assert refused.returncode == 2
+        assert refused.stderr == f"rlhf {words[0]}: not installed; type: pip install {package}\n"
+    door = command([environment / "bin/python", "-c", "import rlhf_core.testing"], tmp_path)
+    assert "ImportError: rlhf_core.testing needs rlhf-testing; type: pip install rlhf-testing" in door.stderr

@@ -362,11 +362,12 @@ class ArtifactSaves:
             acknowledge()
 
     def _end_stage(self, directory: Path, version: int) -> None:
+        from rlhf_testing import fixtures
+
         from rlhf_core.artifacts import save_model
         from rlhf_core.models import fresh_model
         from rlhf_core.runtime.files import make_directory, remove_leftovers
         from rlhf_core.stage.record import StageRecord
-        from rlhf_core.testing import fixtures
 
         make_directory(directory)
         remove_leftovers(directory)

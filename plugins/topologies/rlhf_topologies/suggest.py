@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core import plugins
+from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import Program, StagePrograms
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import AXES, make_mesh
 from rlhf_core.pipeline.file import PipelineFile, read
 from rlhf_core.pipeline.forecast import stage_programs
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.pipeline.toml import to_value
 from rlhf_core.runtime.devices import Planned, plan_for
 from rlhf_core.training.memory import pass_bytes, with_remat
 from rlhf_topologies.compile import compile_pipeline, device_bytes, find_devices

@@ -1,0 +1,171 @@
+"""Lay out a picture of the pipeline: boxes for stages, arrows between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from rlhf_report.charts import clock, flat
+from rlhf_report.run_reader import StageRun
+
+WIDTH, HEIGHT = 208, 96
+ACROSS, BETWEEN = 92, 26
+LANE = 26
+MOST_ACROSS = 4
+"""Most boxes side by side; a longer pipeline is drawn downwards on every screen."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A stage. x, y: its upper left corner. lines: its texts below name and trainer."""
+
+    x: float
+    y: float
+    name: str
+    trainer: str
+    state: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An arrow. path: SVG path data, ending at the box it enters. x, y: the centre of its label."""
+
+    path: str
+    label: str
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, in CSS pixels."""
+
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def references(stages: Sequence[StageRun]) -> list[tuple[str, str, str]]:
+    """Return (from stage, to stage, use) of every STAGE.OUTPUT in a stage's configuration."""
+    names = {stage.name for stage in stages}
+    uses: dict[tuple[str, str], list[str]] = {}
+    for stage in stages:
+        for key, value in flat(stage.config).items():
+            source, dot, output = value.partition(".") if isinstance(value, str) else ("", "", "")
+            if dot and source in names - {stage.name} and re.fullmatch(r"\w+", output):
+                use = "reward" if key.startswith("reward") else "model" if key == "model" else key
+                uses.setdefault((source, stage.name), []).append(use)
+    return [(a, b, ", ".join(dict.fromkeys(names))) for (a, b), names in uses.items()]
+
+
+def pictures(stages: Sequence[StageRun]) -> tuple[Picture | None, Picture]:
+    """Return the picture across, for wide screens (None with too many stages), and down, for narrow ones."""
+    edges = references(stages)
+    depth: dict[str, int] = {}
+    for stage in stages:  # in the order they run, so that references point back
+        depth[stage.name] = 1 + max((depth.get(a, -1) for a, b, _ in edges if b == stage.name), default=-1)
+    columns = max(depth.values(), default=0) + 1
+    across = _picture(stages, depth, edges, down=False) if columns <= MOST_ACROSS else None
+    order = {stage.name: i for i, stage in enumerate(stages)}
+    return across, _picture(stages, order, edges, down=True)
+
+
+def _picture(
+    stages: Sequence[StageRun],
+    place: Mapping[str, int],
+    edges: Sequence[tuple[str, str, str]],
+    *,
+    down: bool,
+) -> Picture:
+    at: dict[str, tuple[float, float]] = {}
+    beside: dict[int, int] = {}
+    for stage in stages:
+        i, j = place[stage.name], beside.get(place[stage.name], 0)
+        beside[i] = j + 1
+        at[stage.name] = (
+            (1.0, 1.0 + i * (HEIGHT + BETWEEN + 14))
+            if down
+            else (1.0 + i * (WIDTH + ACROSS), 1.0 + j * (HEIGHT + BETWEEN))
+        )
+    right = max(x for x, _ in at.values()) + WIDTH
+    bottom = max(y for _, y in at.values()) + HEIGHT
+    arrows, lanes = [], 0
+    for a, b, label in edges:
+        if place[b] - place[a] == 1:
+            arrows.append(_straight(at[a], at[b], label, down))
+            continue
+        lanes += 1
+        edge = (right if down else bottom) + lanes * LANE
+        arrows.append(_around(at[a], at[b], label, edge, down))
+    extra = lanes * LANE + (44 if lanes and down else 14 if lanes else 1)
+    boxes = tuple(
+        Box(*at[stage.name], stage.name, stage.trainer, stage.state, _lines(stage)) for stage in stages
+    )
+    width, height = (right + extra, bottom + 1) if down else (right + 1, bottom + extra)
+    return Picture(width, height, boxes, tuple(arrows))
+
+
+def _straight(a: tuple[float, float], b: tuple[float, float], label: str, down: bool) -> Arrow:
+    if down:
+        x, y1, y2 = a[0] + WIDTH / 2, a[1] + HEIGHT, b[1]
+        return Arrow(f"M{x:g} {y1:g}V{y2 - 2:g}", label, x + 8, (y1 + y2) / 2 + 4)
+    x1, y1, x2, y2 = a[0] + WIDTH, a[1] + HEIGHT / 2, b[0], b[1] + HEIGHT / 2
+    middle = (x1 + x2) / 2
+    path = f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2 - 2:g} {y2:g}"
+    return Arrow(path, label, middle, (y1 + y2) / 2 - 8)
+
+
+def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: float, down: bool) -> Arrow:
+    """Draw an arrow around the boxes in between, in its own lane."""
+    r = 8
+    if down:
+        x, y1, y2 = a[0] + WIDTH, a[1] + HEIGHT * 0.6, b[1] + HEIGHT * 0.4
+        path = (
+            f"M{x:g} {y1:g}H{lane - r:g}Q{lane:g} {y1:g} {lane:g} {y1 + r:g}"
+            f"V{y2 - r:g}Q{lane:g} {y2:g} {lane - r:g} {y2:g}H{x + 2:g}"
+        )
+        return Arrow(path, label, lane + 6, (y1 + y2) / 2)
+    y, x1, x2 = a[1] + HEIGHT, a[0] + WIDTH * 0.6, b[0] + WIDTH * 0.4
+    far = b[1] + HEIGHT
+    path = (
+        f"M{x1:g} {y:g}V{lane - r:g}Q{x1:g} {lane:g} {x1 + r:g} {lane:g}"
+        f"H{x2 - r:g}Q{x2:g} {lane:g} {x2:g} {lane - r:g}V{far + 2:g}"
+    )
+    return Arrow(path, label, (x1 + x2) / 2, lane - 6)
+
+
+def _lines(stage: StageRun) -> tuple[str, ...]:
+    model = stage.config.get("model")
+    lines = []
+    if isinstance(model, Mapping):
+        size = " × ".join(str(model[k]) for k in ("hidden_size", "num_hidden_layers") if k in model)
+        lines.append(f"fresh {model.get('model_type', 'model')} {size}".rstrip())
+    elif isinstance(model, str) and not re.fullmatch(r"\w+\.\w+", model):
+        lines.append(_short(model))
+    if data := _data(stage.config.get("train_data")):
+        lines.append(data)
+    done = f"{stage.updates:,} updates" if stage.updates else ""
+    lines.append(" · ".join(filter(None, [done, clock(stage.seconds) if stage.seconds else ""])))
+    return tuple(line for line in lines if line)
+
+
+def _data(data: Any) -> str:
+    if isinstance(data, list):
+        return _cut(" + ".join(filter(None, map(_data, data))))
+    if isinstance(data, Mapping):
+        data = data.get("path", data.get("name"))
+    return _short(str(data)) if data else ""
+
+
+def _short(path: str) -> str:
+    """Return the last part of a path, or a whole hub name."""
+    return _cut(PurePath(path).name if path.startswith(("/", ".")) or path.count("/") > 1 else path)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 28 else f"{text[:27]}…"

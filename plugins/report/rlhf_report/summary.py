@@ -1,0 +1,118 @@
+"""Say in a sentence what a stage changed on the prompts or pairs that it is judged by, and whether that is noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhf_report.charts import number
+from rlhf_report.run_reader import StageRun
+from rlhf_report.samples import Completions
+
+FEWEST = 4
+"""Prompts below which no interval is given."""
+Z = 1.959963984540054
+"""The 97.5 % quantile of the normal distribution."""
+
+
+def summary(
+    stage: StageRun, evaluations: Sequence[Mapping[str, Any]], completions: Completions | None
+) -> str:
+    """Return the sentence; empty where nothing was evaluated.
+
+    evaluations: the first and last of evaluations/. Rewards are compared prompt by prompt: over all prompts of
+    `eval_data` if an evaluation preceded training, else over those whose completions were stored.
+    """
+    scored = [row for row in evaluations if "prompt_rewards" in row]
+    previews = (
+        completions is not None and completions.fixed and completions.updates[0] != completions.updates[1]
+    )
+    text = ""
+    if len(scored) == 2 and (scored[0]["step"] == 0 or not previews):
+        updates = (scored[0]["step"], scored[1]["step"])
+        text = _rewards(stage, updates, *(row["prompt_rewards"] for row in scored))
+    elif completions is not None and previews:
+        text = _rewards(stage, completions.updates, *zip(*completions.prompt_means, strict=True))
+    elif "eval_accuracy" in stage.metrics and (
+        last := [row for row in evaluations if "calibration" in row][-1:]
+    ):
+        text = _accuracy(stage, round(sum(row_bin["pairs"] for row_bin in last[0]["calibration"])))
+    return text or _loss(stage)
+
+
+def _rewards(
+    stage: StageRun, updates: tuple[int, int], before: Sequence[float | None], after: Sequence[float | None]
+) -> str:
+    """Compare the mean rewards of the same prompts."""
+    both = [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+    if not both:
+        return ""
+    first, last = np.array(both, np.float64).T
+    start = "before training" if updates[0] == 0 else f"after update {updates[0]:,}"
+    held_out = "held-out" if stage.config.get("eval_data") else "training"
+    prompts = f"{len(both):,} {held_out} prompt{'s' * (len(both) > 1)}"
+    text = (
+        f"The mean reward of {prompts} was {number(first.mean())} {start} and {number(last.mean())} after update "
+        f"{updates[1]:,}"
+    )
+    change = last - first
+    if not change.any():
+        return f"{text}: it changed for none of them."
+    text += f", a change of {change.mean():+.3g}"
+    if len(both) < FEWEST:
+        return f"{text}. So few prompts say nothing about others."
+    half = t_quantile(len(both) - 1) * change.std(ddof=1) / np.sqrt(len(both))
+    low, high = change.mean() - half, change.mean() + half
+    verdict = (
+        "more than chance: an improvement"
+        if low > 0
+        else "more than chance: the model is worse than before"
+        if high < 0
+        else "which may be noise: the interval contains 0"
+    )
+    return f"{text} (95 % interval over prompts: {low:+.3g} to {high:+.3g}), {verdict}."
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, within 1 % from 3 degrees of freedom (Fisher's expansion)."""
+    z, n = Z, float(freedom)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / n**power for power, term in enumerate(terms, 1))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `count` cases (Wilson 1927)."""
+    middle = share + Z**2 / (2 * count)
+    half = Z * np.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    return float((middle - half) / (1 + Z**2 / count)), float((middle + half) / (1 + Z**2 / count))
+
+
+def _accuracy(stage: StageRun, pairs: int) -> str:
+    points = stage.metrics["eval_accuracy"]
+    last = float(points.values[-1])
+    if pairs < 1 or not 0 <= last <= 1:
+        return ""
+    low, high = wilson(last, pairs)
+    chance = "" if low > 0.5 or high < 0.5 else ", which guessing could reach too"
+    return (
+        f"After update {points.steps[-1]:,.0f} the chosen reply has the higher score in {last:.1%} of {pairs:,} "
+        f"held-out pairs (95 % interval: {low:.1%} to {high:.1%}){chance}."
+    )
+
+
+def _loss(stage: StageRun) -> str:
+    points = stage.metrics.get("eval_loss")
+    if points is None:
+        return ""
+    last = f"{number(points.values[-1])} after update {points.steps[-1]:,.0f}"
+    if len(points.steps) < 2:
+        return f"The held-out loss was {last}."
+    first = f"{number(points.values[0])} after update {points.steps[0]:,.0f}"
+    worse = ": worse than at the first evaluation" if points.values[-1] > points.values[0] else ""
+    return f"The held-out loss was {first} and {last}{worse}."

@@ -1,0 +1,133 @@
+"""Check pairwise losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.contracts import PAIRWISE_LOSS, PairInputs
+from rlhf_testing.findings import (
+    Broken,
+    Findings,
+    check_hash,
+    make_component,
+    require_close,
+    require_finite,
+    require_output,
+)
+
+CHOSEN = (0.3, -1.2, 2.0, 0.1, -0.4, 0.9)
+REJECTED = (0.1, 0.4, -1.0, 0.7, -0.9, 0.2)
+MARGIN = (0.0, 0.5, 0.0, 0.25, 1.0, 0.0)
+EXTREME = 1e4
+
+Array = NDArray[np.float32]
+Measured: TypeAlias = Callable[[PairInputs], tuple[Array, Array, Array]]
+"""(loss per pair, gradient of their sum with respect to the chosen scores, and to the rejected scores)."""
+
+
+def check_pairwise_loss(loss: Any) -> None:
+    """Raise AssertionError that lists every property that the pairwise loss breaks.
+
+    loss: the registered frozen dataclass or function, or an object of it with other options.
+
+    component: it can be registered.
+    hash: objects with equal options are equal.
+    output: a LossOutput with one value per pair. dtype: float32. metrics: arrays of the same shape, finite.
+    repeatable: a second call gives the same. jit: it compiles, with the same values.
+    finite value, finite gradient: also at scores of ±1e4, at equal scores, for one pair.
+    pairs: a pair's value and gradient do not depend on other pairs, their order, or NaN in them.
+    direction: at equal scores a step downhill raises the chosen score and lowers the rejected one.
+    """
+    findings = Findings("pairwise loss", loss)
+    loss = make_component(findings, PAIRWISE_LOSS, loss)
+    check_hash(findings, loss)
+    base = _pairs(CHOSEN, REJECTED, MARGIN)
+    with findings.property("output"):
+        require_output(loss(base), base.chosen.shape, "pair")
+    findings.stop_if_broken()
+    _outputs(findings, loss, base)
+    run = _program(findings, loss, base)
+    zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
+    cases = {
+        "ordinary values": base,
+        f"scores of ±{EXTREME:g}": _pairs(far, far[::-1], zero),
+        "equal scores": _pairs(zero, zero, zero),
+        "one pair": _pairs([0.3], [0.1], [0.0]),
+    }
+    for name, inputs in cases.items():
+        value, *slopes = run(inputs)
+        with findings.property("finite value"):
+            require_finite(value, name)
+        with findings.property("finite gradient"):
+            require_finite(np.stack(slopes), name)
+    with findings.property("pairs"):
+        _independent(run, base)
+    with findings.property("direction"):
+        _, of_chosen, of_rejected = run(cases["equal scores"])
+        if not (of_chosen < 0).all() or not (of_rejected > 0).all():
+            raise Broken(
+                f"at equal scores the gradient is {of_chosen[0]:.3g} for the chosen score and {of_rejected[0]:.3g} for "
+                "the rejected one; losses are minimised, so the first must be negative and the second positive"
+            )
+    findings.end()
+
+
+def _program(findings: Findings, loss: Any, base: PairInputs) -> Measured:
+    """Compile the loss with its gradients, and check the property `jit`."""
+
+    def measure(pairs: PairInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def total(chosen: jax.Array, rejected: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = loss(pairs._replace(chosen=chosen, rejected=rejected))
+            return out.loss.sum(), out.loss
+
+        slopes, value = jax.grad(total, argnums=(0, 1), has_aux=True)(pairs.chosen, pairs.rejected)
+        return value, *slopes
+
+    compiled = jax.jit(measure)
+    with findings.property("jit"):
+        require_close(compiled(base)[0], loss(base).loss, "under jax.jit")
+    if "jit" in findings.failures:
+        findings.stop_if_broken()
+
+    def run(pairs: PairInputs) -> tuple[Array, Array, Array]:
+        return tuple(np.asarray(x) for x in compiled(pairs))  # type: ignore[return-value]
+
+    return run
+
+
+def _pairs(chosen: Any, rejected: Any, margin: Any) -> PairInputs:
+    return PairInputs(*(jnp.asarray(np.array(x), jnp.float32) for x in (chosen, rejected, margin)))
+
+
+def _outputs(findings: Findings, loss: Any, base: PairInputs) -> None:
+    out = loss(base)
+    with findings.property("dtype"):
+        if out.loss.dtype != jnp.float32:
+            raise Broken(f"the loss is {out.loss.dtype}; return float32")
+    with findings.property("metrics"):
+        for name, x in out.metrics.items():
+            if jnp.shape(x) != base.chosen.shape:
+                raise Broken(
+                    f"'{name}' has shape {list(jnp.shape(x))}; return one value per pair; the trainer takes the mean"
+                )
+            require_finite(np.asarray(x, np.float32), f"'{name}'")
+    with findings.property("repeatable"):
+        require_close(loss(base).loss, out.loss, "called again with the same inputs", rtol=0.0)
+
+
+def _independent(run: Measured, base: PairInputs) -> None:
+    whole = run(base)
+    parts = ("value", "gradient of the chosen score", "gradient of the rejected score")
+    for rows in ([5, 3, 1, 0, 2, 4], [2]):
+        taken = run(PairInputs(*(x[np.array(rows)] for x in base)))
+        for what, x, y in zip(parts, taken, whole, strict=True):
+            require_close(x, y[rows], f"of pairs {rows} alone, {what}")
+    poisoned = run(PairInputs(*(x.at[0].set(jnp.nan) for x in base)))
+    for what, x, y in zip(parts, poisoned, whole, strict=True):
+        require_close(x[1:], y[1:], f"with NaN in another pair, {what}")

@@ -1,0 +1,133 @@
+"""Damaged run directories: the report is written, and names the files it could not read."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_report.json_values import number, numbers, table
+from rlhf_report.run_reader import read_run
+
+from rlhf_core.plugins.component import load_file
+
+pytest.importorskip("bokeh")
+runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+ODD = [
+    *(None, True, -1, 0, 1e308, 10**400, float("nan"), float("inf"), 2**63, -5.5, "9" * 5000),
+    *("", "x", "\ud800", "\x1b[2J", [], {}, [1], {"a": 1}, [[1]], [None], {"name": None}, [{"role": 1}]),
+]
+LINES = [
+    *("name = 1", "stage = 3", 'seed = "x"', "[[stage]]", "dir = [1]", 'name = "../../etc"', "[[stage.a]]"),
+    *("rewards = 3", 'name = ""', f"x = {'[' * 3000}{']' * 3000}"),
+]
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """Replace `value`, or one of its parts, by something odd."""
+    if isinstance(value, dict | list) and value and rng.random() < 0.75:
+        at = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        value[at] = changed(value[at], rng)
+        return value
+    return rng.choice(ODD)
+
+
+def spoil(file: Path, rng: random.Random) -> None:
+    how = rng.randrange(8)
+    if how == 0:
+        file.unlink()
+        file.mkdir()
+    elif how == 1:
+        content = bytearray(file.read_bytes())
+        for _ in range(5):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        file.write_bytes(bytes(content))
+    elif how == 2:
+        file.write_bytes(b"[" * 100_000)
+    elif file.suffix == ".toml":
+        lines = file.read_text().split("\n")
+        lines[rng.randrange(len(lines))] = rng.choice(LINES)
+        file.write_text("\n".join(lines))
+    else:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        at = rng.randrange(len(rows))
+        rows[at] = changed(rows[at], rng)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def with_evaluations(run: Path) -> Path:
+    """Add what evaluations of the policy and its newest rollout leave."""
+    for step in (0, 20):
+        rows = [
+            {
+                "prompt": f"asked {i}",
+                "columns": {"answer": i, "note": "x"},
+                "completion": [
+                    {"role": "assistant", "content": "so"},
+                    {"role": "assistant", "content": "yes"},
+                ],
+                "reward": float(i + step),
+                "rewards": {"model": float(i + step)},
+                "advantage": i - 3.5,
+                "turns": [{"message": 1, "tokens": 2, "reward": 1.0}],
+            }
+            for i in range(8)
+        ]
+        for name in (f"evaluation-{step:06d}", f"update-{step:06d}"):
+            runs.write(run / f"policy/samples/{name}.jsonl", rows)
+        means = [row["reward"] for row in rows]
+        runs.write(run / f"policy/evaluations/{step:06d}.json", [{"step": step, "prompt_rewards": means}])
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("runs_spoiled", [4, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
+    import rlhf_report as report
+
+    rng = random.Random(0)
+    problems = 0
+    for number_ in range(runs_spoiled):
+        run = with_evaluations(runs.make_run(tmp_path / str(number_)))
+        files = [path for path in sorted(run.rglob("*")) if path.is_file()]
+        for file in rng.sample(files, 3):
+            spoil(file, rng)
+        assert report.report(run).stat().st_size > 100_000
+        problems += len(read_run(run).problems)
+    assert problems > runs_spoiled / 2  # what could not be read is named
+
+
+def test_a_pipeline_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run")
+    for content, said in (
+        ("[[", "is not readable"),
+        ("stage = 3", "not every stage in it has a unique name"),
+    ):
+        (run / "pipeline.resolved.toml").write_text(content)
+        found = read_run(run)
+        assert any("pipeline.resolved.toml" in each and said in each for each in found.problems), content
+        assert {stage.name for stage in found.stages} == {"rm", "policy"}
+
+
+def test_a_stage_name_does_not_lead_out_of_the_run(tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "metrics.jsonl").write_text('{"step": 1, "time": 1, "secret": 1.0}\n')
+    with open(run / "pipeline.resolved.toml", "a") as file:
+        file.write('[[stage]]\nname = "../elsewhere"\ntrainer = "sft"\n')
+    found = read_run(run)
+    assert [stage.name for stage in found.stages] == ["rm", "policy"]
+    assert any("name" in problem for problem in found.problems)
+
+
+def test_values() -> None:
+    assert [number(value) for value in (1, 2.5, -0.0)] == [1.0, 2.5, 0.0]
+    for odd in (True, None, "1", [1], 10**400, 1e300, float("nan"), float("-inf")):
+        assert number(odd) is None
+    assert numbers([1, 2]) == numbers([1, 2], 2) == [1.0, 2.0]
+    assert numbers([1, 2], 3) is numbers([1, None]) is numbers("12") is None
+    assert table({1: 2}) == {"1": 2}
+    assert table([1]) == {}

@@ -1,0 +1,419 @@
+"""rlhf report and rlhf compare: the contents of the pages, and how the commands end."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rlhf_report as reporting
+from rlhf_report import charts, samples
+from rlhf_report.charts import Line
+from rlhf_report.run_reader import Points, read_run
+
+from rlhf_core.plugins.component import load_file
+
+runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+make_run, write = runs.make_run, runs.write
+
+
+def page_of(run: Path) -> Any:
+    return runs.Page(reporting.report(run).read_text(encoding="utf-8"))
+
+
+def without_curves(run: Path) -> Path:
+    """Leave out what is drawn, which takes most of a page's time."""
+    shutil.rmtree(run / "rm")
+    (run / "policy/metrics.jsonl").unlink()
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return page_of(make_run(tmp_path_factory.mktemp("page") / "first"))
+
+
+def test_the_page_tells_the_run(page: Any) -> None:
+    for told in ("first", "2 min 00 s", "2 × cpu, jax 0.10.2, Python 3.11.7", "rlhf-core 0.1.0", "seed = 3"):
+        assert told in page.text, told
+    assert page.text.count("done") >= 4
+    assert {"stage-rm", "stage-policy", "timing", "warnings", "configuration"} <= set(page.ids())
+    assert len(page.ids()) == len(set(page.ids()))
+    targets = {a["href"].removeprefix("#") for a in page.of("a")}
+    assert targets <= set(page.ids())
+
+
+def test_every_chart_has_a_place_and_all_that_the_script_looks_for(page: Any) -> None:
+    places = [a["id"] for a in page.of("figure") if "data-chart" in a]
+    charts = page.charts()
+    assert set(places) == set(charts)
+    assert len(places) == 11
+    for id, chart in charts.items():
+        text = json.dumps(chart["item"])
+        assert f"{id}-plot" in page.ids()
+        for name in ["cursor", "here", *range(len(chart["colours"]))]:
+            assert f'"{id}/{name}"' in text
+    accessible = [a for a in page.of("figure") if "data-chart" in a]
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in accessible)
+
+
+def test_nothing_is_loaded_from_elsewhere(page: Any) -> None:
+    for tag, attributes in page.elements:
+        assert not ({"src", "srcset", "data", "action"} & set(attributes)), tag
+        assert attributes.get("href", "#").startswith("#")
+        assert tag not in ("link", "iframe", "img", "object", "embed", "base")
+    assert "url(" not in re.sub(r"url\(#", "", page.scripts["style"])
+    policy = next(a["content"] for a in page.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+
+
+def test_whatever_a_completion_holds_stays_text(page: Any) -> None:
+    assert len(page.of("script")) == 3
+    assert page.of("img") == []
+    assert "onerror" not in {name for _, attributes in page.elements for name in attributes}
+    assert page.text.count(f"completion 0 7 {runs.EVIL}") == 1
+    assert f"careful with {runs.EVIL}" in page.text
+
+
+def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(page: Any) -> None:
+    for i in (0, 2, 4, 5, 7):  # of 8: the lowest, a quarter, the half, three quarters, the highest
+        for step in (0, 19):
+            assert f"completion {step} {i} " in page.text
+    assert "completion 0 1 " not in page.text
+    assert "brevity –" in page.text
+    assert "3 tokens, truncated" in page.text
+
+
+def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step in (0, 19):
+        rows = [{"prompt": "again", "completion": f"at {step}", "reward": 1.0, "rewards": {}}]
+        rows += [{"prompt": f"only {step}", "completion": "once", "reward": 5.0, "rewards": {}}]
+        write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
+    page = page_of(run)
+    assert "at 0" in page.text
+    assert "at 19" in page.text
+    assert "once" not in page.text
+
+
+def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str, Any]]:
+    """Return rows of fixed prompts; a prompt's completions have rewards v, v + 1, …"""
+    return [
+        {
+            "prompt": f"asked {i}",
+            "completion": f"answer {i} of {step}, {k}",
+            "reward": value + k,
+            "rewards": {"model": value, "brevity": None if k else 0.5},
+            "length": 4 + step,
+            "finished": True,
+        }
+        for i, value in enumerate(values)
+        for k in range(group)
+    ]
+
+
+def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step, values in ((0, (1.0, 2.0)), (10, (5.0, 5.0)), (20, (7.0, 9.0))):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values, group=3))
+    page = page_of(run)
+    assert "at update 0 and at update 20, each with the completion of median reward among its 3" in page.text
+    for i in range(2):
+        assert page.text.count(f"asked {i}") == 1
+        for step in (0, 20):
+            assert f"answer {i} of {step}, 1" in page.text  # the middle one of three
+            assert f"answer {i} of {step}, 0" not in page.text
+    assert "of 10" not in page.text
+    assert "completion 0 4" not in page.text  # of a rollout
+    words = " ".join(page.text.split())
+    assert "reward2.5→9" in words  # means of 1, 2, 3, 2, 3, 4 and of 7, 8, 9, 9, 10, 11
+    assert "model1.5→8" in words
+    assert "brevity0.5→0.5" in words
+    for told in (
+        "mean of 3: 2",
+        "mean of 3: 3",
+        "mean of 3: 8",
+        "mean of 3: 10",
+    ):  # of each prompt, each time
+        assert told in words
+    assert "tokens4→24" in words
+    assert "brevity –" in page.text
+
+
+def test_fixed_prompts_of_the_model_that_was_kept(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step in (0, 10, 20):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, [1.0]))
+    (run / "policy/best.json").write_text(json.dumps({"model": 10, "step": 10}))
+    page = page_of(run)
+    assert "answer 0 of 10, 0" in page.text
+    assert "of 20" not in page.text
+
+
+def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    write(run / "policy/samples/evaluation-000000.jsonl", answers(0, [1.0]))
+    page = page_of(run)
+    assert "Update 0, the only one that was stored." in page.text
+    assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
+
+
+@pytest.mark.parametrize(("steps", "others"), [(700, 2), pytest.param(10_000, 30, marks=pytest.mark.long)])
+def test_many_steps_stay_small_and_keep_their_extremes(tmp_path: Path, steps: int, others: int) -> None:
+    run = make_run(tmp_path / "long", steps=steps)
+    rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
+    draw_from = np.random.default_rng(1)
+    for row in rows:
+        row |= {f"metric_{i}": float(draw_from.normal()) for i in range(others)}
+    rows[steps * 3 // 7]["kl"], rows[steps * 7 // 8]["kl"] = 100.0, -50.0
+    write(run / "policy/metrics.jsonl", rows)
+    path = reporting.report(run)
+    assert path.stat().st_size < 2_000_000
+    page = runs.Page(path.read_text(encoding="utf-8"))
+    assert f"Up to {steps:,} values per curve were logged" in page.text
+    chart = next(
+        c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
+    )
+    drawn = np.concatenate([array for name, array in arrays(chart["item"]) if name == "y"])
+    assert drawn.max() == 100.0
+    assert drawn.min() == -50.0
+
+
+def label(page: Any, id: str) -> str:
+    return next(a["aria-label"] for a in page.of("figure") if a["id"] == id)
+
+
+def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
+    """Yield (column, array) of every array in a Bokeh document."""
+    if isinstance(value, dict) and value.get("type") == "ndarray":
+        raw = base64.b64decode(value["array"]["data"])
+        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        yield name, np.frombuffer(raw, value["dtype"])
+    elif isinstance(value, dict):
+        for inside in value.values():
+            yield from arrays(inside, name)
+    elif isinstance(value, list):
+        pair = len(value) == 2 and isinstance(value[0], str)
+        for inside in value[1:] if pair else value:
+            yield from arrays(inside, value[0] if pair else name)
+
+
+def test_compare(tmp_path: Path) -> None:
+    both = [make_run(tmp_path / "a/run", rate=1e-4), make_run(tmp_path / "b/run", rate=3e-4, offset=1.0)]
+    path = reporting.compare(both, tmp_path / "both.html")
+    page = runs.Page(path.read_text(encoding="utf-8"))
+    assert "a/run" in page.text
+    assert "b/run" in page.text
+    assert "learning_rate" in page.text
+    assert re.search(r"learning_rate\s*0.0001\s*0.0003", page.text)
+    charts = page.charts()
+    assert all(len(chart["colours"]) == 2 for chart in charts.values())
+    assert set(charts) == {a["id"] for a in page.of("figure")}
+    assert any("a/run: " in label(page, id) and "b/run: " in label(page, id) for id in charts)
+    assert path.stat().st_size < 2_000_000
+
+
+def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
+    both = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    shutil.rmtree(both[1] / "policy")
+    page = runs.Page(reporting.compare(both, tmp_path / "c.html").read_text(encoding="utf-8"))
+    assert "policy" in page.text
+
+
+def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    without_curves(make_run(tmp_path / "one"))
+    make_run(tmp_path / "two")
+    ended = rlhf("report", "one")
+    assert ended.code == 0
+    assert ended.out.startswith(f"{tmp_path}/one/report.html: 0.")
+    assert rlhf("report", "one", "-o", "deep/page.html").code == 0
+    assert Path("deep/page.html").is_file()
+    assert rlhf("compare", "one", "two").code == 0
+    assert Path("compare.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["report", "nowhere"], "nowhere: does not exist; give the directory of a run"),
+        (["report", "file"], "file: is a file"),
+        (["report", "empty"], "empty: not a run directory"),
+        (["report", "one/rm"], "one/rm: is one stage of a run; type: rlhf report one"),
+        (["report", "one", "-o", "empty"], "-o empty: is a directory"),
+        (["compare", "one"], "give two runs or more; for one, type: rlhf report one"),
+    ],
+)
+def test_what_is_no_run_ends_with_2(
+    tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    ended = rlhf(*arguments)
+    assert ended.code == 2
+    assert told in ended.message
+
+
+def policy_charts(page: Any) -> dict[str, str]:
+    """Return {label of a chart of the policy's stage: its legend and values, as read aloud}."""
+    labels = [a["aria-label"] for a in page.of("figure") if a["id"].startswith("stage-policy")]
+    return {text.partition(". ")[0]: text.partition(". ")[2] for text in labels}
+
+
+def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    shutil.rmtree(run / "rm")
+    rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "memory/peak_rss_bytes": 6.5e9}
+    rows[-1] |= {"eval_reward": 1.25}
+    write(run / "policy/metrics.jsonl", rows)
+    page = page_of(run)
+    found = policy_charts(page)
+    assert found["Reward, mean of completions"].startswith("reward = rewards/model/mean: ")
+    assert found["Reward, mean of completions"].endswith("; eval_reward: 1.25 at update 20")
+    assert found["Memory, GB"] == "memory/peak_rss_bytes: 6.5 at update 1, 6.5 at update 20"
+    assert "Share of tokens clipped" not in found
+    words = " ".join(page.text.split())
+    assert "Always 0, and not drawn: clip_ratio/high_mean, clip_ratio/low_mean." in words
+    assert "memory/peak_rss_bytes6.50 GB" in words
+    assert "e+09" not in words
+    assert words.count("rewards/model/mean") == 2  # the legend, and the table of all metrics
+
+
+def test_histograms_need_values(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    assert not [title for title in policy_charts(page_of(run)) if title.endswith("before and after")]
+    for step in (0, 19):
+        rows = [{"prompt": str(i), "completion": "x", "reward": float(i % 3), "length": i} for i in range(64)]
+        write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
+    assert len([title for title in policy_charts(page_of(run)) if title.endswith("before and after")]) == 2
+
+
+def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judges(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step, values in ((0, (3.0, 2.0)), (20, (2.0, 2.0))):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, values))
+    page = page_of(run)
+    assert page.text.count("▼ lower") == 1  # of the first prompt
+    assert "▲ higher" not in page.text
+    assert "mean of these 2 prompts" in page.text
+    assert not [a for _, a in page.elements if a.get("class") in ("good", "bad")]
+    # 48 prompts, of which the two that are shown became worse, and most others better.
+    after = [2.0, 2.0, *[4.0] * 46]
+    for step, rewards in ((0, [3.0, 2.0, *[3.0] * 46]), (20, after)):
+        rows = {"step": step, "prompt_rewards": rewards}
+        write(run / f"policy/evaluations/{step:06d}.json", [rows])
+    words = " ".join(page_of(run).text.split())
+    assert (
+        "The mean reward of 48 training prompts was 2.979 before training and 3.917 after update 20" in words
+    )
+    assert words.count("an improvement") == 1
+    assert "better" not in words
+    assert "worse" not in words
+
+
+def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
+    """Of the best evaluation, where that is the model that was saved, and not of the last one."""
+    run = without_curves(make_run(tmp_path / "first"))
+    for step, reward in ((0, 1.0), (10, 3.0), (20, 2.0)):
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, (reward, reward)))
+        write(run / f"policy/evaluations/{step:06d}.json", [{"step": step, "prompt_rewards": [reward] * 5}])
+    write(run / "policy/best.json", [{"model": 10}])
+    words = " ".join(page_of(run).text.split())
+    assert "was 1 before training and 3 after update 10" in words
+    assert "at update 0 and at update 10" in words
+
+
+ONE_TO_THREE = np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 7.0])
+
+
+def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    for step in range(3):
+        rows = [{"prompt": "p", "completion": "x", "reward": float(step), "length": 2}] * 4
+        write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
+    stage = next(stage for stage in read_run(run).stages if stage.name == "policy")
+    _, _, spreads = samples.completions(stage, [])
+    assert spreads[0].updates.tolist()[:3] == [1, 2, 3]
+    assert spreads[0].percentiles[:3, 2].tolist() == [0, 1, 2]
+    band, line = (
+        charts.band("b", "", spreads[0]),
+        charts.lines("l", "", [Line("reward", Points(*ONE_TO_THREE), 0)], 9),
+    )
+    assert all('"start":0' in json.dumps(each.item, separators=(",", ":")) for each in (band, line))
+
+
+def test_the_columns_of_a_row_stand_beside_its_prompt(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        rows[0]["columns"] = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    page = page_of(run)
+    assert f"answer 42 note see {runs.EVIL} long {'x' * 300}… (1,000 characters)" in page.text
+    assert page.text.count("answer 42") == 1
+    assert page.of("img") == []
+
+
+def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    rows = [
+        {
+            "prompt": f"prompt {p}",
+            "completion": f"said {p} {i} {runs.EVIL}",
+            "reward": 1.0,
+            "advantage": p * (i - 4.5),
+        }
+        for p in range(5)
+        for i in range(10)
+    ]
+    write(run / "policy/samples/update-000019.jsonl", rows)
+    page = page_of(run)
+    words = " ".join(page.text.split()).partition("What was trained on")[2]
+    assert "the rollout before update 20" in words
+    assert [p for p in range(5) if f"prompt {p}" in words] == [2, 3, 4]  # the groups that differ most
+    assert (
+        words.index("said 4 9") < words.index("said 4 8") < words.index("said 4 3") < words.index("said 4 0")
+    )
+    assert "said 4 2" not in words
+    assert "and 2 more" in words
+    assert "advantage 18" in words
+    assert "advantage -18" in words
+    assert page.of("img") == []
+
+
+def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    shutil.rmtree(run / "policy")
+    pair = {"prompt": "<|im_start|>user\nHi", "chosen": "good", "rejected": "bad"}
+    scores = {"chosen_score": 1.5, "rejected_score": -0.5, "row": "/far/away/pairs.jsonl row 7"}
+    write(run / "rm/samples/evaluation-000020.jsonl", [{**pair, **scores}])
+    page = page_of(run)
+    assert "pairs.jsonl row 7" in page.text
+    assert "/far/away" not in page.text
+    assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
+
+
+def test_a_reply_stands_without_its_role(tmp_path: Path) -> None:
+    run = without_curves(make_run(tmp_path / "first"))
+    for step in (0, 20):
+        rows = answers(step, (3.0,))
+        rows[0]["completion"] = [{"role": "assistant", "content": f"said at {step}"}]
+        rows[0]["rewards"] = {"model": rows[0]["reward"]}
+        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+    text = page_of(run).text
+    assert "said at 20" in text
+    assert "assistant: said" not in text
+    assert "Bold: the reward." in text
+    assert "model 3" not in text

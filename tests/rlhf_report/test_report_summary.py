@@ -1,0 +1,128 @@
+"""The sentence of a stage: what changed on held-out data, and whether it is noise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rlhf_report as reporting
+from rlhf_report.summary import t_quantile, wilson
+from scipy.stats import t
+
+from rlhf_core.plugins.component import load_file
+
+runs = load_file(Path(__file__).parents[1] / "shared" / "report_runs.py")
+
+
+def policy_run(directory: Path) -> Path:
+    """Make a run without curves, which take most of a page's time."""
+    run: Path = runs.make_run(directory)
+    shutil.rmtree(run / "rm")
+    (run / "policy/metrics.jsonl").unlink()
+    return run
+
+
+def words(run: Path) -> str:
+    return " ".join(runs.Page(reporting.report(run).read_text(encoding="utf-8")).text.split())
+
+
+def previews(run: Path, before: Sequence[float | None], after: Sequence[float | None]) -> None:
+    for step, rewards in ((0, before), (20, after)):
+        rows: list[dict[str, Any]] = [
+            {"prompt": f"asked {i}", "completion": "x", "reward": value, "rewards": {"right": value}}
+            for i, value in enumerate(rewards)
+        ]
+        runs.write(run / f"policy/samples/evaluation-{step:06d}.jsonl", rows)
+
+
+@pytest.mark.parametrize("freedom", [3, 4, 7, 11, 50])
+def test_the_quantile_is_students(freedom: int) -> None:
+    assert t_quantile(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=0.01)
+
+
+def test_wilson_contains_the_shares_that_the_score_test_accepts() -> None:
+    for successes, count in ((0, 5), (3, 10), (60, 64), (160, 160)):
+        low, high = wilson(successes / count, count)
+        for bound in (low, high):
+            if 1e-12 < bound < 1 - 1e-12:
+                error = np.sqrt(bound * (1 - bound) / count)
+                assert abs(successes / count - bound) / error == pytest.approx(1.959964, rel=1e-5)
+
+
+BEFORE = np.array([1.0, 2.0, 0.5, 1.5, 2.5, 1.0, 1.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ([1.0, 0.8, 1.1, 0.9, 1.0, 1.2, 0.7, 1.0], "more than chance: an improvement."),
+        (
+            [-1.0, -0.8, -1.1, -0.9, -1.0, -1.2, -0.7, -1.0],
+            "more than chance: the model is worse than before.",
+        ),
+        ([1.0, -1.0, 1.1, -0.9, 1.0, -1.2, 0.7, 0.5], "which may be noise: the interval contains 0."),
+    ],
+)
+def test_a_change_is_compared_prompt_by_prompt(tmp_path: Path, change: list[float], verdict: str) -> None:
+    run = policy_run(tmp_path / "run")
+    previews(run, BEFORE.tolist(), (BEFORE + change).tolist())
+    half = t.ppf(0.975, 7) * np.std(change, ddof=1) / np.sqrt(8)
+    told = words(run)
+    assert "The mean reward of 8 training prompts was 1.5 before training and" in told
+    assert verdict in told
+    low, high = np.mean(change) - half, np.mean(change) + half
+    interval = told.partition("95 % interval over prompts: ")[2].partition(")")[0].split(" to ")
+    np.testing.assert_allclose([float(bound) for bound in interval], [low, high], rtol=0.01, atol=0.005)
+
+
+def test_few_prompts_and_no_change_have_no_interval(tmp_path: Path) -> None:
+    run = policy_run(tmp_path / "run")
+    previews(run, [1.0, None, 2.0], [2.0, 1.0, 2.0])
+    told = words(run)
+    assert "2 training prompts" in told
+    assert "So few prompts say nothing about others." in told
+    previews(run, [1.0] * 8, [1.0] * 8)
+    told = words(run)
+    assert "it changed for none of them." in told
+    assert "interval over prompts" not in told
+
+
+def test_an_evaluation_before_training_counts_all_its_prompts(tmp_path: Path) -> None:
+    run = policy_run(tmp_path / "run")
+    previews(run, [1.0] * 4, [9.0] * 4)
+    record = json.loads((run / "policy/stage.json").read_text())
+    record["config"]["eval_data"] = "held.jsonl"
+    (run / "policy/stage.json").write_text(json.dumps(record))
+    for step, rewards in ((0, [0.0, 1.0, None, 0.0, 1.0]), (20, [1.0, 1.0, 0.0, 1.0, 1.0])):
+        path = run / f"policy/evaluations/{step:06d}.json"
+        runs.write(path, [{"step": step, "prompt_rewards": rewards}])
+    assert "The mean reward of 4 held-out prompts was 0.5 before training and 1 after update 20" in words(run)
+    runs.write(run / "policy/evaluations/000020.json", [{"step": 20, "prompt_rewards": "many"}])
+    assert "policy/evaluations/000020.json is not readable" in words(run)
+
+
+def test_an_accuracy_has_an_interval(tmp_path: Path) -> None:
+    run = runs.make_run(tmp_path / "run")  # 4 pairs, 0.875
+    shutil.rmtree(run / "policy")
+    low, high = wilson(0.875, 4)
+    expected = (
+        "After update 20 the chosen reply has the higher score in 87.5% of 4 held-out pairs "
+        f"(95 % interval: {low:.1%} to {high:.1%}), which guessing could reach too."
+    )
+    assert expected in words(run)
+
+
+def test_a_held_out_loss_that_rose_is_worse(tmp_path: Path) -> None:
+    run = policy_run(tmp_path / "run")
+    rows = [{"step": i, "time": runs.BEGAN + i, "eval_loss": float(i)} for i in (1, 2)]
+    runs.write(run / "policy/metrics.jsonl", rows)
+    assert "The held-out loss was 1 after update 1 and 2 after update 2: worse than at the first" in words(
+        run
+    )
+    runs.write(run / "policy/metrics.jsonl", rows[:1])
+    assert "The held-out loss was 1 after update 1." in words(run)

@@ -1,0 +1,161 @@
+"""`rlhf new`: a package of each kind installs, is listed, is clean and passes its tests; mistakes are reported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rlhf_testing import new
+
+from rlhf_core.plugins import empty_host
+from rlhf_core.plugins.component import load_file
+
+packages: Any = load_file(Path(__file__).parents[1] / "shared" / "packages.py")
+LIST = "from rlhf_core.cli import main; import sys; sys.argv = ['rlhf', 'plugins', '--json']; main()"
+EXAMPLES = ("rlhf-spo", "rlhf-tensorboard")
+
+
+def name_of(kind: str) -> str:
+    return f"my-{kind}"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a new package of every kind into one directory."""
+    directory = tmp_path_factory.mktemp("new")
+    for kind in new.KINDS:
+        new.write(kind, name_of(kind), directory / kind, empty_host().registry)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def installed(sources: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install them together with two of the repository's examples; return the directory."""
+    work, target = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
+    examples = [repository / "examples/plugins" / name for name in EXAMPLES]
+    found: Path = packages.install([*sorted(sources.iterdir()), *examples], work, target)
+    return found
+
+
+@pytest.fixture(scope="module")
+def listed(installed: Path) -> Mapping[str, Any]:
+    return {plugin["name"]: plugin for plugin in json.loads(packages.python(installed, "-c", LIST))}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", new.KINDS)
+def test_it_is_listed(kind: str, listed: Mapping[str, Any]) -> None:
+    name = name_of(kind).replace("-", "_")
+    plugin = listed[name]
+    assert (plugin["distribution"], plugin["state"]) == (f"rlhf-{name_of(kind)}", "loaded")
+    assert plugin["components"] == {new.KINDS[kind].name: [name]}
+
+
+@pytest.mark.long
+def test_the_examples_are_listed(listed: Mapping[str, Any]) -> None:
+    assert listed["spo"]["components"] == {"policy loss": ["spo"], "reward": ["finished_sentences"]}
+    assert listed["tensorboard"]["components"] == {"logger": ["tensorboard"]}
+
+
+@pytest.mark.long
+def test_their_tests_pass(sources: Path, installed: Path, repository: Path) -> None:
+    tests = [sources / kind / "tests" for kind in new.KINDS]
+    tests += [repository / "examples/plugins" / name / "tests" for name in EXAMPLES]
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir")
+    said = packages.python(installed, *options, str(sources), *map(str, tests), JAX_NUM_CPU_DEVICES="8")
+    assert " passed" in said
+
+
+def test_they_are_clean(sources: Path, repository: Path) -> None:
+    """Check them with this repository's rules; each package sorts its own imports."""
+    ruff = [sys.executable, "-m", "ruff"]
+    rules = "E,F,W,I,UP,B,C4,SIM,RUF,PT,RET,PIE,N"
+    for command in (
+        ["check", "--no-cache", "--select", rules, "--ignore", "RUF001,RUF002,RUF003"],
+        ["format", "--no-cache", "--check"],
+    ):
+        done = subprocess.run([*ruff, *command, str(sources)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.long
+def test_the_logger_of_the_examples_listens(
+    installed: Path, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboardX")
+    monkeypatch.syspath_prepend(installed)
+    from rlhf_sft import SFTConfig
+
+    config = SFTConfig(
+        total_batch_size=4, max_training_steps=2, log_steps=1, logger=[{"name": "tensorboard"}]
+    )
+    artifact = tiny.run("sft", config, tmp_path, model=tiny.make_model(), train_dataset=tiny.texts(8))
+    (file,) = (artifact.path.parents[1] / "tensorboard").iterdir()
+    assert b"tokens_per_second" in file.read_bytes()
+
+
+def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = rlhf("new", "policy_loss", "rlhf-steady")
+    assert (done.code, done.message) == (0, "")
+    assert "the policy loss 'steady' is in rlhf-steady/src/rlhf_steady/__init__.py" in done.out
+    assert "pip install -e 'rlhf-steady[test]'" in done.out
+    text = (tmp_path / "rlhf-steady/pyproject.toml").read_text()
+    assert 'dependencies = ["rlhf-core>=0.1,<0.2"]' in text
+    assert 'steady = "rlhf_steady"' in text
+    assert "class SteadyLoss:" in (tmp_path / "rlhf-steady/src/rlhf_steady/__init__.py").read_text()
+    assert "{{" not in "".join(p.read_text() for p in tmp_path.rglob("*") if p.is_file())
+    (tmp_path / "empty").mkdir()
+    assert rlhf("new", "reward", "short", "--dir", "empty").code == 0
+    assert (tmp_path / "empty/pyproject.toml").is_file()
+
+
+MISTAKES = {
+    (
+        "polcy-loss",
+        "steady",
+    ): "rlhf new: no kind 'polcy-loss'. Did you mean 'policy-loss'? There are: policy-loss, ",
+    (
+        "policy-loss",
+        "Steady Loss",
+    ): "rlhf new: 'Steady Loss' cannot be a name: use lower-case letters",
+    ("reward", "2fast"): "starting with a letter, such as my-loss",
+    ("reward", "class"): "rlhf new: 'class' is a keyword of Python; choose another",
+    (
+        "policy-loss",
+        "dapo",
+    ): "rlhf new: policy loss 'dapo' exists already, in rlhf-grpo 0.1.0; choose another",
+    ("logger", "grpo"): "rlhf new: a distribution rlhf-grpo is installed already; choose another name",
+    ("logger", "full"): "rlhf new: rlhf-full exists already; give another with --dir, or delete it",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes(given: tuple[str, str], rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rlhf-full").mkdir()
+    (tmp_path / "rlhf-full/notes").touch()
+    done = rlhf("new", *given)
+    assert done.code == 2
+    assert MISTAKES[given] in done.message
+    assert [p.name for p in tmp_path.iterdir()] == ["rlhf-full"]
+
+
+def test_every_mistake_is_told_at_once(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").write_text("a file")
+    done = rlhf("new", "rewrad", "Über", "--dir", "there")
+    assert (done.code, done.message.count("rlhf new: ")) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("version", "pin"), [("0.1.0", ">=0.1,<0.2"), ("0.12.3", ">=0.12,<0.13"), ("1.4.2", ">=1.4,<2")]
+)
+def test_the_pin(version: str, pin: str) -> None:
+    assert new.pin(version) == pin

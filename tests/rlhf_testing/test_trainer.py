@@ -1,0 +1,182 @@
+"""The kit for trainers finds each defect, and only that; our trainers have none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import Field
+from rlhf_grpo import GRPOConfig
+from rlhf_testing.findings import Broken
+from rlhf_testing.fixtures import Ran
+from rlhf_testing.trainer import _outputs
+from safetensors.numpy import save_file
+
+from rlhf_core import Artifact, Stage, Trainer, TrainerConfig, artifacts
+from rlhf_core.errors import RunError, Stopped
+from rlhf_core.runtime.signals import stop_signals
+from rlhf_core.testing import check_trainer, pairs, prompts, texts
+
+
+class Config(TrainerConfig):
+    """The state of a trainer without a model: x moves to 1."""
+
+
+@dataclass
+class Weights:
+    x: np.ndarray
+    tokenizer: None = None
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file({"x": self.x}, path / "model.safetensors")
+
+
+def train(
+    config: TrainerConfig,
+    stage: Stage,
+    *,
+    measure: Callable[[np.ndarray], Mapping[str, Any]] = lambda x: {"loss": float((x - 1).sum() ** 2)},
+    stops: bool = True,
+    remembers: Sequence[str] = ("step", "x", "speed", "anchor"),
+    every: int = 1,
+    rate: Callable[[Stage], float] = lambda stage: 0.1,
+    spoil: float = 1.0,
+    announces: bool = True,
+    kind: str = "point",
+) -> None:
+    file = stage.dir / "state.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known = {name: known[name] for name in remembers if name in known}
+    x, speed = np.array(known.get("x", [3.0, 5.0])), np.array(known.get("speed", [0.0, 0.0]))
+    anchor = np.array(known.get("anchor", x))  # what the next `every` updates start from
+    with stop_signals() as stop:
+        for step in range(known.get("step", 0), config.max_training_steps or 1):
+            anchor = x if step % every == 0 else anchor
+            speed = 0.9 * speed - rate(stage) * (anchor - 1)
+            x = x + speed
+            stage.hook.rlhf_step_end(stage=stage, step=step + 1, metrics=measure(x))
+            kept = {"x": x.tolist(), "speed": speed.tolist(), "anchor": anchor.tolist()}
+            file.write_text(json.dumps({"step": step + 1, **kept}))
+            if stops and stop.is_set():
+                raise Stopped("stopped, state saved")
+    hook = stage.hook if announces else Silent()
+    artifacts.save_model(replace(stage, hook=hook), "model", kind, Weights(x * spoil))  # type: ignore[arg-type]
+
+
+class Silent:
+    def rlhf_artifact_saved(self, **_: Any) -> None: ...
+
+
+def variant(**changes: Any) -> Trainer:
+    return Trainer(Config, {"model": "point"}, lambda config, stage: train(config, stage, **changes))
+
+
+class Forgetful(Config):
+    size: Any = Field(np.float32(1), description="which JSON cannot hold")
+
+
+def writing_forecast(config: TrainerConfig, stage: Stage) -> list[str]:
+    stage.dir.mkdir(parents=True, exist_ok=True)
+    (stage.dir / "forecast.txt").write_text("?")
+    return ["6 updates"]
+
+
+def fails(config: TrainerConfig, stage: Stage) -> None:
+    raise RunError("no")
+
+
+good = variant()
+MUTANTS: dict[str, tuple[str, Trainer]] = {
+    "a config that is none": ("component", replace(good, config=dict)),  # type: ignore[arg-type]
+    "a config that JSON cannot hold": ("config", replace(good, config=Forgetful)),
+    "a forecast that writes": ("forecast", replace(good, forecast=writing_forecast)),
+    "a forecast that is one text": ("forecast", replace(good, forecast=lambda config, stage: "6 updates")),
+    "a run that fails": ("finishes", replace(good, run=fails)),
+    "an output that is not saved": ("finishes", replace(good, outputs={"model": "point", "more": "point"})),
+    "no outputs": ("outputs", replace(good, outputs={})),
+    "weights that are NaN": ("outputs", variant(spoil=np.nan)),
+    "an output nobody hears of": ("outputs", variant(announces=False)),
+    "a reward model without a contract": (
+        "outputs",
+        replace(variant(kind="reward_model"), outputs={"model": "reward_model"}),
+    ),
+    "a metric that is NaN": ("metrics", variant(measure=lambda x: {"loss": 0.0, "kl": float("nan")})),
+    "an array as a metric": ("metrics", variant(measure=lambda x: {"loss": jnp.float32(0.5)})),
+    "no loss": ("metrics", variant(measure=lambda x: {"x": 1.0})),
+    "a signal that is ignored": ("stop", variant(stops=False)),
+    "a run that begins again": ("resume", variant(remembers=())),
+    "a checkpoint without the momentum": ("resume", variant(remembers=("step", "x"))),
+    "a rollout of two updates that is not kept": (
+        "resume",
+        variant(every=2, remembers=("step", "x", "speed")),
+    ),
+    "a rollout of three updates that is not kept": (
+        "resume",
+        variant(every=3, remembers=("step", "x", "speed")),
+    ),
+    "a step that counts devices": ("mesh", variant(rate=lambda stage: 0.1 * stage.devices().size)),
+}
+
+
+@pytest.mark.parametrize("case", MUTANTS)
+def test_the_defect_is_found(case: str, failures: Any) -> None:
+    name, trainer = MUTANTS[case]
+    assert set(found := failures(check_trainer, trainer, rows=texts(4))) == {name}, found
+
+
+def test_the_trainer_that_they_are_made_of_has_none() -> None:
+    check_trainer(good, Config(max_training_steps=8), rows=texts(4))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+def test_a_language_model_is_opened_and_read(scale: float, tiny: ModuleType, tmp_path: Path) -> None:
+    """Its weights may be finite and its outputs not."""
+    model = tiny.make_model()
+    for part in ("norm", "lm_head"):
+        model.params[part] = jax.tree.map(lambda x: x * scale, model.params[part])
+    model.save(tmp_path)
+    outputs = {"model": Artifact("model", "language_model", tmp_path)}
+    case: Any = SimpleNamespace(trainer=replace(good, outputs={"model": "language_model"}))
+    with nullcontext() if scale == 1 else pytest.raises(Broken, match=r"'model': its outputs: .* not finite"):
+        _outputs(case, Ran(None, None, announced=["model"], outputs=outputs))
+
+
+def test_what_is_said(failures: Any) -> None:
+    said = failures(check_trainer, MUTANTS["a run that begins again"][1], rows=texts(4))["resume"]
+    assert "interrupted after update 3 and starts over at update 1" in said
+    said = failures(check_trainer, MUTANTS["a checkpoint without the momentum"][1], rows=texts(4))["resume"]
+    assert "'model' of an interrupted run differs in model.safetensors" in said
+    said = failures(check_trainer, MUTANTS["a reward model without a contract"][1], rows=texts(4))["outputs"]
+    assert "contract=scoring_contract(config, stage, model)" in said
+
+
+def early(completions: list[str]) -> list[float]:
+    """Return the share of words in the first half of the alphabet."""
+    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "sft": {"rows": texts()},
+    "reward": {"rows": pairs()},
+    "grpo": {
+        "config": GRPOConfig(total_batch_size=8, num_generations=4, max_completion_length=6),
+        "rows": prompts(),
+        "rewards": [early],
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
+def test_ours_have_none(name: str) -> None:
+    check_trainer(name, **OURS[name])
