@@ -25,7 +25,7 @@ from python_page import WIDTH, joined, table
 
 from rlhf_core import cli, contracts, plugins
 from rlhf_core.cli import extensions
-from rlhf_core.config import Component, Options, TrainerConfig, fields
+from rlhf_core.config import Component, Ignored, Options, TrainerConfig, fields
 from rlhf_core.config.toml import to_value
 from rlhf_core.contracts import TRAINER, Kind
 from rlhf_core.plugins import Host, hooks
@@ -98,7 +98,7 @@ def ours(host: Host) -> dict[str, dict[str, list[str]]]:
 
 def field_parts(host: Host) -> dict[str, str]:
     """{path below docs/reference: the fields of every trainer, or those that one of ours adds}."""
-    aliases = ", ".join(f"`{alias}` is `{name}`" for alias, name in TrainerConfig._aliases().items())
+    aliases = ", ".join(f"`{alias}` is `{name}`" for alias, name in TrainerConfig.aliases().items())
     shared = [
         field_table(TrainerConfig, TrainerConfig.model_fields, ""),
         *nested_tables(TrainerConfig, TrainerConfig.model_fields, ""),
@@ -125,11 +125,12 @@ def trainer_fields(config: type[TrainerConfig]) -> Iterator[str]:
     """The fields that a trainer adds or changes; the flat names; what it does not use."""
     yield field_table(config, own_fields(config), "../")
     yield from nested_tables(config, own_fields(config), "../")
-    if flat := config._flat():
-        short = [f"`{key}` is `{field}.{inner}`" for key, (field, inner, *_) in flat.items()]
+    own = {name: path for name, path in config.aliases().items() if name not in TrainerConfig.OTHER_NAMES}
+    if short := [f"`{name}` is `{path}`" for name, path in own.items()]:
         yield "Short names: " + ", ".join(short) + "."
-    for field, instead in config.UNUSED.items():
-        yield f"`{field}` has no effect here: {instead}."
+    for field, meaning in config.other_names().items():
+        if isinstance(meaning, Ignored) and field in config.model_fields:
+            yield f"`{field}` has no effect here: {meaning.instead}."
 
 
 def field_table(config: type[Options], names: Iterable[str], root: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_core.config import Component as Component
+    from rlhf_core.config import Ignored as Ignored
     from rlhf_core.config import Options as Options
     from rlhf_core.config import TrainerConfig as TrainerConfig
     from rlhf_core.contracts import ADVANTAGE as ADVANTAGE
@@ -63,7 +64,7 @@ _CONTRACTS = (
 )
 _HOMES = {
     **dict.fromkeys(_CONTRACTS.split(), "contracts"),
-    **dict.fromkeys(("Component", "Options", "TrainerConfig"), "config"),
+    **dict.fromkeys(("Component", "Ignored", "Options", "TrainerConfig"), "config"),
     **dict.fromkeys(("InputError", "RunError"), "errors"),
     **dict.fromkeys(("TrainState", "create_state"), "state"),
     "Registry": "plugins.registry",

@@ -6,6 +6,8 @@ from rlhf_core.config.build import fields as fields
 from rlhf_core.config.build import parse_value as parse_value
 from rlhf_core.config.options import Component as Component
 from rlhf_core.config.options import Options as Options
+from rlhf_core.config.other_names import Ignored as Ignored
+from rlhf_core.config.other_names import Refused as Refused
 from rlhf_core.config.paths import ArtifactKinds as ArtifactKinds
 from rlhf_core.config.trainer import TrainerConfig as TrainerConfig
 
@@ -13,7 +15,9 @@ __all__ = [
     "ArtifactKinds",
     "Component",
     "FieldDoc",
+    "Ignored",
     "Options",
+    "Refused",
     "TrainerConfig",
     "build",
     "fields",

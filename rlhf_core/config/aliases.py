@@ -1,4 +1,4 @@
-"""Expand what a user may write into canonical fields: other names, flat names, and names of parts of a table."""
+"""Expand what a user may write into canonical fields, by the table of other names."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options
-from rlhf_core.config.other_names import SEED_FIELDS
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored
 from rlhf_core.config.problems import Problem, format_value
 
-PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "dataset_split", "extra_optimizer_kwargs")
-"""Names that are not fields and stand for part of one."""
-
-SAVED_BY = "trainer_config_class"
-"""The key under which a file saved by EasyDeL names the class of its config."""
+PART_NAMES = ("use_wandb", "wandb_entity", "wandb_name", "extra_optimizer_kwargs")
+"""Names that stand for part of a list, or for several entries of a table."""
 
 
 def expand(
@@ -24,50 +21,48 @@ def expand(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Expand `data` into canonical fields, with problems and warnings. base: the config it will be merged into."""
     table = dict(data)
-    problems = [*_remove_saved_class(table, cls), *_replace_aliases(table, cls)]
+    problems = _remove_saved_class(table, cls)
+    problems += _replace_aliases(table, cls)
     _wrap_single_components(table, cls)
-    problems += _remove_unused(table, cls)
-    problems += _nest_flat(table, cls, base)
+    problems += _remove_ignored(table, cls)
+    problems += _nest(table, cls, base)
     problems += _nest_wandb(table, _default(cls, base, "logger"))
-    problems += _nest_split(table, _default(cls, base, "train_data"))
     problems += _nest_optimizer(table, _default(cls, base, "optimizer"))
     return table, problems
 
 
-def inherit(cls: type, attribute: str) -> dict[str, Any]:
-    """Merge a class attribute's entries with those of the parent classes, which they override."""
-    tables = [vars(base)[attribute] for base in reversed(cls.__mro__) if attribute in vars(base)]
-    return {name: entry for table in tables for name, entry in table.items()}
-
-
-def _remove_unused(table: dict[str, Any], cls: type[Options]) -> list[Problem]:
-    """Remove EasyDeL's fields that have no effect here, and shared ones that this trainer does not use.
-
-    Warns only about values that ask for another behaviour.
-    """
-    unused = {name: ((_default(cls, None, name),), why) for name, why in inherit(cls, "UNUSED").items()}
-    elsewhere = {name: field for name, field in SEED_FIELDS.items() if name not in cls.model_fields}
+def _remove_ignored(table: dict[str, Any], cls: type[Options]) -> list[Problem]:
+    """Remove names without effect; warn only about values that ask for another behaviour."""
     notes = []
-    for name, (same, instead) in {**elsewhere, **unused}.items():
-        if name in table and table.pop(name) not in same:
-            notes.append(Problem(name, f"has no effect here: {instead}", fatal=False))
+    for name, meaning in cls.other_names().items():
+        if name not in table or not isinstance(meaning, Ignored):
+            continue
+        same = meaning.same
+        if name in cls.model_fields:
+            if meaning is TRAINER_NAMES.get(name):
+                continue  # the trainer has a field of that name
+            same = (_default(cls, None, name),)
+        if table.pop(name) not in same:
+            notes.append(Problem(name, f"has no effect here: {meaning.instead}", fatal=False))
     return notes
 
 
 def _remove_saved_class(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
     """Remove the config class that EasyDeL writes into its files; warn if it is another trainer's."""
-    name = fields.pop(SAVED_BY, cls.__name__)
+    key = "trainer_config_class"
+    name = fields.pop(key, cls.__name__)
     if name == cls.__name__:
         return []
-    return [Problem(SAVED_BY, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
+    return [Problem(key, f"the file is of a {name}, and is read as a {cls.__name__} here", fatal=False)]
 
 
 def _replace_aliases(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:
     """Replace other spellings by names. Both may be given if they agree, or if one of them is none."""
     problems = []
-    aliases = inherit(cls, "ALIASES")
-    for alias in [alias for alias in aliases if alias in fields]:
-        value, name = fields.pop(alias), aliases[alias]
+    for alias, name in cls.aliases().items():
+        if alias not in fields or "." in name:
+            continue
+        value = fields.pop(alias)
         if not _may_be_none(cls, name):  # EasyDeL's none: the default
             if fields.get(name, 0) is None:
                 del fields[name]
@@ -94,29 +89,34 @@ def _wrap_single_components(fields: dict[str, Any], cls: type[Options]) -> None:
                 fields[name] = [value]
 
 
-def _nest_flat(fields: dict[str, Any], cls: type[Options], base: Options | None) -> list[Problem]:
-    """Move flat names into the tables they stand for; a table that is not given starts from its default."""
-    flat = [(name, target[0], target[1]) for name, target in inherit(cls, "FLAT").items() if name in fields]
+def _nest(fields: dict[str, Any], cls: type[Options], base: Options | None) -> list[Problem]:
+    """Move names such as `epsilon` into their tables; a table that is not given starts from its default."""
+    found = [
+        (name, *path.split(".", 1)) for name, path in cls.aliases().items() if name in fields and "." in path
+    ]
     # Names first: the options of the default do not apply to another component.
-    flat.sort(key=lambda item: item[2] != "name")
-    given_tables = {field: _table(fields[field]) for _, field, _ in flat if field in fields}
+    found.sort(key=lambda item: item[2] != "name")
+    given = {field: _table(fields[field]) for _, field, _ in found if field in fields}
     tables: dict[str, dict[str, Any]] = {}
     problems = []
-    for name, field, key in flat:
+    for name, field, key in found:
         value, default = fields.pop(name), _default(cls, base, field)
+        if field == "train_data" and value is not None and _table(fields.get(field, default)) is None:
+            problems.append(Problem(name, f"needs {field}, one dataset by name or in a table"))
+            continue
         if field not in tables:
-            start = given_tables[field] if field in given_tables else _table(default) or {}
+            start = given[field] if field in given else _table(default) or {}
             if start is None:
                 continue  # neither a table nor a name, as validation says
-            other = key == "name" and field not in given_tables and value != start.get("name")
+            other = key == "name" and field not in given and value != start.get("name")
             tables[field] = {} if other else dict(start)
-        if key in (given_tables.get(field) or {}):
+        if value is None and (default is None or isinstance(default, Component)):
+            continue  # an option that is none counts as not given
+        if key in (given.get(field) or {}):
             problems.append(Problem(name, f"the same as {field}.{key}, which is given too; remove one"))
-        elif value is None and (default is None or isinstance(default, Component)):
-            tables[field].pop(key, None)  # an option that is none counts as not given
         else:
             tables[field][key] = value
-    fields |= {name: table for name, table in tables.items() if table or name in given_tables}
+    fields |= {name: table for name, table in tables.items() if table or name in given}
     return problems
 
 
@@ -143,23 +143,6 @@ def _nest_wandb(fields: dict[str, Any], default: Any) -> list[Problem]:
     wandb_tables[0].update({named[key]: value for key, value in options.items()})
     fields["logger"] = tables
     return [Problem(key, f"the same as {named[key]} of logger wandb; remove one") for key in twice]
-
-
-def _nest_split(fields: dict[str, Any], default: Any) -> list[Problem]:
-    """Move `dataset_split` into the table of `train_data`."""
-    if "dataset_split" not in fields:
-        return []
-    split, data = fields.pop("dataset_split"), fields.get("train_data", default)
-    if split is None:
-        return []
-    if isinstance(data, Path | str):
-        data = {"name": str(data)}
-    if not isinstance(data, Mapping):
-        return [Problem("dataset_split", "needs train_data, one dataset by name or in a table")]
-    if "split" in data:
-        return [Problem("dataset_split", "the same as train_data.split, which is given too; remove one")]
-    fields["train_data"] = {**data, "split": split}
-    return []
 
 
 def _nest_optimizer(fields: dict[str, Any], default: Any) -> list[Problem]:
@@ -193,6 +176,6 @@ def _table(value: Any) -> dict[str, Any] | None:
     """Convert a nested value to a table of what was set; None if it is neither a table nor a name."""
     if isinstance(value, Options):
         return value._table(only_set=True)
-    if isinstance(value, str):
-        return {"name": value}
+    if isinstance(value, str | Path):
+        return {"name": str(value)}
     return dict(value) if isinstance(value, Mapping) else None

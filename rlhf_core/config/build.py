@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlhf_core.config.options import Component, Options, bound_text, explain
+from rlhf_core.config.other_names import TRAINER_NAMES
 from rlhf_core.config.problems import Problem, join, raise_or_warn
 from rlhf_core.config.trainer import TrainerConfig
 from rlhf_core.contracts import Kind
@@ -129,7 +130,12 @@ def fields(cls: type[Options]) -> list[FieldDoc]:
         words, about = _words(_annotation(field)), field.description or ""
         rows.append(FieldDoc(name, words, _default(field), about, _bounds(field)))
     if issubclass(cls, TrainerConfig):
-        for name, (nested, key, *default) in cls._flat().items():
+        for name, path in cls.aliases().items():
+            nested, dot, key = path.partition(".")
+            if not dot or name in TRAINER_NAMES:
+                continue
+            meaning = cls.other_names()[name]
+            default = meaning[1:] if isinstance(meaning, tuple) else ()
             inner = getattr(cls.model_fields[nested].annotation, "model_fields", {}).get(key)
             words = _words(_annotation(inner)) if inner else "option"
             value = default[0] if default else (_default(cls.model_fields[nested]) or {}).get(key)

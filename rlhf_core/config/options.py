@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema
 
-from rlhf_core.config.other_names import OTHER_NAMES
+from rlhf_core.config.other_names import Ignored, Meaning, Refused
 from rlhf_core.config.paths import table_in
 from rlhf_core.config.problems import Problem, format_value, join, raise_or_warn, unknown_name
 from rlhf_core.errors import InputError, suggest
@@ -61,10 +61,8 @@ class Options(BaseModel):
         protected_namespaces=(),
     )
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {}
-    """{another library's name: ours}, for the message about an unknown name."""
-    ABSENT: ClassVar[Mapping[str, str]] = {}
-    """{another library's name: what happens here}, for the same message if we have no such field."""
+    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {}
+    """{another name of a field: what it stands for}; adds to, and overrides, the parent class's."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Hide texts under names such as `api_key` where the options are printed."""
@@ -100,9 +98,23 @@ class Options(BaseModel):
         return dict(data), []
 
     @classmethod
+    def other_names(cls) -> dict[str, Meaning]:
+        """Merge `OTHER_NAMES` of this class and its parents."""
+        tables = [vars(base)["OTHER_NAMES"] for base in reversed(cls.__mro__) if "OTHER_NAMES" in vars(base)]
+        return {name: meaning for table in tables for name, meaning in table.items()}
+
+    @classmethod
+    def aliases(cls) -> dict[str, str]:
+        """Return {another name: the dotted path that it is taken for}."""
+        taken = {
+            name: each for name, each in cls.other_names().items() if not isinstance(each, Ignored | Refused)
+        }
+        return {name: each if isinstance(each, str) else each[0] for name, each in taken.items()}
+
+    @classmethod
     def names(cls) -> list[str]:
         """List every name that may be given."""
-        return list(cls.model_fields)
+        return [*cls.model_fields, *cls.aliases()]
 
     def to_dict(self) -> dict[str, Any]:
         """Convert every field to nested dicts of JSON types."""
@@ -268,14 +280,12 @@ def _message(item: Any, table: type[Options]) -> str:
     kind = item["type"]
     if kind == "extra_forbidden":
         name = str(item["loc"][-1])
-        ours = table.ELSEWHERE.get(name, "")
-        if ours.partition(".")[0] in table.model_fields:
-            return f"unknown field. That is TRL's name; here it is {ours}"
-        ours = OTHER_NAMES.get(name, "")
-        if ours.partition(".")[0] in table.model_fields:
-            return f"unknown field. Write {ours}"
-        if name in table.ABSENT:
-            return f"unknown field. It is TRL's; here {table.ABSENT[name]}"
+        meaning = table.other_names().get(name)
+        if isinstance(meaning, Refused):
+            if " " in meaning.write:
+                return f"unknown field. Here {meaning.write}"
+            if meaning.write.partition(".")[0] in table.model_fields:
+                return f"unknown field. Here it is {meaning.write}"
         return unknown_name(name, table.names(), "field")
     if kind == "missing":
         return "missing; it has no default"

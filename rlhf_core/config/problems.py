@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from rlhf_core.errors import InputError, suggest
+
+MOST_LISTED = 25
+"""Known names that a message lists."""
 
 
 class Problem(NamedTuple):
@@ -45,8 +49,11 @@ def format_value(value: Any) -> str:
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> str:
-    """Write `unknown WHAT.` with the closest known name, or with all of them if none is close."""
+    """Write `unknown WHAT.` with the closest known name, or with all of them, of many the nearest, if none is close."""
     names = sorted(set(known))
-    return f"unknown {what}." + (
-        suggest(name, names) or (f" Known: {', '.join(names)}." if names else " It has none.")
-    )
+    if hint := suggest(name, names):
+        return f"unknown {what}.{hint}"
+    if len(names) > MOST_LISTED:
+        nearest = get_close_matches(name, names, 5, 0.0)
+        return f"unknown {what}. Nearest of {len(names)}: {', '.join(nearest)}."
+    return f"unknown {what}." + (f" Known: {', '.join(names)}." if names else " It has none.")

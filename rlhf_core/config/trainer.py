@@ -1,15 +1,15 @@
-"""The configuration that all trainers share, and the flat names that expand into its nested tables."""
+"""The configuration that all trainers share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_core.config.aliases import PART_NAMES, expand, inherit
+from rlhf_core.config.aliases import PART_NAMES, expand
 from rlhf_core.config.options import Component, Options
-from rlhf_core.config.other_names import TRL_ABSENT, TRL_NAMES
+from rlhf_core.config.other_names import TRAINER_NAMES, Meaning, Refused
 from rlhf_core.config.problems import Problem
 from rlhf_core.config.validators import check_day, check_kwargs, check_regex, constant, path_text, to_seconds
 from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
@@ -18,11 +18,11 @@ from rlhf_core.contracts import ATTENTION, LOGGER, OPTIMIZER
 class LoraOptions(Options):
     """Adapters beside linear layers, trained in place of the model's own parameters (Hu et al. 2021)."""
 
-    ELSEWHERE: ClassVar[Mapping[str, str]] = {
-        "r": "rank",
-        "lora_alpha": "alpha",
-        "lora_dropout": "dropout",
-        "target_modules": "targets",
+    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = {
+        "r": Refused("rank"),
+        "lora_alpha": Refused("alpha"),
+        "lora_dropout": Refused("dropout"),
+        "target_modules": Refused("targets"),
     }
 
     rank: int = Field(8, ge=1, description="rank of the product that is added to a kernel")
@@ -37,7 +37,6 @@ class LoraOptions(Options):
     )
 
 
-Flat: TypeAlias = tuple[str, str] | tuple[str, str, Any]
 COMPARING = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 """The fields that need evaluations to be compared with one another."""
 
@@ -47,24 +46,11 @@ PathText = Annotated[str, BeforeValidator(path_text)]
 class TrainerConfig(Options):
     """The options of every trainer. A trainer extends it with fields of its own.
 
-    `FLAT` maps a short name to the nested field and key it stands for, and optionally to its value where a component
-    does not set it: {"epsilon": ("loss", "epsilon", 0.2)}. `ALIASES` maps other spellings to names. `UNUSED` maps a
-    shared field that this trainer ignores to what replaces it; setting the field is then a warning. All three add to
-    those of the parent class.
+    `OTHER_NAMES` says what other names stand for: {"clip_grad": "max_grad_norm", "epsilon": ("loss.epsilon", 0.2)}; an
+    `Ignored` for a shared field that this trainer does not use makes setting it a warning.
     """
 
-    FLAT: ClassVar[Mapping[str, Flat]] = {}
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        "clip_grad": "max_grad_norm",
-        "max_length": "max_sequence_length",
-        "metrics_to_show_in_rich_pbar": "progress_metrics",
-        "peft_config": "lora",
-        "repo_id": "model",
-        "dataset_name": "train_data",
-    }
-    UNUSED: ClassVar[Mapping[str, str]] = {}
-    ELSEWHERE: ClassVar[Mapping[str, str]] = TRL_NAMES
-    ABSENT: ClassVar[Mapping[str, str]] = TRL_ABSENT
+    OTHER_NAMES: ClassVar[Mapping[str, Meaning]] = TRAINER_NAMES
 
     model: Annotated[str | dict[str, Any] | None, BeforeValidator(path_text)] = Field(
         None,
@@ -254,10 +240,11 @@ class TrainerConfig(Options):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
-        for name, target in cls._flat().items():
-            if name in cls.model_fields or target[0] not in cls.model_fields:
+        for name, path in cls.aliases().items():
+            field, dot, _ = path.partition(".")
+            if field not in cls.model_fields or (dot and name in cls.model_fields):
                 raise TypeError(
-                    f"{cls.__name__}.FLAT: '{name}' must be no field, and '{target[0]}' must be one"
+                    f"{cls.__name__}.OTHER_NAMES: '{name}' must be no field, and '{field}' must be one"
                 )
 
     @property
@@ -271,27 +258,21 @@ class TrainerConfig(Options):
         return any(logger.name == "wandb" for logger in self.logger)
 
     @classmethod
-    def _flat(cls) -> dict[str, Flat]:
-        return inherit(cls, "FLAT")
-
-    @classmethod
-    def _aliases(cls) -> dict[str, str]:
-        return inherit(cls, "ALIASES")
-
-    @classmethod
     def names(cls) -> list[str]:
-        return [*super().names(), *cls._flat(), *cls._aliases(), *PART_NAMES]
+        return [*super().names(), *PART_NAMES]
 
     if not TYPE_CHECKING:  # so that a type checker still reports a misspelt field
 
         def __getattr__(self, name: str) -> Any:
-            cls = type(self)
-            if name in cls._aliases():
-                return getattr(self, cls._aliases()[name])
-            if name in cls._flat():
-                field, key, *default = cls._flat()[name]
-                return getattr(getattr(self, field), key, *default)
-            return super().__getattr__(name)
+            path = type(self).aliases().get(name)
+            if path is None:
+                return super().__getattr__(name)
+            field, dot, key = path.partition(".")
+            value = getattr(self, field)
+            if not dot:
+                return value
+            meaning = type(self).other_names()[name]
+            return getattr(value, key, *meaning[1:] if isinstance(meaning, tuple) else ())
 
     @classmethod
     def _expand(

@@ -117,7 +117,7 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
         return {k: resolve_paths(k, v, base, f"{where}.{k}", problems) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
-    field = TrainerConfig.ALIASES.get(field, field)
+    field = TrainerConfig.aliases().get(field, field)
     if not isinstance(value, str):
         return value
     if not value:

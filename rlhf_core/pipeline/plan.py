@@ -193,7 +193,9 @@ def _with_default_names(config: type[TrainerConfig], given: Mapping[str, Any]) -
     """Fill in the default component's name where a table has options only, such as `loss = { epsilon = 0.1 }`."""
     table = dict(given)
     named_flat = {
-        field for name, (field, key, *_) in config._flat().items() if key == "name" and name in given
+        path.partition(".")[0]
+        for name, path in config.aliases().items()
+        if path.endswith(".name") and name in given
     }
     for name, value in given.items():
         default = config.model_fields[name].default if name in config.model_fields else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from rlhf_core import plugins, runtime
-from rlhf_core.config.other_names import OTHER_NAMES, TRL_NAMES
+from rlhf_core.config.other_names import TRAINER_NAMES, Refused
 from rlhf_core.contracts import TRAINER, Artifact
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.loggers.callbacks import listen
@@ -72,7 +72,8 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
 
 
 def _hint(name: str, cls: type[TrainerConfig]) -> str:
-    ours = {**OTHER_NAMES, **TRL_NAMES}.get(name, name).partition(".")[0]
+    meaning = TRAINER_NAMES.get(name)
+    ours = meaning.write.partition(".")[0] if isinstance(meaning, Refused) else name
     if ours in INPUTS:
         return f"; write {ours}"
     if ours in cls.names():

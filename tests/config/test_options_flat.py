@@ -30,7 +30,7 @@ def test_flat_names_merge_into_the_default() -> None:
 
 def test_a_default_s_options_do_not_follow_another_name() -> None:
     class Config(TrainerConfig):
-        FLAT: ClassVar[dict[str, Any]] = {"loss_type": ("loss", "name"), "epsilon": ("loss", "epsilon")}
+        OTHER_NAMES: ClassVar[dict[str, Any]] = {"loss_type": "loss.name", "epsilon": "loss.epsilon"}
         loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo", epsilon=0.3, dual_clip=3.0)
 
     assert Config(loss_type="dapo").loss.options == {"epsilon": 0.3, "dual_clip": 3.0}
@@ -72,7 +72,7 @@ def test_a_flat_name_must_point_somewhere() -> None:
     with pytest.raises(TypeError, match="'epsilon' must be no field, and 'los' must be one"):
 
         class Wrong(TrainerConfig):
-            FLAT: ClassVar[dict[str, Any]] = {"epsilon": ("los", "epsilon")}
+            OTHER_NAMES: ClassVar[dict[str, Any]] = {"epsilon": "los.epsilon"}
 
 
 def test_other_spellings() -> None:
@@ -85,7 +85,7 @@ def test_other_spellings() -> None:
     )
     assert (config.num_generations, config.group_size) == (4, 4)
     assert PolicyConfig(peft_config={"rank": 4}).lora == LoraOptions(rank=4)
-    assert problems(peft_config={"r": 4}) == ["lora.r: unknown field. That is TRL's name; here it is rank"]
+    assert problems(peft_config={"r": 4}) == ["lora.r: unknown field. Here it is rank"]
     split = PolicyConfig(dataset_name="pairs", dataset_split="train[:1%]")
     assert split.train_data == {"name": "pairs", "split": "train[:1%]"}
     assert problems(dataset_split="train") == [

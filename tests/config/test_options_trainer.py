@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlhf_core.config import TrainerConfig
+from rlhf_core.config import Ignored, TrainerConfig
 from rlhf_core.errors import InputError
 
 
@@ -131,7 +131,7 @@ def test_numbers_that_mean_nothing(field: str, value: float) -> None:
 
 def test_a_shared_field_that_a_trainer_does_not_use() -> None:
     class Config(TrainerConfig):
-        UNUSED: ClassVar[dict[str, str]] = {"overlong": "nothing is long here"}
+        OTHER_NAMES: ClassVar[dict[str, Any]] = {"overlong": Ignored("nothing is long here")}
 
     with pytest.warns(UserWarning, match=r"^Config\.overlong: has no effect here: nothing is long here$"):
         config = Config(overlong="truncate")

@@ -31,15 +31,15 @@ class WeightedReward(Component):
 class PolicyConfig(TrainerConfig):
     """A trainer's config as a plugin writes it."""
 
-    FLAT: ClassVar[dict[str, Any]] = {
-        "loss_type": ("loss", "name"),
-        "epsilon": ("loss", "epsilon", 0.2),
-        "delta": ("loss", "delta", None),
-        "beta": ("kl", "beta"),
-        "temperature": ("sampling", "temperature"),
-        "top_k": ("sampling", "top_k"),
+    OTHER_NAMES: ClassVar[dict[str, Any]] = {
+        "loss_type": "loss.name",
+        "epsilon": ("loss.epsilon", 0.2),
+        "delta": ("loss.delta", None),
+        "beta": "kl.beta",
+        "temperature": "sampling.temperature",
+        "top_k": "sampling.top_k",
+        "group_size": "num_generations",
     }
-    ALIASES: ClassVar[dict[str, str]] = {"group_size": "num_generations"}
 
     loss: Annotated[Component, POLICY_LOSS] = Component(name="dapo")
     advantage: Annotated[Component, ADVANTAGE] | None = None

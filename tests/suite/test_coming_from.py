@@ -15,7 +15,7 @@ from rlhf_reward import RewardConfig
 from rlhf_core import OPTIMIZER, PAIRWISE_LOSS, Registry, plugins
 from rlhf_core.config import TrainerConfig, build
 from rlhf_core.config.aliases import PART_NAMES
-from rlhf_core.config.other_names import SEED_FIELDS, TRL_ABSENT, TRL_NAMES
+from rlhf_core.config.other_names import TRAINER_NAMES, Ignored, Refused
 from rlhf_core.plugins.component import load_file
 from rlhf_core.stage.alone import SPELLINGS
 
@@ -26,6 +26,15 @@ TRL_REWARD_CONFIG = """learning_rate model_init_kwargs trust_remote_code chat_te
     activation_offloading pad_token logging_steps
     gradient_checkpointing bf16"""
 """The fields that TRL's RewardConfig has of its own, or sets anew."""
+REFUSED = {name: each.write for name, each in TRAINER_NAMES.items() if isinstance(each, Refused)}
+TYPED = {
+    name: REFUSED[name]
+    for name in (
+        *("batch_size", "epochs", "eval_dataset", "lr", "max_new_tokens", "num_epochs", "reward_functions"),
+        *("train_batch_size", "train_dataset"),
+    )
+}
+"""What people type that is no name of another library's config."""
 KINDS = {"optimizer": OPTIMIZER, "loss": PAIRWISE_LOSS}
 
 
@@ -75,14 +84,16 @@ def test_every_field_of_easydel_is_there_once() -> None:
     works, nothing = rows(EASYDEL_WORKS), grouped(EASYDEL_DOES_NOTHING)
     assert not works.keys() & nothing.keys()
     assert works.keys() | nothing.keys() == theirs
-    assert nothing == {field: each.instead for field, each in SEED_FIELDS.items()}
+    ignored = {name: each.instead for name, each in TRAINER_NAMES.items() if isinstance(each, Ignored)}
+    assert nothing == ignored
 
 
 @pytest.mark.parametrize("field", rows(EASYDEL_WORKS))
 def test_a_field_of_easydel_is_ours_or_another_name_of_one(field: str) -> None:
     ours, _ = rows(EASYDEL_WORKS)[field]
     assert ours in RewardConfig.model_fields
-    assert field == ours or RewardConfig._aliases().get(field) == ours or field in PART_NAMES
+    path = RewardConfig.aliases().get(field, "")
+    assert field == ours or path.partition(".")[0] == ours or field in PART_NAMES
     assert (field == ours) == (field in RewardConfig.model_fields)
 
 
@@ -90,11 +101,11 @@ def test_every_name_of_trl_is_there_once() -> None:
     shared, grpo, refused = rows(TRL_SHARED), rows(TRL_GRPO), grouped(TRL_REFUSED)
     assert len({*shared, *grpo, *refused}) == len(shared) + len(grpo) + len(refused)
     taken = {field for field in shared if field in RewardConfig.names()}
-    assert {f: ours for f, (ours, _) in {**shared, **grpo}.items() if f not in taken} == TRL_NAMES
-    assert refused == TRL_ABSENT
+    paths = {f: ours for f, (ours, _) in {**shared, **grpo}.items() if f not in taken}
+    assert {**TYPED, **paths, **refused} == REFUSED
     assert set(TRL_REWARD_CONFIG.split()) <= {*shared, *refused}
     for field in taken:
-        assert shared[field][0] == RewardConfig._aliases().get(field, field)
+        assert shared[field][0] == RewardConfig.aliases().get(field, field)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +142,7 @@ def value(text: str) -> Any:
 
 @pytest.mark.parametrize(("config", "field", "told"), [x for x in ALL if "default `" in x[2]])
 def test_the_defaults_are_those_of_the_config(config: type[TrainerConfig], field: str, told: str) -> None:
-    target = TRL_NAMES.get(field, config._aliases().get(field, field))
+    target = REFUSED.get(field, config.aliases().get(field, field))
     (ours,) = re.findall(r"default `(.*?)`", told)
     found: Any = config()
     for part in target.split("."):
@@ -164,7 +175,7 @@ def test_the_arguments_are_those_that_are_taken() -> None:
     assert {field: f"`{ours}`" for field, ours in SPELLINGS.items()} == {
         field: ours for field, ours in found.items() if field in SPELLINGS
     }
-    assert RewardConfig._aliases()["peft_config"] == "lora"
+    assert RewardConfig.aliases()["peft_config"] == "lora"
 
 
 def test_the_columns_are_those_that_are_taken() -> None:

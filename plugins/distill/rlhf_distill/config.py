@@ -17,12 +17,11 @@ class DistillConfig(TrainerConfig):
     completions that it samples itself.
     """
 
-    FLAT: ClassVar[dict[str, Any]] = {
-        "beta": ("divergence", "beta", 0.5),
-        "max_completion_length": ("sampling", "max_completion_length"),
+    OTHER_NAMES: ClassVar[Mapping[str, Any]] = {
+        "beta": ("divergence.beta", 0.5),
+        "max_completion_length": "sampling.max_completion_length",
+        "teacher": "teacher_model",
     }
-    ALIASES: ClassVar[Mapping[str, str]] = {"teacher": "teacher_model"}
-    UNUSED: ClassVar[Mapping[str, str]] = {}
 
     learning_rate: float = Field(default=1e-5, gt=0, description="at its peak")
     num_train_epochs: int = Field(

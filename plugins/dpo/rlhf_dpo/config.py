@@ -13,9 +13,9 @@ from rlhf_dpo.losses import DPO_LOSS
 class DPOConfig(TrainerConfig):
     """Direct preference optimization (Rafailov et al. 2023): a policy from preference pairs, without a reward model."""
 
-    FLAT: ClassVar = {
-        "loss_type": ("loss", "name"),
-        "label_smoothing": ("loss", "label_smoothing", 0.0),
+    OTHER_NAMES: ClassVar = {
+        "loss_type": "loss.name",
+        "label_smoothing": ("loss.label_smoothing", 0.0),
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")

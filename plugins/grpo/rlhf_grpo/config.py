@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_core import ADVANTAGE, ENVIRONMENT, POLICY_LOSS, REWARD, SAMPLER, Component, Options, TrainerConfig
+from rlhf_core import (
+    ADVANTAGE,
+    ENVIRONMENT,
+    POLICY_LOSS,
+    REWARD,
+    SAMPLER,
+    Component,
+    Ignored,
+    Options,
+    TrainerConfig,
+)
 from rlhf_core.rollouts import EnvironmentOptions, WeightedReward
 from rlhf_core.sampling import SamplingOptions
 
@@ -72,29 +82,26 @@ class Evaluation(Options):
 class GRPOConfig(TrainerConfig):
     """Group relative policy optimization (Shao et al. 2024) and its descendants, by the name of the loss."""
 
-    FLAT: ClassVar[dict[str, Any]] = {
-        "loss_type": ("loss", "name"),
-        "epsilon": ("loss", "epsilon", 0.2),
-        "epsilon_high": ("loss", "epsilon_high", 0.2),
-        "delta": ("loss", "delta", None),
-        "importance_sampling_level": ("loss", "importance_sampling_level", "token"),
-        "dual_clip": ("loss", "dual_clip", None),
-        "sapo_temperature_pos": ("loss", "temperature_pos", 1.0),
-        "sapo_temperature_neg": ("loss", "temperature_neg", 1.05),
-        "scale_rewards": ("advantage", "scale", "group"),
-        "beta": ("kl", "beta"),
-        "temperature": ("sampling", "temperature"),
-        "top_p": ("sampling", "top_p"),
-        "top_k": ("sampling", "top_k"),
-        "min_p": ("sampling", "min_p"),
-        "repetition_penalty": ("sampling", "repetition_penalty"),
-        "max_completion_length": ("sampling", "max_completion_length"),
-        "tools": ("environment", "tools"),
-    }
-
-    UNUSED: ClassVar[Mapping[str, str]] = {
-        "max_sequence_length": "max_prompt_length limits prompts, max_completion_length completions",
-        "prompt_repeated": "completions are sampled, and follow their prompts",
+    OTHER_NAMES: ClassVar[Mapping[str, Any]] = {
+        "loss_type": "loss.name",
+        "epsilon": ("loss.epsilon", 0.2),
+        "epsilon_high": ("loss.epsilon_high", 0.2),
+        "delta": ("loss.delta", None),
+        "importance_sampling_level": ("loss.importance_sampling_level", "token"),
+        "dual_clip": ("loss.dual_clip", None),
+        "sapo_temperature_pos": ("loss.temperature_pos", 1.0),
+        "sapo_temperature_neg": ("loss.temperature_neg", 1.05),
+        "scale_rewards": ("advantage.scale", "group"),
+        "beta": "kl.beta",
+        "temperature": "sampling.temperature",
+        "top_p": "sampling.top_p",
+        "top_k": "sampling.top_k",
+        "min_p": "sampling.min_p",
+        "repetition_penalty": "sampling.repetition_penalty",
+        "max_completion_length": "sampling.max_completion_length",
+        "tools": "environment.tools",
+        "max_sequence_length": Ignored("max_prompt_length limits prompts, max_completion_length completions"),
+        "prompt_repeated": Ignored("completions are sampled, and follow their prompts"),
     }
 
     learning_rate: float = Field(default=1e-6, gt=0, description="at its peak")

@@ -12,7 +12,7 @@ from rlhf_core import PAIRWISE_LOSS, Component, TrainerConfig
 class RewardConfig(TrainerConfig):
     """Train a scalar reward model on preference pairs."""
 
-    FLAT: ClassVar = {"loss_type": ("loss", "name")}
+    OTHER_NAMES: ClassVar = {"loss_type": "loss.name"}
 
     loss: Annotated[Component, PAIRWISE_LOSS] = Field(
         default=Component(name="bradley_terry"), description="the pairwise loss and its options"
