@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Sampler, SamplingOptions, converse_by_turns
+from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions, converse_by_turns
 
 VOCAB, GROUP, LONGEST_PROMPT, TURN, REPLY, MOST_TURNS = 1024, 4, 64, 32, 24, 12
 CONFIG = {
@@ -78,9 +79,19 @@ def samplers(count: int) -> dict[str, Callable[[Episodes], None]]:
         "prompts_per_call": count,
     }
     options = SamplingOptions(max_completion_length=TURN)
-    whole = Sampler(definition, options, max_prompt_length=LONGEST_PROMPT + following, **common)
-    kept = Sampler(
-        definition, options, max_prompt_length=LONGEST_PROMPT, conversation_length=following, **common
+    whole = Sampler(
+        SamplerInputs(
+            definition=definition, options=options, max_prompt_length=LONGEST_PROMPT + following, **common
+        )
+    )
+    kept = ConversationSampler(
+        SamplerInputs(
+            definition=definition,
+            options=options,
+            max_prompt_length=LONGEST_PROMPT,
+            conversation_length=following,
+            **common,
+        )
     )
     draw = np.random.default_rng(0)
     prompts = [

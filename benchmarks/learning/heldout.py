@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import task
 
-from rlhf_core import load_model
+from rlhf_core import SamplerInputs, load_model
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.tokenizer import Encoder
 
@@ -51,13 +51,15 @@ def draw(model: Model, seed: int) -> Replies:
     prompts = task.prompts(seed, held_out=True)
     ids = Encoder(model.tokenizer).prompts(prompts)
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(temperature=1.0, max_completion_length=task.LONGEST_REPLY),
-        mesh=model.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=task.EVALUATION_SAMPLES,
-        prompts_per_call=64,
-        max_prompt_length=max(map(len, ids)),
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(temperature=1.0, max_completion_length=task.LONGEST_REPLY),
+            mesh=model.mesh,
+            stop_ids=model.stop_ids,
+            num_generations=task.EVALUATION_SAMPLES,
+            prompts_per_call=64,
+            max_prompt_length=max(map(len, ids)),
+        )
     )
     drawn = sampler(model.params, ids, jax.random.key(seed))
     replies = [row[:n].tolist() for row, n in zip(drawn.tokens, drawn.lengths, strict=True)]

@@ -17,7 +17,7 @@ import numpy as np
 import works
 from ours_steps import fresh
 
-from rlhf_core import runtime, sampling
+from rlhf_core import SamplerInputs, runtime, sampling
 
 PROMPTS, GROUP = 8, 8
 STOPS_IN = 64
@@ -45,13 +45,15 @@ def main() -> None:
     found = []
     for stops in (shape.vocab // STOPS_IN, 0):
         sampler = sampling.Sampler(
-            model.definition,
-            sampling.SamplingOptions(max_completion_length=works.COMPLETION),
-            mesh=model.mesh,
-            stop_ids=range(stops),
-            num_generations=GROUP,
-            prompts_per_call=PROMPTS,
-            max_prompt_length=works.PROMPT,
+            SamplerInputs(
+                definition=model.definition,
+                options=sampling.SamplingOptions(max_completion_length=works.COMPLETION),
+                mesh=model.mesh,
+                stop_ids=range(stops),
+                num_generations=GROUP,
+                prompts_per_call=PROMPTS,
+                max_prompt_length=works.PROMPT,
+            )
         )
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         tokens = 0

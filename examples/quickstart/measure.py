@@ -18,7 +18,7 @@ import numpy as np
 from generate import KINDS
 from judge import Verdict, judge, parse_order
 
-from rlhf_core import data, load_model
+from rlhf_core import SamplerInputs, data, load_model
 from rlhf_core.sampling import Sampler, SamplingOptions
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import Encoder
@@ -71,13 +71,15 @@ def draw(model: Model, scorer: Scorer, prompts: Sequence[str], seed: int) -> Rep
     """Sample at temperature 1, judge and score."""
     ids = Encoder(model.tokenizer).prompts(prompts)
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(temperature=1.0, max_completion_length=LONGEST_REPLY),
-        mesh=model.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=SAMPLES,
-        prompts_per_call=64,
-        max_prompt_length=max(map(len, ids)),
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(temperature=1.0, max_completion_length=LONGEST_REPLY),
+            mesh=model.mesh,
+            stop_ids=model.stop_ids,
+            num_generations=SAMPLES,
+            prompts_per_call=64,
+            max_prompt_length=max(map(len, ids)),
+        )
     )
     drawn = sampler(model.params, ids, jax.random.key(seed))
     assert model.tokenizer is not None

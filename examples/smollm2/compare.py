@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from rlhf_core import load_model
+from rlhf_core import SamplerInputs, load_model
 from rlhf_core.sampling import Sampler, SamplingOptions
 
 REFERENCE = Path(__file__).with_name("reference.npz")
@@ -35,14 +35,16 @@ def main() -> None:
     computed = np.asarray(model.logits(ids[None], np.ones_like(ids)[None]))[0, -len(logits) :]
     difference = float(np.abs(computed - logits).max())
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(temperature=0.0, max_completion_length=32),
-        mesh=model.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=1,
-        prompts_per_call=1,
-        max_prompt_length=len(ids),
-        tokenizer=model.tokenizer,
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(temperature=0.0, max_completion_length=32),
+            mesh=model.mesh,
+            stop_ids=model.stop_ids,
+            num_generations=1,
+            prompts_per_call=1,
+            max_prompt_length=len(ids),
+            tokenizer=model.tokenizer,
+        )
     )
     rollouts = sampler(model.params, [ids], jax.random.key(0))
     completion = rollouts.tokens[0, : rollouts.lengths[0]].tolist()

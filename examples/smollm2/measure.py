@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from judge import judge
 
+from rlhf_core import SamplerInputs
 from rlhf_core.sampling import Sampler, SamplingOptions
 
 if TYPE_CHECKING:
@@ -53,14 +54,16 @@ def complete(
         for messages in prompts
     ]
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(temperature=temperature, max_completion_length=max_completion_length),
-        mesh=model.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=num_generations,
-        prompts_per_call=min(PROMPTS_PER_CALL, len(ids)),
-        max_prompt_length=min(max(map(len, ids)), LONGEST_PROMPT),
-        tokenizer=model.tokenizer,
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(temperature=temperature, max_completion_length=max_completion_length),
+            mesh=model.mesh,
+            stop_ids=model.stop_ids,
+            num_generations=num_generations,
+            prompts_per_call=min(PROMPTS_PER_CALL, len(ids)),
+            max_prompt_length=min(max(map(len, ids)), LONGEST_PROMPT),
+            tokenizer=model.tokenizer,
+        )
     )
     drawn = sampler(model.params, ids, jax.random.key(seed))
     texts = model.tokenizer.batch_decode(

@@ -52,7 +52,7 @@ def generate(
         )
     import jax
 
-    from rlhf_core import artifacts, data, runtime
+    from rlhf_core import SamplerInputs, artifacts, data, runtime
     from rlhf_core.data.conversations import require_conversations
     from rlhf_core.data.prompts import as_prompts
     from rlhf_core.data.records import from_memory
@@ -107,14 +107,16 @@ def generate(
     most = max(map(len, ids))
     warn_of_constraints(loaded.source)
     sampler = Sampler(
-        loaded.definition,
-        SamplingOptions(**sampling),
-        mesh=loaded.mesh,
-        stop_ids=loaded.stop_ids,
-        num_generations=num_generations,
-        prompts_per_call=min(len(encoded), max(1, SEQUENCES_AT_ONCE // num_generations)),
-        max_prompt_length=bucket(most, 2 * most + SHORTEST_BUCKET) + 1,  # a program for many lengths
-        tokenizer=loaded.tokenizer,
+        SamplerInputs(
+            definition=loaded.definition,
+            options=SamplingOptions(**sampling),
+            mesh=loaded.mesh,
+            stop_ids=loaded.stop_ids,
+            num_generations=num_generations,
+            prompts_per_call=min(len(encoded), max(1, SEQUENCES_AT_ONCE // num_generations)),
+            max_prompt_length=bucket(most, 2 * most + SHORTEST_BUCKET) + 1,  # a program for many lengths
+            tokenizer=loaded.tokenizer,
+        )
     )
     try:
         rollouts = sampler(loaded.params, ids, jax.random.key(seed))

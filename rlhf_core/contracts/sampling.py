@@ -46,22 +46,29 @@ class SamplerInputs:
     stop_ids: tokens that end a completion, besides `options.stop_token_ids`. num_generations: completions per prompt.
     prompts_per_call: the usual number of prompts in a call, which may have any. max_prompt_length: in tokens.
     tokenizer: only its tokens may be sampled; `definition.absent` lists the other ids of the vocabulary, which have
-        probability 0 in the log-probabilities, too.
+        probability 0 in the log-probabilities, too. None: any id may be.
     memory: bytes per device that sampling may use, weights in a layout of its own included; None: unknown.
     conversation_length: in tokens, of the longest conversation without its prompt; None: there are no conversations,
         and `converse` is not called.
     """
 
     definition: ModelDefinition
-    tokenizer: Any | None
     options: SamplingSettings
     mesh: Mesh
-    stop_ids: tuple[int, ...]
-    num_generations: int
+    stop_ids: Sequence[int]
     prompts_per_call: int
     max_prompt_length: int
+    num_generations: int = 1
+    tokenizer: Any | None = None
     memory: int | None = None
     conversation_length: int | None = None
+
+    @property
+    def policy(self) -> ModelDefinition:
+        """The definition, from which only the tokenizer's tokens are sampled."""
+        if self.tokenizer is None or self.definition.absent:
+            return self.definition
+        return self.definition.as_policy(self.tokenizer)
 
 
 class _Rollouts(NamedTuple):

@@ -90,7 +90,15 @@ class EpisodeSource:
                 if hasattr(sampler, "converse"):
                     sampler.converse(params, episodes.prompts, key, held, episodes)
                 else:
-                    converse_by_turns(sampler, params, episodes.prompts, key, held, episodes)
+                    converse_by_turns(
+                        sampler,
+                        params,
+                        episodes.prompts,
+                        key,
+                        held,
+                        episodes,
+                        conversation_length=self.length,
+                    )
             except NonFiniteError as error:
                 failed = episodes.episodes[episodes.running[error.sequence]]
                 raise RunError(f"{failed.place}: {error}") from error

@@ -8,51 +8,36 @@ Each sequence has its own key: its tokens depend neither on its neighbours nor o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
-from pydantic import Field
 
-from rlhf_core.config import Options
-from rlhf_core.contracts import (
-    PARAMETERS,
-    ModelDefinition,
-    Program,
-    ProgramShape,
-    SamplerInputs,
-    SamplingSettings,
-    World,
-)
+from rlhf_core.contracts import PARAMETERS, Program, ProgramShape, SamplerInputs
 from rlhf_core.contracts import Rollouts as Rollouts
-from rlhf_core.errors import InputError
 from rlhf_core.mesh import abstract_rows, put_rows, replicated_sharding, row_multiple
 from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.by_turns import converse_by_turns as converse_by_turns
-from rlhf_core.sampling.conversations import NonFiniteTurnError
 from rlhf_core.sampling.layout import (
-    Room,
     abstract_weights,
     allowed_sizes,
     bring,
     cache_bytes,
-    plan_conversations,
     plan_room,
     replicated,
     sampling_mesh,
     weight_bytes,
 )
 from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
-from rlhf_core.sampling.stop_strings import stop_table
-from rlhf_core.sampling.turn_sampler import TurnSampler
-from rlhf_core.sampling.turns import TurnsProgram, cache_length
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
+from rlhf_core.sampling.options import SamplingMesh as SamplingMesh
+from rlhf_core.sampling.options import SamplingOptions as SamplingOptions
+from rlhf_core.sampling.options import check_prompts, stops_of
+from rlhf_core.sampling.turn_sampler import ConversationSampler as ConversationSampler
+from rlhf_core.sampling.turn_sampler import keeps_caches
 
 __all__ = ["SamplingOptions"]
 
@@ -65,63 +50,13 @@ ALIGNED = 8
 """Prompts are padded to a multiple of this: products over another number of keys make XLA copy the cache on GPUs."""
 
 
-class SamplingMesh(Options):
-    """The sampler's own arrangement of the devices; the rest of them sample other prompts with the same weights."""
-
-    tensor: int | None = Field(
-        default=None,
-        ge=1,
-        description="devices that share each layer, of one machine or TPU slice; none: as few as have the memory",
-    )
-
-
-class SamplingOptions(Options):
-    """How tokens are sampled (repetition_penalty, temperature, top_k, top_p, min_p, in transformers' order), and what
-    ends a completion besides the model's own stop tokens.
-    """
-
-    temperature: float = Field(
-        default=1.0, ge=0, description="logits are divided by it; 0 takes the likeliest token"
-    )
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="share of the probability to sample from; 1: all"
-    )
-    top_k: int | None = Field(default=None, ge=1, description="number of likeliest tokens to sample from")
-    min_p: float | None = Field(
-        default=None, ge=0, le=1, description="least probability, relative to the likeliest token's"
-    )
-    repetition_penalty: float = Field(
-        default=1.0,
-        gt=0,
-        description="logits of the prompt's and the completion's tokens are divided by it where positive, "
-        "multiplied where negative; 1: off",
-    )
-    max_completion_length: int = Field(default=256, ge=1, description="tokens, the stop token included")
-    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="texts that end a completion, with the token that completes one"
-    )
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="tokens that end a completion, besides the model's own"
-    )
-    mesh: SamplingMesh = Field(
-        default=SamplingMesh(), description="how devices share the model while they sample"
-    )
-
-
 class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
-    definition: a language model; every call takes its parameters, which may be spread over `mesh`. On several devices
-        a call first brings them into the layout of `sampling.layout`.
-    stop_ids: tokens that end a completion, besides options.stop_token_ids.
-    prompts_per_call: prompts that are sampled at once if they fit, rounded up to a multiple of the mesh's rows.
-        memory: bytes per device for that; None: unknown. `room` is what was made of both.
-    max_prompt_length: tokens; longer prompts are refused.
-    tokenizer: only its tokens are sampled: other ids of the vocabulary have probability 0, as in `Definition.absent`;
-        None: any id. Needed for options.stop_strings, which match a completion's bytes as `token_bytes` gives them:
-        across token borders, but not across the border of prompt and completion.
-    conversation_length: tokens that a conversation may have after its prompt; None: `converse` is not called. What is
-        held at once is `conversation_room`, None where turns are whole calls.
+    Every call takes the parameters, which may be spread over the mesh; on several devices it first brings them into the
+    layout of `sampling.layout`. Prompts are sampled together if they fit: `room` says how many. Stop strings match a
+    completion's bytes as `token_bytes` gives them: across token borders, but not across the border of prompt and
+    completion.
 
     One program is compiled for each padded prompt length: 32, 64, 128, … and max_prompt_length; `warm_up` compiles them
     ahead of time.
@@ -130,78 +65,33 @@ class Sampler:
     model does not have.
     """
 
-    def __init__(
-        self,
-        definition: ModelDefinition,
-        options: SamplingSettings,
-        *,
-        mesh: Mesh,
-        stop_ids: Sequence[int],
-        num_generations: int = 1,
-        prompts_per_call: int,
-        max_prompt_length: int,
-        tokenizer: Any = None,
-        memory: int | None = None,
-        conversation_length: int | None = None,
-    ) -> None:
-        if min(num_generations, prompts_per_call, max_prompt_length, conversation_length or 1) < 1:
+    def __init__(self, inputs: SamplerInputs) -> None:
+        definition, options = inputs.policy, inputs.options
+        if min(inputs.num_generations, inputs.prompts_per_call, inputs.max_prompt_length) < 1:
             raise ValueError(
-                "num_generations, prompts_per_call, max_prompt_length and conversation_length must be positive; got "
-                f"{num_generations}, {prompts_per_call}, {max_prompt_length} and {conversation_length}"
+                "num_generations, prompts_per_call and max_prompt_length must be positive; got "
+                f"{inputs.num_generations}, {inputs.prompts_per_call} and {inputs.max_prompt_length}"
             )
-        if tokenizer is not None and not definition.absent:
-            definition = definition.as_policy(tokenizer)
-        self.definition = definition
-        self.options = options
-        prompt_length = bucket(max_prompt_length, max_prompt_length)
-        sizes = allowed_sizes(definition, mesh, options.mesh.tensor)
-        conversations = prompts_per_call * num_generations
-        whole, held = max_prompt_length + (conversation_length or 0), None
-        if conversation_length is not None and keeps_caches(definition, mesh):
-            length = cache_length(whole)
-            held = plan_conversations(
-                definition, mesh, sizes, memory=memory, conversations=conversations, length=length
-            )
-            sizes = [held.tensor]
+        self.definition, self.options = definition, options
+        prompt_length = bucket(inputs.max_prompt_length, inputs.max_prompt_length)
         self.room = plan_room(
             definition,
-            mesh,
-            sizes,
-            memory=memory,
-            prompts=prompts_per_call,
-            num_generations=num_generations,
+            inputs.mesh,
+            allowed_sizes(definition, inputs.mesh, options.mesh.tensor),
+            memory=inputs.memory,
+            prompts=inputs.prompts_per_call,
+            num_generations=inputs.num_generations,
             prompt_length=prompt_length,
             length=prompt_length + options.max_completion_length,
         )
-        shared = sampling_mesh(definition, mesh, self.room.tensor)
+        shared = sampling_mesh(definition, inputs.mesh, self.room.tensor)
         self.shares_layers = shared is not None
-        trained_on, self.mesh = mesh, mesh if shared is None else shared
-        self.stop_ids = tuple(int(i) for i in (*stop_ids, *options.stop_token_ids))
-        self.num_generations = num_generations
+        self.mesh = inputs.mesh if shared is None else shared
+        self.stop_ids, self._stop_table = stops_of(inputs)
+        self.num_generations = inputs.num_generations
         self.prompts_per_call = self.room.prompts
-        self.max_prompt_length = max_prompt_length
-        self._stop_table = self._table(tokenizer)
+        self.max_prompt_length = inputs.max_prompt_length
         self._ahead = BackgroundCompiler()
-        self.conversation_room = held
-        self._turns: TurnSampler | Sampler | None = None
-        self._converse: Any = None
-        if conversation_length is None:
-            return
-        if held is not None:
-            self._turns = self._turn_sampler(held, conversation_length)
-            self._converse = self._turns.converse
-        else:
-            self._turns = Sampler(
-                definition,
-                options,
-                mesh=trained_on,
-                stop_ids=stop_ids,
-                prompts_per_call=conversations,
-                max_prompt_length=whole,
-                tokenizer=tokenizer,
-                memory=memory,
-            )
-            self._converse = partial(converse_by_turns, self._turns, conversation_length=conversation_length)
 
     def __call__(
         self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray | None = None
@@ -217,7 +107,7 @@ class Sampler:
         """
         count, groups, longest = len(prompts), self.num_generations, self.options.max_completion_length
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        self._check(lengths)
+        check_prompts(lengths, self.max_prompt_length)
         ids = np.arange(count * groups) if ids is None else np.asarray(ids)
         if ids.shape != (count * groups,):
             raise ValueError(
@@ -242,49 +132,11 @@ class Sampler:
         # A token that was chosen from logits that are not finite has such a log-probability.
         if len(bad := np.argwhere(~np.isfinite(out[2]))):
             written = {
-                i: np.concatenate([prompts[i], out[0][i, j, :t]]) for i, j, t in reversed(bad.tolist())
+                i: ("the distribution of a next token", np.concatenate([prompts[i], out[0][i, j, :t]]))
+                for i, j, t in reversed(bad.tolist())
             }
-            raise self._nonfinite(params, dict(sorted(written.items())))
+            raise nonfinite_error(self.definition, params, "the policy", dict(sorted(written.items())))
         return Rollouts(*(whole.reshape(count * groups, *whole.shape[2:]) for whole in out))
-
-    def converse(
-        self,
-        params: Any,
-        prompts: Sequence[np.ndarray],
-        key: jax.Array,
-        ids: np.ndarray | None,
-        world: World,
-    ) -> None:
-        """Sample the turns of the policy in conversations with `world`, which gets them, until all are over.
-
-        prompts: int [length] each, one per conversation; those of a group, which are equal, are adjacent and are
-        computed once. key: a typed key, the same on every process. ids: int [len(prompts)], default 0 … N - 1. The t-th
-        token of the first turn of conversation j is sampled with fold_in(fold_in(key, ids[j]), t), as that of a
-        completion; for turn k ≥ 1, fold_in(key, 2**31 + k) replaces the key.
-
-        A turn ends as a completion does, or at its `Continuation.limit`, or where the conversation has
-        conversation_length tokens after its prompt.
-
-        Raises InputError for prompts that are empty or longer than max_prompt_length, and ValueError without a
-        conversation_length and for a continuation after which no token fits.
-        """
-        if self._converse is None:
-            raise ValueError("this sampler was made without conversation_length")
-        self._check(np.array([len(prompt) for prompt in prompts], np.int32))
-        ids = np.arange(len(prompts)) if ids is None else np.asarray(ids)
-        if ids.shape != (len(prompts),):
-            raise ValueError(
-                f"ids must have one entry per conversation, [{len(prompts)}]; its shape is {ids.shape}"
-            )
-        try:
-            self._converse(params, prompts, key, ids.astype(np.uint32), world)
-        except NonFiniteTurnError as error:
-            raise self._nonfinite(params, {error.conversation: error.context}) from None
-
-    def _nonfinite(self, params: Any, contexts: Mapping[int, np.ndarray]) -> Exception:
-        """Make the error for prompts or conversations after which outputs are not finite."""
-        what = {i: ("the distribution of a next token", ids) for i, ids in contexts.items()}
-        return nonfinite_error(self.definition, params, "the policy", what)
 
     def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
         """Start to compile the programs for prompts of `lengths` tokens; a call waits for its own program.
@@ -293,11 +145,7 @@ class Sampler:
 
         Raises InputError as a call does.
         """
-        lengths = np.asarray(lengths, np.int32)
-        self._check(lengths)
-        if self._turns is not None:
-            self._turns.warm_up(params, lengths)
-            return
+        check_prompts(lengths, self.max_prompt_length)
         weights = params
         if self.shares_layers:
             self._ahead.compile("weights", bring(self.definition, self.mesh).lower(params))
@@ -308,11 +156,8 @@ class Sampler:
     def programs(self, params: Any, prompts: int) -> list[Program]:
         """Describe the programs of a rollout of `prompts` of the greatest length, with completions of full length.
 
-        params: shapes with shardings will do. `Program.calls` are those of a rollout, or with a conversation_length of
-        the conversations of so many prompts.
+        params: shapes with shardings will do. `Program.calls` are those of a rollout.
         """
-        if self._turns is not None:
-            return self._turns.programs(params, prompts * self.num_generations)
         time, room = bucket(self.max_prompt_length, self.max_prompt_length), self.room
         longest, sequences = self.options.max_completion_length, self.prompts_per_call * self.num_generations
         calls, lengths = -(-prompts // self.prompts_per_call), f"{self.max_prompt_length} + {longest}"
@@ -345,26 +190,6 @@ class Sampler:
                 shape=shape,
             ),
         ]
-
-    def _turn_sampler(self, room: Room, conversation_length: int) -> TurnSampler:
-        program = TurnsProgram(
-            self.definition,
-            self.options,
-            self.mesh,
-            self.stop_ids,
-            room.slots,
-            cache_length(self.max_prompt_length + conversation_length),
-            str(jax.random.key_impl(jax.random.key(0))),
-            self.shares_layers,
-        )
-        return TurnSampler(
-            program,
-            room,
-            max_prompt_length=self.max_prompt_length,
-            conversation_length=conversation_length,
-            stop_table=self._stop_table,
-            compiling=self._ahead,
-        )
 
     def _lower(self, weights: Any, time: int) -> Any:
         """Lower the program for prompts padded to `time` tokens. weights: as the program reads them."""
@@ -418,32 +243,6 @@ class Sampler:
     def _stop_table_on_devices(self) -> jax.Array | None:
         return None if self._stop_table is None else replicated(self.mesh, self._stop_table)
 
-    def _table(self, tokenizer: Any) -> np.ndarray | None:
-        """Make the table of the stop strings; None where there are none."""
-        if unknown := [i for i in self.options.stop_token_ids if i >= self.definition.vocab_size]:
-            raise InputError(
-                f"sampling.stop_token_ids: the model has no token {', '.join(map(str, unknown))}; its ids end at "
-                f"{self.definition.vocab_size - 1}"
-            )
-        if not self.options.stop_strings:
-            return None
-        if tokenizer is None:
-            raise InputError(
-                "sampling.stop_strings: there is no tokenizer to turn tokens into text; give one, or use "
-                "sampling.stop_token_ids"
-            )
-        return stop_table(self.options.stop_strings, tokenizer, self.definition.vocab_size)
-
-    def _check(self, lengths: np.ndarray) -> None:
-        problems = [f"prompt {i + 1} has no tokens" for i in np.flatnonzero(lengths == 0)]
-        problems += [
-            f"prompt {i + 1} has {lengths[i]} tokens, more than max_prompt_length={self.max_prompt_length}; "
-            "shorten it or raise max_prompt_length"
-            for i in np.flatnonzero(lengths > self.max_prompt_length)
-        ]
-        if problems:
-            raise InputError(*problems)
-
     def _batch(
         self, prompts: Sequence[np.ndarray], lengths: np.ndarray, ids: np.ndarray
     ) -> tuple[np.ndarray, ...]:
@@ -470,12 +269,6 @@ class Sampler:
         return i % shards * (self.prompts_per_call // shards) + i // shards
 
 
-def keeps_caches(definition: ModelDefinition, mesh: Mesh) -> bool:
-    """Whether the caches of a model's conversations can stay on the devices of `mesh` from turn to turn."""
-    family = definition.family
-    return family.extend is not None and (mesh.size == 1 or family.tensor_parallel is not None)
-
-
 def bucket(length: int, longest: int) -> int:
     """Return the padded length of a prompt: SHORTEST_BUCKET times a power of two, at most that of the longest.
 
@@ -487,17 +280,11 @@ def bucket(length: int, longest: int) -> int:
     return min(size, -(-max(longest - 1, 1) // ALIGNED) * ALIGNED)
 
 
-def make_sampler(inputs: SamplerInputs) -> Sampler:
-    """Make the sampler "jax" of the registry."""
-    return Sampler(
-        inputs.definition,
-        inputs.options,
-        mesh=inputs.mesh,
-        stop_ids=inputs.stop_ids,
-        num_generations=inputs.num_generations,
-        prompts_per_call=inputs.prompts_per_call,
-        max_prompt_length=inputs.max_prompt_length,
-        tokenizer=inputs.tokenizer,
-        memory=inputs.memory,
-        conversation_length=inputs.conversation_length,
-    )
+def make_sampler(inputs: SamplerInputs) -> Any:
+    """Make the sampler "jax" of the registry.
+
+    For a model whose caches cannot stay on the devices from turn to turn, it is one without `converse`.
+    """
+    if inputs.conversation_length is None or not keeps_caches(inputs.definition, inputs.mesh):
+        return Sampler(inputs)
+    return ConversationSampler(inputs)

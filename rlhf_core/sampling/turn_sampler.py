@@ -5,81 +5,149 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from rlhf_core.contracts import PARAMETERS, Program, ProgramShape, World
+from rlhf_core.contracts import (
+    PARAMETERS,
+    ModelDefinition,
+    Program,
+    ProgramShape,
+    SamplerInputs,
+    World,
+)
 from rlhf_core.mesh import abstract_rows
+from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
-from rlhf_core.sampling.conversations import Holder, begin_conversations
+from rlhf_core.sampling.conversations import Holder, NonFiniteTurnError, begin_conversations
 from rlhf_core.sampling.layout import (
-    Room,
     abstract_prepared,
     abstract_weights,
+    allowed_sizes,
     bring,
+    plan_conversations,
     prepare,
     replicated,
+    sampling_mesh,
     weight_bytes,
 )
+from rlhf_core.sampling.options import check_prompts, stops_of
 from rlhf_core.sampling.slot_devices import Devices
-from rlhf_core.sampling.turns import TurnsProgram
+from rlhf_core.sampling.turns import TurnsProgram, cache_length
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 
-class TurnSampler:
-    """Samples the turns of any number of conversations.
+def keeps_caches(definition: ModelDefinition, mesh: Mesh) -> bool:
+    """Return whether the caches of a model's conversations can stay on the devices of `mesh` from turn to turn."""
+    family = definition.family
+    return family.extend is not None and (mesh.size == 1 or family.tensor_parallel is not None)
 
-    program: its `key_type` is replaced by that of a call's key. max_prompt_length, conversation_length: tokens of the
-    longest prompt, and of what follows it. room: what `program.slots` was made of.
+
+class ConversationSampler:
+    """Samples the turns of any number of conversations, of models that `keeps_caches`.
+
+    The usual number of conversations of a call is prompts_per_call × num_generations; `conversation_room` says how many
+    are held at once. Raises InputError as `Sampler` does.
     """
 
-    def __init__(
-        self,
-        program: TurnsProgram,
-        room: Room,
-        *,
-        max_prompt_length: int,
-        conversation_length: int,
-        stop_table: np.ndarray | None,
-        compiling: BackgroundCompiler,
-    ) -> None:
-        self.program, self.room = program, room
-        self.max_prompt_length, self.conversation_length = max_prompt_length, conversation_length
-        self._stop_table, self._compiling = stop_table, compiling
-        layout = bring if program.shared_layers else prepare
-        self._prepare = layout(program.definition, program.mesh)
+    def __init__(self, inputs: SamplerInputs) -> None:
+        assert inputs.conversation_length is not None
+        self.max_prompt_length, self.conversation_length = (
+            inputs.max_prompt_length,
+            inputs.conversation_length,
+        )
+        self.num_generations = inputs.num_generations
+        definition, options = inputs.policy, inputs.options
+        length = cache_length(self.max_prompt_length + self.conversation_length)
+        self.conversation_room = plan_conversations(
+            definition,
+            inputs.mesh,
+            allowed_sizes(definition, inputs.mesh, options.mesh.tensor),
+            memory=inputs.memory,
+            conversations=inputs.prompts_per_call * inputs.num_generations,
+            length=length,
+        )
+        shared = sampling_mesh(definition, inputs.mesh, self.conversation_room.tensor)
+        stop_ids, self._stop_table = stops_of(inputs)
+        self.program = TurnsProgram(
+            definition,
+            options,
+            inputs.mesh if shared is None else shared,
+            stop_ids,
+            self.conversation_room.slots,
+            length,
+            str(jax.random.key_impl(jax.random.key(0))),
+            shared is not None,
+        )
+        self._ahead = BackgroundCompiler()
+        layout = bring if self.program.shared_layers else prepare
+        self._prepare = layout(definition, self.program.mesh)
 
     def converse(
-        self, params: Any, prompts: Sequence[np.ndarray], key: jax.Array, ids: np.ndarray, world: World
+        self,
+        params: Any,
+        prompts: Sequence[np.ndarray],
+        key: jax.Array,
+        ids: np.ndarray | None,
+        world: World,
     ) -> None:
-        """Do what `Sampler.converse` does."""
-        program = self._program(key)
-        self._compiling.wait("weights")
-        table = None if self._stop_table is None else replicated(program.mesh, self._stop_table)
-        devices = Devices(program, self._prepare(params), key, table, self._compiling)
-        longest = program.options.max_completion_length
-        Holder(devices, begin_conversations(prompts, self.conversation_length, longest), ids, world).hold()
+        """Sample the turns of the policy in conversations with `world`, which gets them, until all are over.
 
-    def warm_up(self, params: Any, lengths: Any) -> None:
+        prompts: int [length] each, one per conversation; those of a group, which are equal, are adjacent and are
+        computed once. key: a typed key, the same on every process. ids: int [len(prompts)], default 0 … N - 1. The t-th
+        token of the first turn of conversation j is sampled with fold_in(fold_in(key, ids[j]), t), as that of a
+        completion; for turn k ≥ 1, fold_in(key, 2**31 + k) replaces the key.
+
+        A turn ends as a completion does, or at its `Continuation.limit`, or where the conversation has
+        conversation_length tokens after its prompt.
+
+        Raises InputError for prompts that are empty or longer than max_prompt_length, and ValueError for a continuation
+        after which no token fits.
+        """
+        check_prompts([len(prompt) for prompt in prompts], self.max_prompt_length)
+        ids = np.arange(len(prompts)) if ids is None else np.asarray(ids)
+        if ids.shape != (len(prompts),):
+            raise ValueError(
+                f"ids must have one entry per conversation, [{len(prompts)}]; its shape is {ids.shape}"
+            )
+        program = self._program(key)
+        self._ahead.wait("weights")
+        table = None if self._stop_table is None else replicated(program.mesh, self._stop_table)
+        devices = Devices(program, self._prepare(params), key, table, self._ahead)
+        longest = program.options.max_completion_length
+        conversations = begin_conversations(prompts, self.conversation_length, longest)
+        try:
+            Holder(devices, conversations, ids.astype(np.uint32), world).hold()
+        except NonFiniteTurnError as error:
+            what = {error.conversation: ("the distribution of a next token", error.context)}
+            raise nonfinite_error(program.definition, params, "the policy", what) from None
+
+    def warm_up(self, params: Any, lengths: Sequence[int] | np.ndarray) -> None:
         """Start to compile the programs, which are the same for prompts of any `lengths`, for keys of jax.random.key's
         default implementation.
-        """
-        self._compiling.compile("weights", self._prepare.lower(params))
-        lower = _Lowered(self._program(jax.random.key(0)), self._stop_table)
-        self._compiling.compile("decode", lower.decode())
-        for chunk in self.program.chunks:
-            self._compiling.compile(("extend", chunk), lower.extend(chunk))
-        self._compiling.compile("begin", lower.begin())
-        self._compiling.compile("copy", lower.copy())
-        if lower.seen is not None:
-            self._compiling.compile("note", lower.note())
 
-    def programs(self, params: Any, conversations: int) -> list[Program]:
-        """Describe the programs of so many conversations of full length, in which the policy writes everything."""
-        program, room = self.program, self.room
+        Raises InputError as a call does.
+        """
+        check_prompts(lengths, self.max_prompt_length)
+        self._ahead.compile("weights", self._prepare.lower(params))
+        lower = _Lowered(self._program(jax.random.key(0)), self._stop_table)
+        self._ahead.compile("decode", lower.decode())
+        for chunk in self.program.chunks:
+            self._ahead.compile(("extend", chunk), lower.extend(chunk))
+        self._ahead.compile("begin", lower.begin())
+        self._ahead.compile("copy", lower.copy())
+        if lower.seen is not None:
+            self._ahead.compile("note", lower.note())
+
+    def programs(self, params: Any, prompts: int) -> list[Program]:
+        """Describe the programs of the conversations of `prompts` prompts, in which the policy writes everything."""
+        program, room, conversations = self.program, self.conversation_room, prompts * self.num_generations
         model, lower = program.definition, _Lowered(program, self._stop_table)
         rows = program.slots * program.shards
         described = []

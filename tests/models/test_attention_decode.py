@@ -131,6 +131,7 @@ def test_gpus_that_triton_compiles_for(capability: str, suits: bool, monkeypatch
 
 COMPILE = """
 import sys
+from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.runtime import devices
@@ -146,7 +147,7 @@ definition = Definition(DECODER, DECODER.parse({"model_type": "llama", **sizes, 
 mesh = make_mesh(fsdp=len(found), devices=found)
 options = SamplingOptions(max_completion_length=512, mesh=SamplingMesh(tensor=4))
 counts = {"num_generations": 4, "prompts_per_call": 8, "max_prompt_length": 32}
-sampler = Sampler(definition, options, mesh=mesh, stop_ids=(3,), **counts)
+sampler = Sampler(SamplerInputs(definition, options, mesh=mesh, stop_ids=(3,), **counts))
 assert sampler.room.shares_prompts
 lowered = sampler._lower(layout.abstract_weights(definition, sampler.mesh), 32)
 open(sys.argv[2], "w").write(lowered.compile().as_text())

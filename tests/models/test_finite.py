@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import RunError, data, load_model
+from rlhf_core import RunError, SamplerInputs, data, load_model
 from rlhf_core.cli import commands
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
@@ -109,12 +109,14 @@ def test_scores_of_a_model_with_nan_are_an_error_and_no_output(
 def test_sampling_names_the_prompt_whose_logits_are_not_finite(tiny: ModuleType) -> None:
     model = fails_at_c(tiny, "lm")
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(max_completion_length=2),
-        mesh=model.mesh,
-        stop_ids=(1,),
-        prompts_per_call=3,
-        max_prompt_length=4,
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(max_completion_length=2),
+            mesh=model.mesh,
+            stop_ids=(1,),
+            prompts_per_call=3,
+            max_prompt_length=4,
+        )
     )
     prompts = [np.array(ids, np.int32) for ids in ([3, 4], [3, LETTER], [6])]
     with pytest.raises(NonFiniteError, match=r"a next token is not finite.* layer 0 \(") as caught:

@@ -13,6 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from rlhf_core import SamplerInputs
 from rlhf_core.models import Model, load_model
 from rlhf_core.sampling import Sampler, SamplingOptions
 
@@ -93,12 +94,14 @@ def continued(model: Model, golden: np.lib.npyio.NpzFile, length: int, shape: tu
     rows = zip(golden["input_ids"], golden["attention_mask"] > 0, strict=True)
     prompts = [row[attended][:length].astype(np.int32) for row, attended in rows]
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(temperature=0, max_completion_length=shape[1]),
-        mesh=model.mesh,
-        stop_ids=(),
-        prompts_per_call=len(prompts),
-        max_prompt_length=length,
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(temperature=0, max_completion_length=shape[1]),
+            mesh=model.mesh,
+            stop_ids=(),
+            prompts_per_call=len(prompts),
+            max_prompt_length=length,
+        )
     )
     return sampler(model.params, prompts, jax.random.key(0)).tokens
 

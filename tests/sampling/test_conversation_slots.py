@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_core import SamplerInputs
 from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.plugins.component import load_file
-from rlhf_core.sampling import Sampler, SamplingOptions, layout, turns
+from rlhf_core.sampling import ConversationSampler, SamplingOptions, layout, turns
 from rlhf_core.sampling.conversations import Conversation, Holder
 from rlhf_core.sampling.layout import Room, cache_bytes, plan_conversations, prepared_bytes
 from rlhf_core.sampling.slot_devices import Devices
@@ -42,16 +43,18 @@ OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_
 
 def make_sampler(
     slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
-) -> Sampler:
+) -> ConversationSampler:
     monkeypatch.setitem(layout.SLOTS, "cpu", slots)
-    return Sampler(
-        DEFINITION,
-        options,
-        mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
-        stop_ids=(3,),
-        prompts_per_call=COUNT,
-        max_prompt_length=LONGEST_PROMPT,
-        conversation_length=FOLLOWING,
+    return ConversationSampler(
+        SamplerInputs(
+            definition=DEFINITION,
+            options=options,
+            mesh=make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh,
+            stop_ids=(3,),
+            prompts_per_call=COUNT,
+            max_prompt_length=LONGEST_PROMPT,
+            conversation_length=FOLLOWING,
+        )
     )
 
 
@@ -190,15 +193,17 @@ def test_the_programs_of_a_check_are_those_that_are_compiled(
 ) -> None:
     monkeypatch.setitem(layout.SLOTS, "cpu", 4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
-    sampler = Sampler(
-        DEFINITION,
-        OPTIONS,
-        mesh=mesh,
-        stop_ids=(3,),
-        num_generations=5,
-        prompts_per_call=2,
-        max_prompt_length=LONGEST_PROMPT,
-        conversation_length=FOLLOWING,
+    sampler = ConversationSampler(
+        SamplerInputs(
+            definition=DEFINITION,
+            options=OPTIONS,
+            mesh=mesh,
+            stop_ids=(3,),
+            num_generations=5,
+            prompts_per_call=2,
+            max_prompt_length=LONGEST_PROMPT,
+            conversation_length=FOLLOWING,
+        )
     )
     shapes = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -291,7 +296,7 @@ def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_conti
 
     class Overflows(Devices):
         def __init__(self, *_: Any) -> None:
-            self.program = sampler._turns.program  # type: ignore[union-attr]
+            self.program = sampler.program
 
         def feed(self, pieces: Any) -> None: ...
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,23 +87,28 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
         longest = LONGEST_PROMPT + FOLLOWING
-        sampler = Sampler(
-            definition,
-            SamplingOptions(**{"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options}),
+        inputs = SamplerInputs(
+            definition=definition,
+            options=SamplingOptions(
+                **{"max_completion_length": 8, "mesh": SamplingMesh(tensor=tensor), **options}
+            ),
             mesh=mesh,
             stop_ids=stop_ids,
             num_generations=1,
             prompts_per_call=len(PROMPTS),  # of however many prompts, so that programs are the same
-            max_prompt_length=longest if by_turns else LONGEST_PROMPT,
+            max_prompt_length=LONGEST_PROMPT,
             conversation_length=None if by_turns else FOLLOWING,
         )
+        sampler = sampling.make_sampler(inputs)
         params = jax.device_put(draw(name), definition.shardings(mesh))
         ids = IDS[: len(prompts)] if ids is None else ids
-        if by_turns:
-            monkeypatch.setattr(sampling, "SHORTEST_BUCKET", longest)  # one program
-            converse_by_turns(sampler, params, prompts, KEY, ids, world)
-        else:
+        if hasattr(sampler, "converse"):
             sampler.converse(params, prompts, KEY, ids, world)
+        else:
+            monkeypatch.setattr(sampling, "SHORTEST_BUCKET", longest)  # one program
+            sampler = Sampler(replace(inputs, max_prompt_length=longest, conversation_length=None))
+            most = sys.maxsize if by_turns else FOLLOWING
+            converse_by_turns(sampler, params, prompts, KEY, ids, world, conversation_length=most)
         said: dict[int, list[Any]] = world.said
         return said
 
@@ -174,13 +181,15 @@ def test_one_turn_is_a_completion(hold: Any, monkeypatch: pytest.MonkeyPatch) ->
     said = hold("gemma2", world=worlds.MadeUp(VOCAB, turns=1), max_completion_length=40)
     definition = define("gemma2")
     sampler = Sampler(
-        definition,
-        SamplingOptions(max_completion_length=40),
-        mesh=make_mesh(devices=jax.devices()[:1]),
-        stop_ids=(3,),
-        num_generations=3,
-        prompts_per_call=3,
-        max_prompt_length=LONGEST_PROMPT,
+        SamplerInputs(
+            definition=definition,
+            options=SamplingOptions(max_completion_length=40),
+            mesh=make_mesh(devices=jax.devices()[:1]),
+            stop_ids=(3,),
+            num_generations=3,
+            prompts_per_call=3,
+            max_prompt_length=LONGEST_PROMPT,
+        )
     )
     rollouts = sampler(draw("gemma2"), PROMPTS[::3], KEY, IDS)
     completions = {
@@ -210,7 +219,8 @@ def test_stop_strings_and_the_penalty_of_a_turn(tiny: ModuleType, monkeypatch: p
         lengths: dict[str, Any] = {"max_prompt_length": 3, "conversation_length": 100}
         if by_turns:
             lengths = {"max_prompt_length": 103}
-        sampler, world = Sampler(model.definition, options, **common, **lengths), worlds.MadeUp(words)
+        world = worlds.MadeUp(words)
+        sampler = sampling.make_sampler(SamplerInputs(model.definition, options, **common, **lengths))
         if by_turns:
             converse_by_turns(sampler, model.params, prompts, KEY, np.arange(12), world)
         else:
@@ -272,7 +282,6 @@ def test_the_sampler_that_inputs_describe_converses(hold: Any) -> None:
     definition, world = define("llama"), worlds.MadeUp(VOCAB)
     inputs = SamplerInputs(
         definition,
-        None,
         SamplingOptions(max_completion_length=8),
         make_mesh(devices=jax.devices()[:1]),
         (3,),
@@ -292,17 +301,6 @@ def test_calls_that_cannot_be_are_refused(hold: Any) -> None:
         hold(prompts=[PROMPTS[0], PROMPTS[0][:0]])
     with pytest.raises(ValueError, match="one entry per conversation"):
         hold(ids=IDS[:2])
-    definition = define("llama")
-    sampler = Sampler(
-        definition,
-        SamplingOptions(),
-        mesh=make_mesh(devices=jax.devices()[:1]),
-        stop_ids=(),
-        prompts_per_call=1,
-        max_prompt_length=8,
-    )
-    with pytest.raises(ValueError, match="without conversation_length"):
-        sampler.converse({}, PROMPTS, KEY, None, Script())
     hold(prompts=[])
 
 

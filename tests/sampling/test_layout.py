@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
@@ -54,13 +55,15 @@ def sample(name: str, mesh: Any, tensor: int | None = None, **options: Any) -> R
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, n).astype(np.int32) for n in (3, 12, 8, 20, 5)]
     sampler = Sampler(
-        definition,
-        SamplingOptions(max_completion_length=9, mesh=SamplingMesh(tensor=tensor), **options),
-        mesh=mesh,
-        stop_ids=(3,),
-        num_generations=3,
-        prompts_per_call=5,
-        max_prompt_length=24,
+        SamplerInputs(
+            definition=definition,
+            options=SamplingOptions(max_completion_length=9, mesh=SamplingMesh(tensor=tensor), **options),
+            mesh=mesh,
+            stop_ids=(3,),
+            num_generations=3,
+            prompts_per_call=5,
+            max_prompt_length=24,
+        )
     )
     placed = jax.device_put(params, definition.shardings(mesh))
     return sampler(placed, prompts, jax.random.key(0))

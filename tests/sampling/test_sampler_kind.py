@@ -114,14 +114,16 @@ def test_the_built_in_is_one_of_them(model: Any) -> None:
     sampler = plugins.load().registry.get(SAMPLER, "jax")(inputs)
     out = sampler(model.params, PROMPTS, jax.random.key(0))
     plain = Sampler(
-        model.definition,
-        inputs.options,
-        mesh=model.mesh,
-        stop_ids=model.stop_ids,
-        num_generations=3,
-        prompts_per_call=2,
-        max_prompt_length=16,
-        tokenizer=model.tokenizer,
+        SamplerInputs(
+            definition=model.definition,
+            options=inputs.options,
+            mesh=model.mesh,
+            stop_ids=model.stop_ids,
+            num_generations=3,
+            prompts_per_call=2,
+            max_prompt_length=16,
+            tokenizer=model.tokenizer,
+        )
     )
     for own, expected in zip(out, plain(model.params, PROMPTS, jax.random.key(0)), strict=True):
         np.testing.assert_array_equal(own, expected)
@@ -130,13 +132,15 @@ def test_the_built_in_is_one_of_them(model: Any) -> None:
     drawn = strange(inputs_for(model, temperature=0.8))(model.params, PROMPTS[1:2], jax.random.key(0))
     known = {int(t): float(p) for t, p in zip(drawn.tokens[:, 0], drawn.logps[:, 0], strict=True)}
     many = Sampler(
-        model.definition,
-        SamplingOptions(max_completion_length=1, temperature=0.8),
-        mesh=model.mesh,
-        stop_ids=(),
-        num_generations=256,
-        prompts_per_call=1,
-        max_prompt_length=16,
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(max_completion_length=1, temperature=0.8),
+            mesh=model.mesh,
+            stop_ids=(),
+            num_generations=256,
+            prompts_per_call=1,
+            max_prompt_length=16,
+        )
     )(model.params, PROMPTS[1:2], jax.random.key(1))
     shared = [
         (known[int(t)], p)

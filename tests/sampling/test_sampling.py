@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
@@ -54,7 +55,13 @@ def make_sampler(
     options.setdefault("max_completion_length", NEW)
     mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else devices
     return Sampler(
-        definition or model()[0], SamplingOptions(**options), mesh=mesh, stop_ids=stop_ids, **arguments
+        SamplerInputs(
+            definition=definition or model()[0],
+            options=SamplingOptions(**options),
+            mesh=mesh,
+            stop_ids=stop_ids,
+            **arguments,
+        )
     )
 
 
@@ -106,14 +113,16 @@ def test_only_the_tokenizers_ids_are_sampled_and_have_probability(options: dict[
     definition, params = model()
     devices = make_mesh(**mesh) if mesh else make_mesh(devices=jax.devices()[:1])
     sampler = Sampler(
-        definition,
-        SamplingOptions(max_completion_length=NEW, **options),
-        mesh=devices,
-        stop_ids=(),
-        num_generations=3,
-        prompts_per_call=4,
-        max_prompt_length=40,
-        tokenizer=OddIds(),
+        SamplerInputs(
+            definition=definition,
+            options=SamplingOptions(max_completion_length=NEW, **options),
+            mesh=devices,
+            stop_ids=(),
+            num_generations=3,
+            prompts_per_call=4,
+            max_prompt_length=40,
+            tokenizer=OddIds(),
+        )
     )
     assert sampler.definition.absent == ((7, 9), (25, VOCAB))
     prompts = make_prompts(3, 9, 20, 30)

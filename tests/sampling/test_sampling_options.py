@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf_core import SamplerInputs
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop
@@ -28,12 +29,14 @@ def make_sampler(model: Any, *, stop_ids: tuple[int, ...] = (), **given: Any) ->
     options = SamplingOptions(**{"max_completion_length": NEW, **given})
     arguments = {"mesh": model.mesh, "num_generations": 16, "prompts_per_call": 4, **own}
     return Sampler(
-        model.definition,
-        options,
-        stop_ids=stop_ids,
-        max_prompt_length=40,
-        tokenizer=model.tokenizer,
-        **arguments,
+        SamplerInputs(
+            definition=model.definition,
+            options=options,
+            stop_ids=stop_ids,
+            max_prompt_length=40,
+            tokenizer=model.tokenizer,
+            **arguments,
+        )
     )
 
 
@@ -275,10 +278,12 @@ def test_options_that_the_model_cannot_honour_are_refused(model: Any) -> None:
         make_sampler(model, stop_token_ids=[47, 48, 60])
     with pytest.raises(InputError, match=r"sampling\.stop_strings: there is no tokenizer"):
         Sampler(
-            model.definition,
-            SamplingOptions(stop_strings=("a",)),
-            mesh=model.mesh,
-            stop_ids=(),
-            prompts_per_call=1,
-            max_prompt_length=8,
+            SamplerInputs(
+                definition=model.definition,
+                options=SamplingOptions(stop_strings=("a",)),
+                mesh=model.mesh,
+                stop_ids=(),
+                prompts_per_call=1,
+                max_prompt_length=8,
+            )
         )

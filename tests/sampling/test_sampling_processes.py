@@ -15,7 +15,8 @@ PROGRAM = """
 import numpy as np
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
-from rlhf_core.sampling import Sampler, SamplingOptions
+from rlhf_core import SamplerInputs
+from rlhf_core.sampling import ConversationSampler, Sampler, SamplingOptions
 
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=40)
 config = DECODER.parse({"model_type": "llama", "initializer_range": 0.5, **sizes}, "lm")
@@ -24,7 +25,9 @@ mesh = make_mesh(data=2, fsdp=2)
 params = jax.jit(definition.init, out_shardings=definition.shardings(mesh))(jax.random.key(1))
 options = SamplingOptions(max_completion_length=8)
 sampler = Sampler(
-    definition, options, mesh=mesh, stop_ids=(3,), num_generations=2, prompts_per_call=4, max_prompt_length=32
+    SamplerInputs(
+        definition, options, mesh=mesh, stop_ids=(3,), num_generations=2, prompts_per_call=4, max_prompt_length=32
+    )
 )
 prompts = [np.arange(1 + i, dtype=np.int32) for i in range(6)]
 np.savez(arguments[0], **sampler(params, prompts, jax.random.key(0))._asdict())
@@ -47,7 +50,7 @@ CONVERSATIONS = (
 from pathlib import Path
 from rlhf_core.plugins.component import load_file
 worlds = load_file(Path(arguments[1]))
-sampler = Sampler(
+inputs = SamplerInputs(
     definition,
     SamplingOptions(max_completion_length=8),
     mesh=mesh,
@@ -57,6 +60,7 @@ sampler = Sampler(
     max_prompt_length=8,
     conversation_length=80,
 )
+sampler = ConversationSampler(inputs)
 world = worlds.MadeUp(40, seed=1)
 prompts = [np.arange(1 + i // 2, dtype=np.int32) for i in range(10)]
 sampler.converse(params, prompts, jax.random.key(0), None, world)

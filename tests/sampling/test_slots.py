@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import sampling
+from rlhf_core import SamplerInputs, sampling
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, layout
 from rlhf_core.sampling.loop import Written, most_steps, read_completions
@@ -43,14 +43,16 @@ def ask(
     prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
     mesh = model.mesh if mesh is None else mesh
     sampler = Sampler(
-        model.definition,
-        SamplingOptions(max_completion_length=NEW, **options),
-        mesh=mesh,
-        stop_ids=tuple(range(3, 3 + words // 10)),
-        num_generations=GROUP,
-        prompts_per_call=len(prompts),
-        max_prompt_length=40,
-        tokenizer=model.tokenizer,
+        SamplerInputs(
+            definition=model.definition,
+            options=SamplingOptions(max_completion_length=NEW, **options),
+            mesh=mesh,
+            stop_ids=tuple(range(3, 3 + words // 10)),
+            num_generations=GROUP,
+            prompts_per_call=len(prompts),
+            max_prompt_length=40,
+            tokenizer=model.tokenizer,
+        )
     )
     return sampler(jax.device_put(model.params, model.definition.shardings(mesh)), prompts, KEY)
 
