@@ -134,7 +134,7 @@ def test_only_pairs_that_updates_reach_are_read(tiny, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_it_learns(tiny, tmp_path):
+def test_the_policy_learns_which_letter_comes_first(tiny, tmp_path):
     """The chosen completion is a letter before the rejected one."""
     draw, letters, rows = np.random.default_rng(0), "abcdefghijklmnopqrstuvwxyz", []
     for _ in range(64):

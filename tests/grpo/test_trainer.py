@@ -265,7 +265,7 @@ def test_many_iterations_over_one_rollout_reach_the_clip(one_rollout):
 
 
 @pytest.mark.long  # `test_step.py` and `test_invariance.py` have the gradient and the step along it
-def test_it_learns(train):
+def test_rewards_rise_over_fifteen_updates(train):
     run = train(**PLAIN, max_training_steps=15, beta=0.0)
     rewards = [row["reward"] for row in run.rows]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15

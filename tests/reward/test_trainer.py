@@ -84,7 +84,7 @@ def test_other_spellings_and_objects(tiny, tmp_path):
 
 
 @pytest.mark.long
-def test_it_learns(tiny, tmp_path):
+def test_the_reward_model_learns_which_letter_comes_first(tiny, tmp_path):
     """The chosen side ends in a letter before the rejected side's."""
     draw = np.random.default_rng(0)
     letters = "abcdefghijklmnopqrstuvwxyz"

@@ -110,7 +110,7 @@ def test_the_defect_is_found(name: str, advantage: Any, failures: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), OURS)
-def test_ours_have_none(name: str, options: dict[str, Any]) -> None:
+def test_built_in_components_pass(name: str, options: dict[str, Any]) -> None:
     check_advantage(plugins.load().registry.get(ADVANTAGE, name, **options))
 
 

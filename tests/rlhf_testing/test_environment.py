@@ -130,7 +130,7 @@ def test_a_name(tmp_path: Path) -> None:
     check_environment(f"{file}:One", [{"q": "Hello?"}])
 
 
-def test_ours_has_no_defect(tmp_path: Path) -> None:
+def test_a_sound_environment_passes(tmp_path: Path) -> None:
     file = tmp_path / "calc.py"
     file.write_text(
         "def add(a: int, b: int = 2) -> int:\n"

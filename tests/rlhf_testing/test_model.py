@@ -145,5 +145,5 @@ def test_the_defect_is_found(case: str, failures: Any) -> None:
         *(pytest.param(cases.FAMILIES[name], id=name, marks=pytest.mark.long) for name in FAMILIES),
     ],
 )
-def test_ours_has_none(config: Any) -> None:
+def test_the_built_in_decoder_passes(config: Any) -> None:
     check_model(DECODER, config)

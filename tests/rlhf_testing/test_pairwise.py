@@ -116,5 +116,5 @@ def test_the_defect_is_found(name: str, loss: Any, failures: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ours_have_none(name: str) -> None:
+def test_built_in_components_pass(name: str) -> None:
     check_pairwise_loss(plugins.load().registry.get(PAIRWISE_LOSS, name))

@@ -169,7 +169,7 @@ def test_an_input_error_may_ask_for_an_option(failures: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ours_have_none(name: str) -> None:
+def test_built_in_components_pass(name: str) -> None:
     check_policy_loss(plugins.load().registry.get(POLICY_LOSS, name))
 
 

@@ -164,7 +164,7 @@ def test_numbers_are_those_that_a_run_takes(failures: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in plugins.load().registry.names(REWARD) if n != "model"])
-def test_ours_have_none(name: str) -> None:
+def test_built_in_components_pass(name: str) -> None:
     check_reward(plugins.load().registry.get(REWARD, name, **OPTIONS.get(name, {})), ROWS)
 
 

@@ -178,5 +178,5 @@ OURS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sft", "reward", "grpo"])
-def test_ours_have_none(name: str) -> None:
+def test_built_in_components_pass(name: str) -> None:
     check_trainer(name, **OURS[name])
