@@ -84,27 +84,12 @@ def _remove_directory(values: Any) -> None:
     os.rmdir(place)
 
 
-def _daemon(values: Any) -> None:
-    """Leave a process behind in a session of its own, which holds the worker's pipes open."""
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            time.sleep(FOREVER)
-        os._exit(0)
-    os.wait()
-
-
-def _daemon_and_die(values: Any) -> None:
-    _daemon(values)
-    os._exit(1)
-
-
 def _subprocess(values: Any, **settings: Any) -> None:
     kept.append(subprocess.Popen(["sleep", str(FOREVER)], **settings))
 
 
 def _subprocess_and_hang(values: Any) -> None:
-    _subprocess(values, start_new_session=True)
+    _subprocess(values)
     time.sleep(FOREVER)
 
 
@@ -180,7 +165,6 @@ FAILS: dict[str, Callable[[list[float]], Any]] = {
     "closes everything": lambda values: os.closerange(0, 4096),
     "closes everything and sleeps": lambda values: (os.closerange(0, 4096), time.sleep(FOREVER)),
     "writes everywhere": _write_everywhere,
-    "leaves a daemon and dies": _daemon_and_die,
     "starts a process and hangs": _subprocess_and_hang,
     "raises loudly": _raise_loudly,
     "raises what cannot be sent": _raise_unpicklable,
@@ -223,8 +207,6 @@ WORKS: dict[str, Callable[[list[float]], Any]] = {
     "removes its directory": _remove_directory,
     "changes the environment": lambda values: os.environ.clear(),
     "starts a process": _subprocess,
-    "starts a session": lambda values: _subprocess(values, start_new_session=True),
-    "starts a daemon": _daemon,
     "starts processes": _many_processes,
     "starts threads": _threads,
     "takes signals": lambda values: [signal.signal(number, signal.SIG_DFL) for number in (2, 15)] and None,

@@ -255,10 +255,10 @@ MUTANTS = (
         "sessions-survive",
         "processes that a reward started in sessions of their own outlive it",
         "rlhf_core/workers/pool.py",
-        "if not _kill_marked(self._mark, self._since):",
-        "if True:",
+        "os.killpg(self.process.pid, signal.SIGKILL)",
+        "self.process.kill()",
         "T12",
-        "alone starts a session",
+        "alone starts a process",
     ),
     Mutant(
         "values-unpickled",

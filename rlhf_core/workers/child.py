@@ -1,7 +1,7 @@
 """The worker process, run as a script. It imports only the standard library until it gets the function to load.
 
-Every message begins with its length, 8 bytes. The first message in holds the module path and the function; each later
-one is a call. A message out is ("value", value), ("refused", exception) or ("raised", text, class name).
+The first message in holds the module path and the function; each later one is a call. A message out is
+("value", value), ("refused", exception) or ("raised", text, class name).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import pickle
 import signal
 import sys
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 LARGEST_REPLY = 1 << 28
@@ -19,56 +20,36 @@ LARGEST_REPLY = 1 << 28
 
 def main() -> None:
     """Serve calls until the parent closes the pipe."""
-    requests, replies = _take_pipes()
+    pipe = Connection(int(sys.argv[1]))
+    os.set_inheritable(pipe.fileno(), False)
+    sys.stdout = sys.stderr
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _ignore)  # the parent handles signals, and ends this process when it wants to
-    first = receive(requests)
-    if first is None:
-        return
-    start: dict[str, Any] = pickle.loads(first)
-    _die_with(start["parent"])
-    _limit_memory(start["memory"])
-    sys.path[:] = start["path"]
-    from rlhf_core.hidden import hide_in_output
+    try:
+        start: dict[str, Any] = pickle.loads(pipe.recv_bytes())
+        _die_with(start["parent"])
+        _limit_memory(start["memory"])
+        sys.path[:] = start["path"]
+        from rlhf_core.hidden import hide_in_output
 
-    hide_in_output(start["secrets"])
-    function, reply = None, _try(lambda: (pickle.loads(start["function"]),))
-    if reply[0] == "value":
-        function, reply = reply[1][0], ("value", None)
-    send(replies, _pickle_reply(reply))
-    while function is not None and (message := receive(requests)) is not None:
-        packed = _pickle_reply(_try(lambda: _call(function, message)))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        send(replies, packed)
+        hide_in_output(start["secrets"])
+        function, reply = None, _try(lambda: (pickle.loads(start["function"]),))
+        if reply[0] == "value":
+            function, reply = reply[1][0], ("value", None)
+        pipe.send_bytes(_pickle_reply(reply))
+        while function is not None:
+            message = pipe.recv_bytes()
+            packed = _pickle_reply(_try(lambda: _call(function, message)))  # noqa: B023
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.send_bytes(packed)
+    except EOFError:
+        return
 
 
 def _call(function: Any, message: bytes) -> Any:
     arguments, named, cpu_seconds = pickle.loads(message)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0)  # its signal ends the process, whatever is running
     return function(*arguments, **named)
-
-
-def receive(stream: BinaryIO) -> bytes | None:
-    """Read one message; None at the end of the stream."""
-    head = stream.read(8)
-    return stream.read(int.from_bytes(head, "big")) if len(head) == 8 else None
-
-
-def send(stream: BinaryIO, message: bytes) -> None:
-    """Write one message."""
-    stream.write(len(message).to_bytes(8, "big") + message)
-    stream.flush()
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the two pipes out of the function's reach: its output goes to stderr, and it has no input."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return requests, replies
 
 
 def _ignore(number: int, frame: Any) -> None:

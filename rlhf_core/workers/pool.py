@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
-import secrets
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf_core.errors import RunError
 from rlhf_core.hidden import known
@@ -31,10 +29,6 @@ LOAD_SECONDS = 600.0
 """How long a worker may take to import what it calls."""
 SLICE = 0.25
 """Seconds between checks that a process is alive, in case a child of it holds the pipe open."""
-MARK = "RLHF_WORKER"
-"""The environment variable by which processes that a function left behind are found."""
-ROUNDS = 20
-"""How often to look for such processes, which may start others while they are being killed."""
 
 
 class TooSlowError(Exception):
@@ -63,8 +57,8 @@ class Pool:
 
     Signals sent to this process's group, such as Ctrl-C, do not reach the workers, and they end with this process,
     however it ends. They start when first needed, in a fresh interpreter that inherits no threads, locks or files, and
-    run until `close`, which the end of a stage calls. What a function prints goes to stderr. Processes that it left
-    behind are killed with its worker: those of the worker's group and, on Linux, those in groups of their own.
+    run until `close`, which the end of a stage calls. What a function prints goes to stderr. Processes of its group
+    that it left behind are killed with its worker.
 
     function: imported again in the worker by its module or file and its name, as are the classes of objects.
     memory: bytes of data a worker may have, beyond which the function gets a MemoryError. None: no limit.
@@ -73,11 +67,14 @@ class Pool:
     """
 
     def __init__(self, function: Any, size: int, *, memory: int | None = None) -> None:
-        self._size = size
-        self._shared = _Shared(dumps(function), memory)
-        self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._shared, self._threads, os.getpid())
-        stage_end.before_end(self._end)
+        self._function, self._memory = dumps(function), memory
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="worker")  # one waits for each process
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self.closed = False
+        stage_end.before_end(self.close)
 
     def submit(
         self,
@@ -97,15 +94,7 @@ class Pool:
         if self.closed:
             raise RuntimeError("the pool is closed")
         message = pickle.dumps((arguments, dict(named or {}), cpu_seconds), pickle.HIGHEST_PROTOCOL)
-        task = _Task(Future(), message, cpu_seconds, seconds)
-        with self._shared.lock:
-            self._shared.unfinished += 1
-            if len(self._threads) < min(self._size, self._shared.unfinished):
-                thread = threading.Thread(target=_serve, args=(self._shared,), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._shared.tasks.put(task)
-        return task.future
+        return self._threads.submit(self._call, message, cpu_seconds, seconds)
 
     def outcomes(self, calls: Iterable[Sequence[Any]], **limits: Any) -> list[Any]:
         """Make all calls; return for each, in their order, its value or the exception that its future raised."""
@@ -115,154 +104,102 @@ class Pool:
     @property
     def processes(self) -> list[int]:
         """The ids of the running processes."""
-        with self._shared.lock:
-            return [worker.process.pid for worker in self._shared.workers]
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` or the end of a stage has closed the pool."""
-        return not self._end.alive
+        with self._lock:
+            return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
         """End all workers; calls in progress raise DiedError."""
-        self._end()
-
-
-class _Task(NamedTuple):
-    future: Future[Any]
-    message: bytes
-    cpu_seconds: float | None
-    seconds: float | None
-
-
-class _Shared:
-    """State that a pool shares with its threads, which must not keep the pool itself alive."""
-
-    def __init__(self, function: bytes, memory: int | None) -> None:
-        self.function, self.memory = function, memory
-        self.tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self.lock = threading.RLock()  # the thread that holds it may collect, and so close, the pool
-        self.unfinished = 0
-        self.workers: list[_Worker] = []
-        self.closed = False
-
-
-def _end(shared: _Shared, threads: list[threading.Thread], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # in a forked child: the workers belong to its parent
-    with shared.lock:
-        shared.closed = True
-        for worker in shared.workers:
+        if os.getpid() != self._owner:
+            return  # in a forked child: the workers belong to its parent
+        with self._lock:
+            self.closed = True
+            workers = list(self._workers)
+        for worker in workers:
             worker.kill()
-    for _ in threads:
-        shared.tasks.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=10)
+        self._threads.shutdown()
+        for worker in workers:
+            worker.dispose()
+        self._workers.clear()
 
-
-def _serve(shared: _Shared) -> None:
-    """Run one task after another in one process, which is started by this thread and ends with it."""
-    worker: _Worker | None = None
-    while (task := shared.tasks.get()) is not None:
-        if task.future.set_running_or_notify_cancel():
-            try:
-                worker = _run(shared, worker, task)
-            except BaseException as error:
-                worker = None
-                task.future.set_exception(error)
-        with shared.lock:
-            shared.unfinished -= 1
-    if worker is not None:
-        _remove_worker(shared, worker)
-
-
-def _run(shared: _Shared, worker: _Worker | None, task: _Task) -> _Worker | None:
-    """Run the task and set its future; return the process if the next task can use it."""
-    cause, calls = "the pool is closed", 0
-    for _ in range(STARTS):
-        if shared.closed or calls == ATTEMPTS:
-            break
-        try:
-            worker = worker or _start_worker(shared)
-            calls += 1
-            if worker.unready is not None:
-                reply = worker.unready
-                _remove_worker(shared, worker)
-                worker = None
-            else:
-                reply = worker.call(task)
-        except _Ended as ended:
-            _remove_worker(shared, worker or ended.worker)
+    def _call(self, message: bytes, cpu_seconds: float | None, seconds: float | None) -> Any:
+        """Make a call in a worker that no other thread uses, again in another one if the process dies."""
+        cause, calls = "the pool is closed", 0
+        for _ in range(STARTS):
+            if self.closed or calls == ATTEMPTS:
+                break
             worker = None
-            if ended.slow:
-                task.future.set_exception(TooSlowError(str(ended)))
-                return None
-            cause = str(ended)
-            continue
+            try:
+                worker = self._take()
+                calls += 1
+                reply = worker.unready or worker.call(message, cpu_seconds, seconds)
+            except _Ended as ended:
+                cause = str(ended)
+                if ended.slow:
+                    raise TooSlowError(cause) from None
+                continue
+            finally:
+                if worker is not None:
+                    self._give_back(worker)
+            if reply[0] == "value":
+                return reply[1]
+            raise reply[1] if reply[0] == "refused" else RaisedError(reply[1], reply[2])
+        raise DiedError(cause)
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        try:
+            worker = _Worker()
+        except OSError as error:
+            raise RunError(f"a worker process could not be started: {error}") from error
+        with self._lock:
+            self._workers.add(worker)
+        if self.closed:
+            worker.kill()
+        try:
+            worker.load(self._function, self._memory)
         except BaseException:
-            _remove_worker(shared, worker)
+            self._give_back(worker)
             raise
-        if reply[0] == "value":
-            task.future.set_result(reply[1])
-        else:
-            task.future.set_exception(reply[1] if reply[0] == "refused" else RaisedError(reply[1], reply[2]))
         return worker
-    task.future.set_exception(DiedError(cause))
-    return worker
 
-
-def _start_worker(shared: _Shared) -> _Worker:
-    try:
-        worker = _Worker()
-    except OSError as error:
-        raise RunError(f"a worker process could not be started: {error}") from error
-    with shared.lock:
-        shared.workers.append(worker)
-        if shared.closed:
-            worker.kill()
-    worker.load(shared.function, shared.memory)
-    return worker
-
-
-def _remove_worker(shared: _Shared, worker: _Worker | None) -> None:
-    """Kill a process and remove it from the pool."""
-    if worker is not None:
-        with shared.lock:  # once waited for, a process has no id that could be killed
-            if worker in shared.workers:
-                shared.workers.remove(worker)
-            worker.kill()
+    def _give_back(self, worker: _Worker) -> None:
+        """Keep a process for the next call, or remove what is left of it."""
+        with self._lock:
+            if worker.usable:
+                self._idle.append(worker)
+                return
+            self._workers.discard(worker)
+        worker.kill()
         worker.dispose()
 
 
 class _Ended(Exception):
     """The process is gone; slow: because the call exceeded its limit."""
 
-    def __init__(self, text: str, *, slow: bool = False, worker: _Worker | None = None) -> None:
+    def __init__(self, text: str, *, slow: bool = False) -> None:
         super().__init__(text)
-        self.slow, self.worker = slow, worker
+        self.slow = slow
 
 
 class _Worker:
-    """One worker process. unready: its reply if it could not load the function."""
+    """One worker process. unready: its reply if it could not load the function. usable: whether it answers calls."""
 
     def __init__(self) -> None:
         self.unready: tuple[Any, ...] | None = None
-        self._mark = secrets.token_hex(16)
-        self._since = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            # The accelerators belong to the parent.
-            env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self._mark},
-        )
-        assert self.process.stdin is not None
-        os.set_blocking(
-            self.process.stdin.fileno(), False
-        )  # a worker that reads nothing must not block `_send`
+        self.usable = False
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", CHILD, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerators belong to the parent
+            )
+            self.pipe = Connection(ours.detach())
 
     def load(self, function: bytes, memory: int | None) -> None:
         """Have the process import the function."""
@@ -273,38 +210,85 @@ class _Worker:
             "function": function,
             "secrets": known(),
         }
-        deadline = time.monotonic() + LOAD_SECONDS
-        try:
-            self._send(pickle.dumps(start), deadline)
-            reply = self._receive(deadline)
-        except _TimeIsUp:
-            raise _Ended(f"it took longer than {LOAD_SECONDS:g} s to import", worker=self) from None
-        except _Ended as ended:
-            ended.worker = self
-            raise
-        if reply[0] != "value":
-            self.unready = reply
+        reply, late = self._exchange(pickle.dumps(start), LOAD_SECONDS)
+        if reply is None:
+            raise _Ended(
+                f"it took longer than {LOAD_SECONDS:g} s to import" if late else self._how_it_ended()
+            )
+        self.usable = reply[0] == "value"
+        self.unready = None if self.usable else reply
 
-    def call(self, task: _Task) -> tuple[Any, ...]:
+    def call(self, message: bytes, cpu_seconds: float | None, seconds: float | None) -> tuple[Any, ...]:
         """Make a call and return the reply. Raises _Ended if none arrives."""
-        wall = task.seconds
-        if wall is None and task.cpu_seconds is not None:
-            wall = max(60.0, 30 * task.cpu_seconds)  # the function may sleep
-        deadline = None if wall is None else time.monotonic() + wall
+        wall = seconds
+        if wall is None and cpu_seconds is not None:
+            wall = max(60.0, 30 * cpu_seconds)  # the function may sleep
+        self.usable = False
+        reply, late = self._exchange(message, wall)
+        if reply is None:
+            how = self._how_it_ended()
+            if late and seconds is not None:
+                raise _Ended(f"took longer than {seconds:g} s", slow=True)
+            if late:
+                raise _Ended(f"gave no answer within {wall:g} s")
+            if cpu_seconds is not None and self.process.returncode == -signal.SIGPROF:
+                raise _Ended(f"took longer than {cpu_seconds:g} s of CPU time", slow=True)
+            raise _Ended(how)
+        self.usable = True
+        return reply
+
+    def _exchange(self, message: bytes, seconds: float | None) -> tuple[tuple[Any, ...] | None, bool]:
+        """Send a message and return the reply, None if none comes, and whether the time was up, at which it is killed.
+
+        Killing ends both a worker that computes and a wait for one that reads nothing.
+        """
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(seconds or 0, end)
+        if seconds is not None:
+            timer.start()
         try:
-            self._send(task.message, deadline)
-            return self._receive(deadline)
-        except _TimeIsUp:
-            if task.seconds is not None:
-                raise _Ended(f"took longer than {task.seconds:g} s", slow=True) from None
-            raise _Ended(f"gave no answer within {wall:g} s") from None
-        except _Ended as ended:
-            if task.cpu_seconds is not None and self.process.returncode == -signal.SIGPROF:
-                raise _Ended(f"took longer than {task.cpu_seconds:g} s of CPU time", slow=True) from None
-            raise ended from None
+            self.pipe.send_bytes(message)
+            while not self.pipe.poll(SLICE):
+                if self._has_ended() and not self.pipe.poll(0):
+                    return None, late.is_set()
+            return pickle.loads(self.pipe.recv_bytes(LARGEST_REPLY)), False
+        except (EOFError, OSError):  # also for a message that is too long
+            return None, late.is_set()
+        finally:
+            timer.cancel()
+
+    def _has_ended(self) -> bool:
+        """Check whether the process has ended, without releasing its id, which is that of its group."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def _how_it_ended(self) -> str:
+        until = time.monotonic() + 1
+        while not self._has_ended():
+            if time.monotonic() > until:
+                return "something else than an answer was written to its pipe"
+            time.sleep(0.01)
+        self.kill()
+        code = self.process.wait()
+        if code >= 0:
+            return f"its process ended with code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return (
+            f"its process was ended by {name}{', as where memory ran out' if -code == signal.SIGKILL else ''}"
+        )
 
     def kill(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and the others of its group."""
         if self.process.returncode is None:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -314,101 +298,6 @@ class _Worker:
                 pass
 
     def dispose(self) -> None:
-        """Wait for the process to end, kill the processes that it left behind, and close its pipes."""
+        """Wait for the process to end, and close the pipe."""
         self.process.wait()
-        for _ in range(ROUNDS):
-            if not _kill_marked(self._mark, self._since):
-                break
-            time.sleep(0.002)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _send(self, message: bytes, deadline: float | None) -> None:
-        assert self.process.stdin is not None
-        pipe = self.process.stdin.fileno()
-        left = memoryview(len(message).to_bytes(8, "big") + message)
-        while left:
-            self._wait(pipe, select.POLLOUT, deadline)
-            try:
-                left = left[os.write(pipe, left) :]
-            except BlockingIOError:
-                continue
-            except (BrokenPipeError, ConnectionResetError):
-                raise self._explain_end() from None
-
-    def _receive(self, deadline: float | None) -> tuple[Any, ...]:
-        size = int.from_bytes(self._read(8, deadline), "big")
-        if size > LARGEST_REPLY:
-            raise _Ended("something else than an answer was written to its pipe")
-        reply: tuple[Any, ...] = pickle.loads(self._read(size, deadline))
-        return reply
-
-    def _read(self, count: int, deadline: float | None) -> bytes:
-        assert self.process.stdout is not None
-        pipe, parts = self.process.stdout.fileno(), bytearray()
-        while len(parts) < count:
-            self._wait(pipe, select.POLLIN, deadline)
-            part = os.read(pipe, min(count - len(parts), 1 << 20))
-            if not part:
-                raise self._explain_end()
-            parts += part
-        return bytes(parts)
-
-    def _wait(self, pipe: int, event: int, deadline: float | None) -> None:
-        """Wait until a pipe is ready. Raises _Ended if the process has ended, _TimeIsUp at the deadline."""
-        poll = select.poll()
-        poll.register(pipe, event)
-        while True:
-            left = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
-            if left <= 0:
-                raise _TimeIsUp
-            if poll.poll(left * 1000):
-                return
-            if self.process.poll() is not None and not poll.poll(0):
-                raise self._explain_end()
-
-    def _explain_end(self) -> _Ended:
-        """Describe how the process ended."""
-        try:
-            code = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return _Ended("it closed its end of the pipe")
-        if code >= 0:
-            return _Ended(f"its process ended with code {code}")
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        memory = ", as where memory ran out" if -code == signal.SIGKILL else ""
-        return _Ended(f"its process was ended by {name}{memory}")
-
-
-class _TimeIsUp(Exception):
-    pass
-
-
-def _kill_marked(mark: str, since: float) -> int:
-    """Kill the processes whose environment, when they began, had this mark; return how many live. Linux only.
-
-    since: seconds from the machine's start. A process begun since then may have the mark, although its environment is
-    empty: exec replaces it in two steps.
-    """
-    variable, living = f"{MARK}={mark}".encode(), 0
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-            if variable in environment.split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
-                living += 1
-            elif not environment and os.readlink(entry / "exe") and _began(entry) > since - 1:
-                living += 1
-        except OSError:  # it has ended, or belongs to someone else
-            continue
-    return living
-
-
-def _began(process: Path) -> float:
-    """Return when a process of /proc began, in seconds from the machine's start."""
-    ticks = (process / "stat").read_text().rpartition(")")[2].split()[19]
-    return int(ticks) / os.sysconf("SC_CLK_TCK")
+        self.pipe.close()

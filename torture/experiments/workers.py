@@ -43,7 +43,6 @@ RUN_HOW = (
     "too few",
     "bombs",
     "floods stdout",
-    "starts a daemon",
     "changes directory",
     "crashes soon",
 )
