@@ -30,7 +30,7 @@ from rlhf_core.packing.rows import Layout, Packed, choose_layout, pack, tree
 from rlhf_core.runtime.caches import cached
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import Encoder, special_ids, template_text
-from rlhf_core.tokenizer.text_options import ReadAt, TextOptions
+from rlhf_core.tokenizer.options import ReadAt, TextOptions
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

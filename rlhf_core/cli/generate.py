@@ -62,7 +62,7 @@ def generate(
     from rlhf_core.sampling import SHORTEST_BUCKET, Sampler, SamplingOptions, bucket
     from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
     from rlhf_core.tokenizer.encoding import TextOptions, continuations
-    from rlhf_core.tokenizer.text_options import kwargs_problem
+    from rlhf_core.tokenizer.options import kwargs_problem
 
     require_writable(output, file)
     runtime.prepare()

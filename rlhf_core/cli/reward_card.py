@@ -14,7 +14,7 @@ from rlhf_core.models.model import with_padding_apart
 from rlhf_core.scoring import Contract
 from rlhf_core.tokenizer.chat_template import PLAIN, cut_after_stop, template_text, templates_of
 from rlhf_core.tokenizer.encoding import Encoder, special_ids
-from rlhf_core.tokenizer.template_dates import DATED, parse_date
+from rlhf_core.tokenizer.options import DATED, parse_date
 
 PROBE = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.problems import format_value
-from rlhf_core.tokenizer.template_dates import parse_date
-from rlhf_core.tokenizer.text_options import kwargs_problem
+from rlhf_core.tokenizer.options import kwargs_problem, parse_date
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.tokenizer.content_parts import is_parts, with_joined_parts
+from rlhf_core.tokenizer.options import is_parts, with_joined_parts
 
 CONVERSATIONS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 """Columns that may hold conversations."""

@@ -20,7 +20,7 @@ from rlhf_core.data.column_kinds import (
 )
 from rlhf_core.data.source import Source, digest, mapped
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.tokenizer.content_parts import is_parts
+from rlhf_core.tokenizer.options import is_parts
 
 COLUMNS = (
     *("prompt", "chosen", "rejected", "completion", "messages", "text", "margin", "tools", "subset"),

@@ -12,9 +12,8 @@ from rlhf_core.data.column_kinds import CONVERSATIONS
 from rlhf_core.data.column_mapping import mapping_hint
 from rlhf_core.data.source import Source
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.tokenizer.content_parts import is_parts, parts_problem
 from rlhf_core.tokenizer.encoding import Encoder, Turns
-from rlhf_core.tokenizer.text_options import kwargs_problem
+from rlhf_core.tokenizer.options import is_parts, kwargs_problem, parts_problem
 
 FOR_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns of a conversation that go to its chat template."""

@@ -21,6 +21,7 @@ from rlhf_core.data.column_kinds import Kinds, count_kinds, count_values
 from rlhf_core.data.report import Problems
 from rlhf_core.data.source import View, digest
 from rlhf_core.errors import InputError, library_words, reading
+from rlhf_core.tokenizer.options import text_problem
 
 IN_MEMORY = 1 << 23
 """Bytes: files up to this size are held in memory, so later changes to them do not matter."""
@@ -129,7 +130,7 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
         try:
             row = parse(line.removesuffix("\n"))
         except (ValueError, RecursionError) as error:
-            problems.add(f"{name} row {number} {_line_problem(error)}")
+            problems.add(f"{name} row {number}{_line_problem(error)}")
             continue
         starts.append(start)
         numbers.append(number)
@@ -165,19 +166,19 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
 
 def _line_problem(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-    return str(error) if isinstance(error, NotARow) else f"cannot be read: {library_words(error)}"
+        return f" is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    return str(error) if isinstance(error, NotARow) else f" cannot be read: {library_words(error)}"
 
 
 class NotARow(ValueError):
-    """A value that is no row; the text says what it is instead."""
+    """A value that is no row; the text, which follows the row's number in a message, says why."""
 
 
 def as_row(value: Any) -> Row:
     """Return a row's value unchanged. Raises NotARow for anything but an object."""
     if not isinstance(value, dict):
         hint = "; a JSON array goes in a .json file" if isinstance(value, list) else ""
-        raise NotARow(f"is not a JSON object, but {_json_kind(value)}{hint}")
+        raise NotARow(f" is not a JSON object, but {_json_kind(value)}{hint}")
     return value
 
 
@@ -193,13 +194,9 @@ HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 def require_unicode(row: Mapping[Any, Any]) -> None:
     """Raise NotARow if a text of a row has half of a surrogate pair, as one cut inside a JSON escape has."""
     for name, cell in row.items():
-        try:
-            json.dumps([name, cell], ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError as error:
-            half = ord(error.object[error.start])
-            raise NotARow(
-                f"has text in {name!r} that is not valid Unicode: \\u{half:04x} is half of a pair; remove it"
-            ) from None
+        text = cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
+        if problem := text_problem(str(name)) or text_problem(text):
+            raise NotARow(f": {name!r} {problem}")
 
 
 def _json_row(line: str) -> Row:
@@ -240,7 +237,7 @@ def _read_json(file: io.BufferedIOBase, name: str) -> Rows:
             if has_halves:
                 require_unicode(row)
         except NotARow as error:
-            problems.add(f"{name} row {number} {error}")
+            problems.add(f"{name} row {number}{error}")
     problems.raise_if_any()
     return Rows(rows, range(1, len(rows) + 1), count_kinds(rows))
 

@@ -166,7 +166,7 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
             tools, kwargs = conversations.tools_of(row), conversations.kwargs_of(row)
             texts.append(encoder.text(row["prompt"], open_turn=True, tools=tools, kwargs=kwargs))
             if chat:
-                notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs, open_turn=True)
+                notes.add_unwritten(i, encoder, row["prompt"], texts[-1][0], tools, kwargs)
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.raise_if_any()

@@ -277,7 +277,7 @@ def from_memory(data: Any, name: str = "dataset") -> Source:
                 if HALVES.search(text):
                     require_unicode(row)
             except NotARow as error:
-                problems.add(f"{name} row {number} {error}")
+                problems.add(f"{name} row {number}{error}")
                 continue
             except (RecursionError, ValueError, TypeError) as error:
                 problems.add(f"{name} row {number} cannot be read: {library_words(error)}")

@@ -213,9 +213,9 @@ class Notes:
         text: str,
         tools: Any,
         kwargs: Mapping[str, Any] | None,
-        **options: bool,
+        learns: bool = False,
     ) -> None:
-        """Note what the text that the template wrote of row i's messages lacks. options: of `ignored_fields`."""
+        """Note what the text that the template wrote of row i's messages lacks. learns: as in `ignored_fields`."""
         self.add("left_out", i, encoder.chat.leaves_out(turns, text, tools))
-        names = encoder.chat.ignored_fields(turns, text, tools=tools, kwargs=kwargs, **options)
+        names = encoder.chat.ignored_fields(turns, text, tools=tools, kwargs=kwargs, learns=learns)
         self.fields |= dict.fromkeys((i, name) for name in names)

@@ -19,7 +19,7 @@ from rlhf_core.data.column_mapping import mapping_hint
 from rlhf_core.data.report import Report, shorten
 from rlhf_core.data.source import Records, Source
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.tokenizer.text_options import TextOptions
+from rlhf_core.tokenizer.options import TextOptions
 
 LIMITS = {"pairs": 1024, "texts": 1024, "prompts": 512}
 """The trainers' defaults for `max_sequence_length`, and for prompts `max_prompt_length`."""

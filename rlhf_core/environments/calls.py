@@ -17,7 +17,7 @@ from rlhf_core.data.conversations import message_problem
 from rlhf_core.environments.worker_call import call_environment
 from rlhf_core.errors import InputError, Stopped, error_line
 from rlhf_core.hidden import scrub
-from rlhf_core.tokenizer.content_parts import with_joined_parts
+from rlhf_core.tokenizer.options import with_joined_parts
 from rlhf_core.workers import (
     DiedError,
     Pool,

@@ -23,7 +23,7 @@ from rlhf_core.environments.history import REMEDY, history_problem, template_pro
 from rlhf_core.environments.parsing import shared_length
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, Ints, Message
-from rlhf_core.tokenizer.text_options import TextOptions
+from rlhf_core.tokenizer.options import TextOptions
 
 WORD, FIRST, LAST = "qzxreply", "qzxfirst", "qzxlast"
 """What dummies say: a reply's text, and the arguments of its calls. No template contains them."""

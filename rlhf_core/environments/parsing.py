@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Ints
-from rlhf_core.tokenizer.text_options import text_problem
+from rlhf_core.tokenizer.options import text_problem
 
 if TYPE_CHECKING:
     from rlhf_core.environments.conversation import ConversationEncoder

@@ -19,7 +19,7 @@ from rlhf_core.models.config import Head, Remat
 from rlhf_core.models.lora import Lora
 from rlhf_core.models.params import Path, join, paths, split
 from rlhf_core.runtime.caches import Exact
-from rlhf_core.tokenizer.special_ids import ids_without_token
+from rlhf_core.tokenizer.encoding import ids_without_token
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -27,7 +27,7 @@ from rlhf_core.models.head_config import config_for, padding_apart
 from rlhf_core.models.lora import Lora, linear_modules, merge, resolve, untrained
 from rlhf_core.models.params import paths, split
 from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
-from rlhf_core.tokenizer.special_ids import stop_ids_in
+from rlhf_core.tokenizer.encoding import stop_ids_in
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_core import artifacts
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.models import Model, local_directory
-from rlhf_core.tokenizer.text_options import TextOptions
+from rlhf_core.tokenizer.options import TextOptions
 
 if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.stage import Stage
-    from rlhf_core.tokenizer.text_options import ReadAt
+    from rlhf_core.tokenizer.options import ReadAt
 
 
 def text_options(config: TrainerConfig, stage: Stage, *, read_at: ReadAt = "eos") -> TextOptions:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ __all__ = [
     "join",
     "load_tokenizer",
     "prompt_ids",
-    "render",
     "special_ids",
     "template_hash",
     "template_text",
@@ -123,8 +121,6 @@ def _load_problem(path: Path, error: BaseException) -> str:
             f"the tokenizer in {path} needs Python code that comes with it (auto_map), which is never run: use a "
             "tokenizer with a tokenizer.json, or save it as one with transformers"
         )
-    if type(error).__name__.startswith("StrictDataclass"):  # how transformers refuses a config.json
-        return f"{path / 'config.json'}: {error.__cause__ or error}"
     reason = textwrap.shorten(" ".join(f"{type(error).__name__}: {error}".split()), 300, placeholder=" …")
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         reason = "it has no tokenizer.json; put it there"
@@ -192,21 +188,6 @@ def template_hash(tokenizer: Any, chat_template: str | None = None) -> str | Non
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
     text = template_text(tokenizer, chat_template)
     return None if text is None else hashlib.sha256(text.encode()).hexdigest()
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    chat_template: str | TextOptions | None = None,
-    add_generation_prompt: bool = False,
-    tools: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Encode a conversation exactly as the template renders it. kwargs: variables for the template."""
-    encoder = Encoder(tokenizer, chat_template)
-    text = encoder.text(messages, open_turn=add_generation_prompt, tools=tools, kwargs=kwargs)
-    return [int(i) for i in encoder.tokenize([text])[0]]
 
 
 def prompt_ids(tokenizer: Any, prompt: Turns, *, chat_template: str | None = None) -> Ints:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from rlhf_core.errors import InputError, suggest
-from rlhf_core.tokenizer.content_parts import JoinedParts, is_parts, parts_problem, with_joined_parts
-from rlhf_core.tokenizer.template_dates import DATED, on_date
-from rlhf_core.tokenizer.text_options import TextOptions, kwargs_problem, text_problem
+from rlhf_core.tokenizer.options import (
+    DATED,
+    JoinedParts,
+    TextOptions,
+    is_parts,
+    kwargs_problem,
+    on_date,
+    parts_problem,
+    with_joined_parts,
+)
 
 Message: TypeAlias = Mapping[str, Any]
 Span: TypeAlias = tuple[int, int]
@@ -36,6 +41,8 @@ PLAIN = """\
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles that every template may get; it must name others."""
 SYSTEM_ROLES = ("system", "developer")
+SHORT = 3
+"""Characters of a text that may stand for another one in a template, as a flag does."""
 PROBE = "qzxreply"  # a reply that no template contains
 MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -111,7 +118,6 @@ class ChatTemplate:
         self._kwargs = dict(options.chat_template_kwargs)
         self._date = options.template_date
         self._forms: dict[tuple[str, str], str] = {}
-        self._ignored: dict[Hashable, list[str]] = {}
         self._words = frozenset(re.findall(r"\w+", f"{self.text} {self._with_tools}"))
         self.system_prompt = options.system_prompt
         self._name = f"chat_template '{chat_template}'" if chat_template else "the tokenizer's chat template"
@@ -229,14 +235,14 @@ class ChatTemplate:
         turns: Sequence[Message],
         text: str,
         *,
-        open_turn: bool = False,
         tools: Any = None,
         kwargs: Mapping[str, Any] | None = None,
         learns: bool = False,
     ) -> list[str]:
-        """Name the fields of messages, other than role and content, without which `write` would return the same text.
+        """Name the fields of messages, other than role and content, that the text which `write` returned lacks.
 
-        Variables in `kwargs` that the template does not name, and fields of a content's parts, count too.
+        These are fields that the template does not name, and fields with texts of which none was written. Variables in
+        `kwargs` and fields of a content's parts count if the template does not name them.
         learns: whether replies are learned, unless their `weight` is 0.
         """
         template = (self._with_tools if tools else self.text) or ""
@@ -244,20 +250,13 @@ class ChatTemplate:
         parts = [part for turn in turns for part in getattr(turn.get("content"), "parts", ())]
         keys = dict.fromkeys(key for part in parts for key in part if key not in ("type", "text"))
         names += [f"content.{key}" for key in keys if key not in template]
-        fields = [
-            (k, name) for k, turn in enumerate(turns) for name in turn if _may_be_ignored(turn, name, learns)
-        ]
-        # Rendering again costs as much as the row itself. What is ignored depends on the roles and fields of the turns,
-        # and on values that the template may compare with others, but not on what is said.
-        case = (
-            (template, open_turn, repr(kwargs)),
-            tuple(str(turn["role"]) for turn in turns),
-            tuple((k, name, _choice(turns[k][name]) if name in self._words else None) for k, name in fields),
+        fields = dict.fromkeys(
+            name
+            for turn in turns
+            for name, value in turn.items()
+            if _may_be_ignored(turn, name, learns) and not (name in self._words and _is_written(value, text))
         )
-        if fields and case not in self._ignored:
-            render = partial(self.write, open_turn=open_turn, tools=tools, kwargs=kwargs)
-            self._ignored[case] = _find_ignored(fields, turns, text, render)
-        return names + self._ignored.get(case, [])
+        return names + list(fields)
 
     def end_of_turn(self) -> int | None:
         """Return the id of the added token that the template writes after a reply; None if it writes none."""
@@ -329,8 +328,6 @@ class ChatTemplate:
                 )
             what = str(error) or type(error).__name__
             raise InputError(f"the chat template fails on this conversation: {what}. {remedy}") from error
-        if problem := text_problem(text):
-            raise InputError(f"what the chat template writes of this conversation {problem}")
         return text, spans
 
     def _call(
@@ -412,38 +409,6 @@ def _texts_of(content: Any) -> list[str]:
     return [str(content or "").strip()]
 
 
-def _find_ignored(
-    fields: list[tuple[int, str]],
-    turns: Sequence[Message],
-    text: str,
-    render: Callable[[Sequence[Message]], str],
-) -> list[str]:
-    """Name those of the fields, (turn, name), that the template does not write, by rendering without them."""
-    # One rendering with a tag in each field shows most of those that are written; the others are left out in turn.
-    tagged = [dict(turn) for turn in turns]
-    for number, (k, name) in enumerate(fields):
-        tagged[k][name] = _tagged(tagged[k][name], _tag(number))
-    with suppress(InputError):
-        written = render(tagged)
-        fields = [field for number, field in enumerate(fields) if _tag(number) not in written]
-
-    def is_ignored(name: str, where: Sequence[int]) -> bool:
-        shorter = [
-            {key: value for key, value in turn.items() if k not in where or key != name}
-            for k, turn in enumerate(turns)
-        ]
-        with suppress(InputError):
-            return render(shorter) == text
-        return False
-
-    names = []
-    for name in dict.fromkeys(name for _, name in fields):
-        where = [k for k, other in fields if other == name]
-        if is_ignored(name, where) or (len(where) > 1 and any(is_ignored(name, [k]) for k in where)):
-            names.append(name)
-    return names
-
-
 def _may_be_ignored(turn: Message, name: str, learns: bool) -> bool:
     """Whether a field says something that a template could leave out. learns: as in `ChatTemplate.ignored_fields`."""
     value = turn[name]
@@ -455,26 +420,21 @@ def _may_be_ignored(turn: Message, name: str, learns: bool) -> bool:
     return value != 0 if learns and not replies else value != 1 and not learns
 
 
-def _choice(value: Any) -> Any:
-    """Return a value that a template may compare with another one, such as a flag or the name of a channel."""
-    return (
-        value
-        if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 16)
-        else None
+def _is_written(value: Any, text: str) -> bool:
+    """Whether a text holds any of the texts in a value; true for flags, which a template may rewrite."""
+    pieces = [piece for piece in _leaves(value) if piece]
+    return not any(len(piece) > SHORT for piece in pieces) or any(
+        piece in text or json.dumps(piece, ensure_ascii=False)[1:-1] in text for piece in pieces
     )
 
 
-def _tag(number: int) -> str:
-    return f"qzxtag{number}x"
-
-
-def _tagged(value: Any, tag: str) -> Any:
-    """Append a tag to every text in a value."""
+def _leaves(value: Any) -> list[str]:
+    """List every text in a value, without white space around it."""
     if isinstance(value, Mapping):
-        return {key: _tagged(item, tag) for key, item in value.items()}
+        return [piece for item in value.values() for piece in _leaves(item)]
     if isinstance(value, list | tuple):
-        return [_tagged(item, tag) for item in value]
-    return value + tag if isinstance(value, str) else value
+        return [piece for item in value for piece in _leaves(item)]
+    return [value.strip()] if isinstance(value, str) else []
 
 
 def cut_after_stop(text: str, stops: Sequence[str]) -> str:

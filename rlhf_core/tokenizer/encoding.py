@@ -6,21 +6,22 @@ ends with the end-of-sequence token. So a completion is scored on exactly the id
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, overload
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.errors import InputError, read_json_object
 from rlhf_core.tokenizer.chat_template import PLAIN as PLAIN
 from rlhf_core.tokenizer.chat_template import ROLES as ROLES
 from rlhf_core.tokenizer.chat_template import ChatTemplate, Rendered
 from rlhf_core.tokenizer.chat_template import Message as Message
 from rlhf_core.tokenizer.chat_template import template_text as template_text
-from rlhf_core.tokenizer.special_ids import Special as Special
-from rlhf_core.tokenizer.special_ids import special_ids as special_ids
-from rlhf_core.tokenizer.text_options import TextOptions as TextOptions
+from rlhf_core.tokenizer.options import TextOptions as TextOptions
 
 Ints: TypeAlias = NDArray[np.int32]
 Turns: TypeAlias = str | Sequence[Message]
@@ -70,18 +71,15 @@ class Encoder:
     ) -> list[Ints]:
         """Encode prompts (or None) with their completions, int32 [n] each, ending as `options.read_at` says."""
         no_values = [None] * len(prompts)
-        texts = [
-            self.whole_text(p, c, tools=t, kwargs=k)
-            for p, c, t, k in zip(prompts, completions, tools or no_values, kwargs or no_values, strict=True)
+        wholes = [
+            self.judged_turns(join(prompt, completion))
+            for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        return self.tokenize_closed([text for text, _ in texts], [chat for _, chat in texts])
-
-    def whole_text(
-        self, prompt: Turns | None, completion: Turns, *, tools: Any = None, kwargs: Kwargs = None
-    ) -> tuple[tuple[str, bool], bool]:
-        """Return `text` of a prompt with its completion, and whether the template rendered it."""
-        turns = self.judged_turns(join(prompt, completion))
-        return self.text(turns, tools=tools, kwargs=kwargs), not isinstance(turns, str)
+        texts = [
+            self.text(turns, tools=t, kwargs=k)
+            for turns, t, k in zip(wholes, tools or no_values, kwargs or no_values, strict=True)
+        ]
+        return self.tokenize_closed(texts, [not isinstance(turns, str) for turns in wholes])
 
     def judged_turns(self, turns: Turns) -> Turns:
         """Return the part of a text or conversation to score: up to the last reply, or all of it."""
@@ -296,3 +294,56 @@ def until_last_reply(turns: Turns) -> Turns:
         return turns
     replies = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
     return turns[: replies[-1] + 1] if replies else turns
+
+
+def ids_without_token(tokenizer: Any, size: int) -> tuple[tuple[int, int], ...]:
+    """Find which of `size` ids are no token of the tokenizer: ranges (first, one after the last), in order.
+
+    They are what a vocabulary is padded with, and holes in the tokenizer's own ids.
+    """
+    present = np.zeros(size + 2, np.bool_)  # an absent id at both ends, so that every range has two borders
+    present[[0, -1]] = True
+    ids = np.fromiter(tokenizer.get_vocab().values(), np.int64) + 1
+    present[ids[(ids > 0) & (ids <= size)]] = True
+    # A piece that is in the vocabulary twice has one id there, and is a token under both.
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        for i in np.flatnonzero(~present):
+            present[i] = backend.id_to_token(int(i) - 1) is not None
+    borders = np.flatnonzero(np.diff(present)).reshape(-1, 2)
+    return tuple((int(first), int(last)) for first, last in borders)
+
+
+class Special(NamedTuple):
+    """Special ids of a tokenizer."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    """All ids that end a sequence, the tokenizer's EOS first; may be empty."""
+    pad: int | None
+
+
+def special_ids(tokenizer: Any, chat_template: str | TextOptions | None = None) -> Special:
+    """Find the special ids of a tokenizer and its chat template.
+
+    A sequence ends with the tokenizer's EOS, the ids in a generation_config.json beside the tokenizer, and the token
+    that the chat template writes after a reply. chat_template: as in `template_text`, or options.
+    Raises InputError for a generation_config.json that cannot be read.
+    """
+    eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    directory = getattr(tokenizer, "name_or_path", None)
+    config = Path(str(directory)) / "generation_config.json" if directory else None
+    if config is not None and config.is_file():
+        eos += [i for i in stop_ids_in(config) if i not in eos and i < len(tokenizer)]
+    end_of_turn = ChatTemplate(tokenizer, chat_template).end_of_turn()
+    if end_of_turn is not None and end_of_turn not in eos:
+        eos.append(end_of_turn)
+    return Special(tokenizer.bos_token_id, tuple(eos), tokenizer.pad_token_id)
+
+
+def stop_ids_in(file: Path) -> list[int]:
+    """Read the distinct `eos_token_id` of a generation_config.json. Raises InputError if they are not ids."""
+    listed = read_json_object(file, "fetch it again, or delete it").get("eos_token_id")
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise InputError(f"{file}: eos_token_id is {json.dumps(listed)}, not a token id or a list of them")
+    return list(dict.fromkeys(ids))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import TrainerConfig
     from rlhf_core.models import Model
     from rlhf_core.stage import Stage
-    from rlhf_core.tokenizer.text_options import ReadAt
+    from rlhf_core.tokenizer.options import ReadAt
 
 
 def scoring_contract(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rlhf_core.data import EpisodeRows, Pairs, Prompts, Records, Texts
     from rlhf_core.data.report import Report
     from rlhf_core.sampling import SamplingOptions
-    from rlhf_core.tokenizer.text_options import ReadAt
+    from rlhf_core.tokenizer.options import ReadAt
 
 NO_STOP_TOKEN = "neither the tokenizer nor generation_config.json names an end-of-sequence token"
 UNHEARD_OF = "\U0010fffd"

@@ -20,7 +20,7 @@ from rlhf_core.models import fresh_model
 from rlhf_core.plugins.component import load_file
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.tokenizer.encoding import Encoder
-from rlhf_core.tokenizer.text_options import TextOptions
+from rlhf_core.tokenizer.options import TextOptions
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
 CHATS = [

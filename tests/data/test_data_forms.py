@@ -214,10 +214,10 @@ def test_conversations_that_would_be_trained_on_as_text_are_refused(tmp_path, ce
         (
             "a.jsonl",
             b'{"prompt": "a", "answer": "x\\ud83d"}\n',
-            r"row 1 has text in 'answer' that is not valid Unicode: \\ud83d is half",
+            r"row 1: 'answer' is not valid Unicode: \\ud83d at",
         ),
-        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1 has text in 'a' that is not valid Unicode"),
-        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2 has text in 'a' that is not valid Unicode"),
+        ("a.jsonl", b'{"a": {"b": ["\\udc00"]}}\n', r"row 1: 'a' is not valid Unicode"),
+        ("a.json", b'[{"a": "b"}, {"a": "\\ud800"}]', r"row 2: 'a' is not valid Unicode"),
         (
             "a.jsonl",
             b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",

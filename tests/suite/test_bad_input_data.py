@@ -57,9 +57,7 @@ CASES = {
         bytes_of(LINE + b"{'prompt': 'a'}\n", "row 2 is not JSON: ", "in double quotes at column 2"),
         bytes_of(b'["a"]\n', "row 1 is not a JSON object, but an array; a JSON array goes in a .json file"),
         bytes_of(LINE + b"[" * 100_000, "row 2 cannot be read: it is nested too deeply"),
-        bytes_of(
-            LINE + b'{"margin": ' + b"1" * 5000 + b"}", "row 2 cannot be read: it has a number of too many"
-        ),
+        bytes_of(LINE + b'{"margin": ' + b"1" * 5000 + b"}", "row 2 cannot be read: Exceeds the limit"),
         bytes_of(b"\n \n", "pairs.jsonl is empty"),
     ],
     "schema": [

@@ -22,7 +22,7 @@ from rlhf_core.plugins.component import load_file
 from rlhf_core.runtime.files import seal
 from rlhf_core.scoring import Contract, Scorer
 from rlhf_core.stage import text_settings
-from rlhf_core.tokenizer import TextOptions, load_tokenizer, render, template_hash
+from rlhf_core.tokenizer import TextOptions, load_tokenizer, template_hash
 from rlhf_core.tokenizer.encoding import Encoder, continuations
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
@@ -90,7 +90,6 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
     monkeypatch.setattr(Scorer, "score_ids", lambda self, ids, group: read.extend(ids) or np.zeros(len(ids)))
     scorer.score_completions([PROMPT], [REPLY], None, None if column is None else [column])
     assert read[0].tolist() == whole
-    assert render(tokenizer, PROMPT, kwargs=OFF, add_generation_prompt=True) == opened
 
 
 def test_variables_are_recorded_and_checked() -> None:

@@ -14,14 +14,12 @@ from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import (
     load_tokenizer,
     prompt_ids,
-    render,
     special_ids,
     template_hash,
     template_text,
     tokenizer_hash,
 )
-from rlhf_core.tokenizer.encoding import Encoder
-from rlhf_core.tokenizer.special_ids import ids_without_token
+from rlhf_core.tokenizer.encoding import Encoder, ids_without_token
 
 CHAT = [
     {"role": "user", "content": "ab"},
@@ -90,7 +88,6 @@ def test_chat_template_of_the_tokenizer():
     # The template's text after the last EOS is never sampled, so it is neither trained on nor scored.
     assert tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:])) == text + "b</s>"
     assert encode_full(tokenizer, CHAT[:3], "b").tolist() == encode_full(tokenizer, None, CHAT).tolist()
-    assert tokenizer.decode(render(tokenizer, CHAT[:1])) == "<s>user\nab</s>\n"
 
 
 @pytest.mark.parametrize("bos", [False, True])

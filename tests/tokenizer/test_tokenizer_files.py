@@ -19,7 +19,7 @@ from rlhf_core import cli, data
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.plugins.component import load_file
-from rlhf_core.tokenizer import TextOptions, load_tokenizer, special_ids, template_hash, tokenizer_hash
+from rlhf_core.tokenizer import load_tokenizer, special_ids, template_hash, tokenizer_hash
 from rlhf_core.tokenizer.encoding import Encoder
 
 chat: Any = load_file(Path(__file__).parents[1] / "shared" / "chat_cases.py")
@@ -189,17 +189,6 @@ def _dumps(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         return '{"a":' + "[" * 5000 + "]" * 5000 + "}"
-
-
-def test_half_of_a_pair_in_what_a_template_writes_is_told(directory: Path) -> None:
-    """A template can write invalid Unicode that the data does not contain."""
-    tokenizer, template = load_tokenizer(directory), "{{ messages[0].content }}{{ x }}"
-    asked = data.load([{"prompt": [chat.user("a")]}])
-    options = TextOptions(template, {"x": "\ud83d"})
-    with pytest.raises(
-        InputError, match=r"row 1: .* not valid Unicode: \\ud83d at character 2 is half of a pair"
-    ):
-        data.encode_prompts(asked, tokenizer, max_prompt_length=None, chat_template=options)
 
 
 @pytest.mark.parametrize("command", ["score", "generate"])
