@@ -8,17 +8,15 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.columns import Columns
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
@@ -88,10 +86,6 @@ class Pace:
         seconds = self.seconds_left()
         return "" if seconds is None else f"{clock(seconds)} left"
 
-    def headline(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Return (name, number) of the few most important metrics."""
-        return [(name, number(metrics[name])) for name in self.names if name in metrics]
-
 
 def clock(seconds: float) -> str:
     """Format seconds as `0:07`, `12:34` or `1:02:03`."""
@@ -130,33 +124,14 @@ def shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-Pairs = Sequence[tuple[str, str]]
 Ending = Literal["done", "stopped", "failed"]
 
 
-class View(Protocol):
-    """One style of output; the console calls these methods in order, after updating `pace`."""
-
-    pace: Pace
-
-    def start(self, about: str) -> None: ...
-    def step(self, metrics: Mapping[str, float]) -> None: ...
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def saved(self, name: str, kind: str, path: str) -> None: ...
-    def end(self, how: Ending) -> None: ...
-
-
-def choose(progress: str, stage: str, pace: Pace) -> View:
-    """Return the view called `progress`, or plain lines where the terminal cannot move a cursor."""
-    if progress == "json":
-        return JsonView(stage, pace)
-    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
-        return PlainView(stage, pace)
-    return TqdmView(stage, pace) if progress == "tqdm" else RichView(stage, pace)
-
-
 class PlainView:
-    """Print one line per event on stderr, without control characters: for log files."""
+    """Print one line per event on stderr, without control characters: for log files.
+
+    The console calls these methods in order, after updating `pace`; other views override some of them.
+    """
 
     def __init__(self, stage: str, pace: Pace) -> None:
         self.stage, self.pace = stage, pace
@@ -165,13 +140,7 @@ class PlainView:
         self.write(f"start  {about}")
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        words = [
-            self.pace.count(),
-            *map(" ".join, self.pace.headline(metrics)),
-            speed(metrics),
-            self.pace.left(),
-        ]
-        self.write("  ".join(word for word in words if word))
+        self.write("  ".join(self.words(metrics)))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write("  ".join([f"eval {step}", *map(" ".join, details(metrics))]))
@@ -182,6 +151,11 @@ class PlainView:
     def end(self, how: Ending) -> None:
         self.write(("done  " if how == "done" else "") + self.pace.ended(how))
 
+    def words(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return the update, the time left, the headline's metrics and the speed."""
+        headline = [f"{name} {number(metrics[name])}" for name in self.pace.names if name in metrics]
+        return [word for word in (self.pace.count(), *headline, speed(metrics), self.pace.left()) if word]
+
     def write(self, line: str) -> None:
         print(escape_control(f"[{self.stage}] {line}"), file=sys.stderr, flush=True)
 
@@ -189,9 +163,7 @@ class PlainView:
 class TqdmView(PlainView):
     """Print plain lines above a tqdm bar."""
 
-    def __init__(self, stage: str, pace: Pace) -> None:
-        super().__init__(stage, pace)
-        self.bar: Any = None
+    bar: Any = None
 
     def step(self, metrics: Mapping[str, float]) -> None:
         if self.bar is None:
@@ -203,7 +175,7 @@ class TqdmView(PlainView):
                 dynamic_ncols=True,
             )
         self.bar.n = self.pace.step
-        words = [*map(" ".join, self.pace.headline(metrics)), speed(metrics)]
+        words = [word for word in self.words(metrics) if word not in (self.pace.count(), self.pace.left())]
         self.bar.set_postfix_str(escape_control("  ".join(words)))
 
     def end(self, how: Ending) -> None:
@@ -215,102 +187,93 @@ class TqdmView(PlainView):
         tqdm.write(escape_control(f"[{self.stage}] {line}"), file=sys.stderr)
 
 
-class JsonView:
+class JsonView(PlainView):
     """Print one JSON object per event on stdout, with the metric names of metrics.jsonl: for programs."""
 
-    def __init__(self, stage: str, pace: Pace) -> None:
-        self.stage, self.pace = stage, pace
-
     def start(self, about: str) -> None:
-        self.write("start", about=about)
+        self.send("start", about=about)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         left = self.pace.seconds_left()
-        self.write("step", step=self.pace.step, updates=self.pace.total, seconds_left=left, **strict(metrics))
+        self.send("step", step=self.pace.step, updates=self.pace.total, seconds_left=left, **strict(metrics))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.write("evaluation", step=step, **strict(metrics))
+        self.send("evaluation", step=step, **strict(metrics))
 
     def saved(self, name: str, kind: str, path: str) -> None:
-        self.write("saved", name=name, kind=kind, path=path)
+        self.send("saved", name=name, kind=kind, path=path)
 
     def end(self, how: Ending) -> None:
-        self.write("end", how=how, step=self.pace.step, seconds=self.pace.seconds())
+        self.send("end", how=how, step=self.pace.step, seconds=self.pace.seconds())
 
-    def write(self, event: str, **values: Any) -> None:
+    def send(self, event: str, **values: Any) -> None:
         print(json.dumps({"event": event, "stage": self.stage, **values}, allow_nan=False), flush=True)
 
 
-class RichView:
+class RichView(PlainView):
     """Print a header, a live bar below other output, a line per evaluation, and a footer, on stderr."""
 
     def __init__(self, stage: str, pace: Pace) -> None:
-        self.stage, self.pace = stage, pace
+        super().__init__(stage, pace)
         self.metrics: Mapping[str, float] = {}
         self.console = SafeConsole(stderr=True, highlight=False)
-        self.live = Live(
-            self,
+        text = TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
+        )
+        self.bar = Progress(
+            TimeElapsedColumn(),
+            BarColumn(bar_width=20),
+            text,
             console=self.console,
             refresh_per_second=2,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),  # never take output from a redirected stdout
         )
+        self.task = self.bar.add_task("preparing", total=None)
 
     def start(self, about: str) -> None:
         self.console.print()
         self.console.rule(Text(self.stage, "bold"), align="left", style="cyan")
         self.console.print(Text(f"  {about}", "dim", overflow="fold"))
-        self.live.start(refresh=True)
+        self.bar.start()
 
     def step(self, metrics: Mapping[str, float]) -> None:
         self.metrics = metrics
+        self.bar.update(
+            self.task,
+            total=self.pace.total,
+            completed=self.pace.step,
+            description="  ".join(self.words(metrics)),
+        )
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.pairs(Text(f"eval {step}", "cyan"), details(metrics))
+        self.table(Text(f"eval {step}", "cyan"), details(metrics))
 
     def saved(self, name: str, kind: str, path: str) -> None:
         self.console.print(Text.assemble("  saved ", (name, "bold"), f" ({kind}) in ", path, overflow="fold"))
 
     def end(self, how: Ending) -> None:
-        self.live.stop()
+        self.bar.stop()
         mark, style = {"done": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}[how]
         if self.metrics:
-            self.pairs(Text(f"train {self.pace.step}", "cyan"), details(self.metrics))
+            self.table(Text(f"train {self.pace.step}", "cyan"), details(self.metrics))
         self.console.print(Text.assemble("  ", (f"{mark} {self.pace.ended(how)}", style)))
 
-    def pairs(self, title: Text, pairs: Pairs) -> None:
-        """Print `title  name number  name number …`, wrapped between pairs and indented under the first pair."""
-        indent = max(len(title), 9) + 4
-        lines = [Text.assemble("  ", title, " " * (indent - 2 - len(title)))]
-        for name, value in pairs:
-            pair = Text.assemble((name, "dim"), " ", value, "  ")
-            if len(lines[-1]) + len(pair) - 2 > self.console.width and len(lines[-1]) > indent:
-                lines.append(Text(" " * indent))
-            lines[-1].append_text(pair)
-        for line in lines:
-            line.rstrip()
-            self.console.print(line, overflow="fold")
+    def table(self, title: Text, pairs: Sequence[tuple[str, str]]) -> None:
+        """Print `title  name number  name number …`, in columns where they do not fit in a line."""
+        cells = [Text.assemble((name, "dim"), " ", value) for name, value in pairs]
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row("", title, Columns(cells, padding=(0, 2)))
+        self.console.print(grid)
 
-    def __rich_console__(self, _: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Render the current bar; rich calls this twice per second."""
-        pace = self.pace
-        if pace.step == 0:
-            words = ["preparing", clock(pace.seconds())]
-        else:
-            shown = [f"{name} {value}" for name, value in pace.headline(self.metrics)]
-            words = [pace.count(), pace.left(), *shown, speed(self.metrics)]
-        words = [word for word in words if word]
-        while len(words) > 2 and sum(map(len, words)) + 2 * len(words) + 12 > options.max_width:
-            words.pop()
-        row = Table.grid(padding=(0, 0, 0, 2), expand=True)
-        row.add_column(width=0)
-        row.add_column(ratio=1)
-        for _word in words:
-            row.add_column(no_wrap=True)
-        row.add_row(
-            "", ProgressBar(pace.total, pace.step, pulse=pace.step == 0 or pace.total is None), *words
-        )
-        yield row
+
+def choose(progress: str, stage: str, pace: Pace) -> PlainView:
+    """Return the view called `progress`, or plain lines where the terminal cannot move a cursor."""
+    if progress == "json":
+        return JsonView(stage, pace)
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return PlainView(stage, pace)
+    return TqdmView(stage, pace) if progress == "tqdm" else RichView(stage, pace)
 
 
 @dataclass(eq=False)
@@ -324,7 +287,7 @@ class Console:
 
     progress: Literal["rich", "tqdm", "json"] = "rich"
     metrics: list[str] | None = None
-    _view: View | None = field(default=None, init=False, repr=False)
+    _view: PlainView | None = field(default=None, init=False, repr=False)
 
     @hookimpl(tryfirst=True)
     def rlhf_stage_start(self, stage: Stage) -> None:
