@@ -13,7 +13,6 @@ from rich.table import Table
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.cli import extensions
 from rlhf_core.cli.generate import generate as generate
-from rlhf_core.cli.score import score as score
 from rlhf_core.errors import InputError
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import components, inputs_line, short_path, stage_forecasts

@@ -25,6 +25,7 @@ DISTRIBUTIONS = {
     "compare": "rlhf-report",
     "new": "rlhf-testing",
     "report": "rlhf-report",
+    "score": "rlhf-rewards",
 }
 """{command: the distribution of this suite that has it}, for the message where it is missing."""
 

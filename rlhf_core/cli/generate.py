@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.cli.row_output import for_reader, write_rows
 from rlhf_core.data.report import shorten
 from rlhf_core.errors import InputError, NonFiniteError, RunError
 from rlhf_core.runtime.files import require_writable
+from rlhf_core.runtime.row_output import for_reader, write_rows
 from rlhf_core.runtime.terminal import echo
 
 if TYPE_CHECKING:

@@ -92,22 +92,6 @@ TemplateKwargs = Annotated[
     ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")]
-AsChat = Annotated[
-    bool, typer.Option("--chat", help="Text prompts are a user's turn, their completions are replies.")
-]
-SubsetColumn = Annotated[
-    str | None,
-    typer.Option(
-        "--subset", metavar="COLUMN", help="Column that names a row's subset; default: subset, if there."
-    ),
-]
-PromptRepeated = Annotated[
-    bool | None,
-    typer.Option(
-        "--prompt_repeated/--no_prompt_repeated",
-        help="Whether completions begin with their prompt; default: as in MODEL's training.",
-    ),
-]
 RepetitionPenalty = Annotated[
     float, typer.Option("--repetition_penalty", help="Above 1: makes repeated tokens less likely.")
 ]
@@ -116,9 +100,6 @@ StopStrings = Annotated[
 ]
 StopTokenIds = Annotated[
     list[int] | None, typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable.")
-]
-Normalize = Annotated[
-    bool, typer.Option("--normalize", help="Use mean and standard deviation of MODEL's evaluation scores.")
 ]
 Merge = Annotated[
     bool, typer.Option("--merge", help="Merge adapters into the weights; default: write the adapters alone.")
@@ -261,36 +242,6 @@ def train(
     from rlhf_core.cli import train
 
     train.train(trainer, context.args)
-
-
-@app.command()
-def score(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A reward model: an artifact, directory or hub name.")
-    ],
-    file: Annotated[Path, typer.Argument(metavar="INPUT.jsonl")],
-    output: Output = None,
-    normalize: Normalize = False,
-    chat: AsChat = False,
-    subset: SubsetColumn = None,
-    prompt_repeated: PromptRepeated = None,
-    base: Base = None,
-    plugin: Plugins = None,
-) -> None:
-    """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
-    from rlhf_core.cli import commands
-
-    commands.score(
-        model,
-        file,
-        output,
-        normalize=normalize,
-        prompt_repeated=prompt_repeated,
-        chat=chat,
-        subset=subset,
-        base=base,
-        plugins=plugin or (),
-    )
 
 
 @app.command()

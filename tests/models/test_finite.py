@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rlhf_rewards.score import score as score_file
 
 from rlhf_core import RunError, SamplerInputs, data, load_model
-from rlhf_core.cli import commands
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.fit.evaluation import evaluate_or_warn
@@ -101,7 +101,7 @@ def test_scores_of_a_model_with_nan_are_an_error_and_no_output(
         with pytest.raises(
             InputError, match=r"rm: its outputs are not finite .*'score\.weight' holds 16 of 16"
         ):
-            commands.score(str(tmp_path / "rm"), rows, output)
+            score_file(str(tmp_path / "rm"), rows, output)
     assert not (tmp_path / "out").exists()
     assert capsys.readouterr().out == ""
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rlhf_rewards import rlhf_register
+from rlhf_rewards.functions import rlhf_register
 
 from rlhf_core import Registry, RewardInputs, data, workers
 from rlhf_core.contracts import Forecast

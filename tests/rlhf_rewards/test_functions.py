@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_rewards import numeric_answer, rlhf_register
+from rlhf_rewards import numeric_answer
+from rlhf_rewards.functions import rlhf_register
 from rlhf_rewards.numbers import Number, final_number, read_number
 
 from rlhf_core import REWARD, Registry

@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import pytest
-from rlhf_rewards import MathVerify, math, rlhf_register
+from rlhf_rewards import MathVerify, math
+from rlhf_rewards.functions import rlhf_register
 
 from rlhf_core import REWARD, Registry
 from rlhf_core.errors import InputError

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig, RewardTrainer
+from rlhf_rewards.score import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -71,7 +72,7 @@ def test_it_is_read_where_its_template_ends(foreign: Path, tiny: Any, tmp_path: 
     judge.setup(SimpleNamespace(devices=tiny.one_device, registry=host.registry))
     np.testing.assert_allclose(judge([CHAT[:1]], [CHAT[1:]]), [wanted], rtol=1e-5)
     source, target = tiny.write_rows(tmp_path / "rows.jsonl", rows[0]), tmp_path / "scored.jsonl"
-    commands.score(str(foreign), source, target)
+    score(str(foreign), source, target)
     np.testing.assert_allclose([row["score"] for row in tiny.read_rows(target)], [wanted], rtol=1e-5)
     # A text has no template to end it, and gets EOS as ever.
     np.testing.assert_allclose(
@@ -145,7 +146,7 @@ def test_a_language_model_is_refused_at_every_door(
         stage = SimpleNamespace(devices=tiny.one_device, registry=host.registry)
         doors = (
             lambda name=name: Scorer.load(name),
-            lambda name=name: commands.score(name, rows, None),
+            lambda name=name: score(name, rows, None),
             lambda judge=judge, stage=stage: judge.setup(stage),
         )
         for door in doors:

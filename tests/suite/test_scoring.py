@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from rlhf_rewards.score import score
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -200,7 +201,7 @@ def test_score_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixtu
     path = save(tmp_path / "rm", model, "reward_model", contract)
     source, target = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
-    commands.score(str(path), source, target)
+    score(str(path), source, target)
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [{k: row[k] for k in ("prompt", "chosen", "rejected")} for row in rows] == PAIRS
     assert rows[2]["chosen_score"] == rows[2]["rejected_score"]
@@ -211,7 +212,7 @@ def test_score_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert said.count("\n") == 2
     # Without -o the rows are standard output, and nothing else is.
-    commands.score(str(path), source, None)
+    score(str(path), source, None)
     captured = capsys.readouterr()
     assert [json.loads(line) for line in captured.out.splitlines()] == rows
     assert "accuracy" in captured.err

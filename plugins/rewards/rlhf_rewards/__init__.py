@@ -1,20 +1,21 @@
-"""Rewards that need no weights: answers, patterns, lengths and mathematics."""
+"""Rewards that need no weights (answers, patterns, lengths, mathematics), and `rlhf score`.
+
+Names are resolved on first use: `rlhf --help` imports this package.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rlhf_core import REWARD, hookimpl
-from rlhf_rewards.functions import Regex as Regex
-from rlhf_rewards.functions import SoftOverlong as SoftOverlong
-from rlhf_rewards.functions import exact_match as exact_match
-from rlhf_rewards.functions import length as length
-from rlhf_rewards.functions import numeric_answer as numeric_answer
-from rlhf_rewards.functions import repetition as repetition
-from rlhf_rewards.math import MathVerify as MathVerify
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_core import Registry
+    from rlhf_rewards.functions import Regex as Regex
+    from rlhf_rewards.functions import SoftOverlong as SoftOverlong
+    from rlhf_rewards.functions import exact_match as exact_match
+    from rlhf_rewards.functions import length as length
+    from rlhf_rewards.functions import numeric_answer as numeric_answer
+    from rlhf_rewards.functions import repetition as repetition
+    from rlhf_rewards.math import MathVerify as MathVerify
 
 __all__ = [
     "MathVerify",
@@ -27,12 +28,7 @@ __all__ = [
 ]
 
 
-@hookimpl
-def rlhf_register(registry: Registry) -> None:
-    registry.add(REWARD, "exact_match", exact_match)
-    registry.add(REWARD, "numeric_answer", numeric_answer)
-    registry.add(REWARD, "math_verify", MathVerify)
-    registry.add(REWARD, "regex", Regex)
-    registry.add(REWARD, "length", length)
-    registry.add(REWARD, "soft_overlong", SoftOverlong)
-    registry.add(REWARD, "repetition", repetition)
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rlhf_rewards' has no attribute '{name}'")
+    return getattr(import_module(f"rlhf_rewards.{'math' if name == 'MathVerify' else 'functions'}"), name)

@@ -8,9 +8,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from rlhf_rewards.score import score
 
 from rlhf_core import scoring
-from rlhf_core.cli import commands
 from rlhf_core.data import whole_sequences
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.scoring import Scorer
@@ -54,26 +54,26 @@ def left(directory):
 
 
 def test_a_link_and_a_pipe_are_written_to_and_not_replaced(model, rows, tmp_path, capsys):
-    commands.score(str(model), rows, tmp_path / "whole.jsonl")
+    score(str(model), rows, tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     target, link, pipe = (tmp_path / name for name in ("target.jsonl", "link.jsonl", "pipe"))
     target.write_text("old")
     target.chmod(0o640)
     link.symlink_to(target)
-    commands.score(str(model), rows, link)
+    score(str(model), rows, link)
     assert link.is_symlink()
     assert (target.read_bytes(), target.stat().st_mode & 0o777) == (whole, 0o640)
     os.mkfifo(pipe)
     with ThreadPoolExecutor() as pool:
         read = pool.submit(pipe.read_bytes)
-        commands.score(str(model), rows, pipe)
+        score(str(model), rows, pipe)
         assert read.result() == whole
     assert pipe.is_fifo()
     assert left(tmp_path) == ["link.jsonl", "pipe", "target.jsonl", "whole.jsonl"]
 
 
 def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, capsys):
-    commands.score(str(model), rows, tmp_path / "whole.jsonl")
+    score(str(model), rows, tmp_path / "whole.jsonl")
     assert calls == [6, 6, 6, 4]
     assert left(tmp_path) == ["whole.jsonl"]
     said = capsys.readouterr().out
@@ -81,12 +81,12 @@ def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, 
         calls.clear()
         calls.stop = stop
         with pytest.raises(KeyboardInterrupt):
-            commands.score(str(model), rows, tmp_path / "parts.jsonl")
+            score(str(model), rows, tmp_path / "parts.jsonl")
         assert not (tmp_path / "parts.jsonl").exists()
         (tmp_path / ".parts.jsonl.unfinished").open("ab").write(b'{"half a li')
         calls.clear()
         calls.stop = None
-        commands.score(str(model), rows, tmp_path / "parts.jsonl")
+        score(str(model), rows, tmp_path / "parts.jsonl")
         assert len(calls) == 4 - stop
         told = capsys.readouterr()
         assert (f"resuming after {3 * stop} rows" in told.err) == (stop > 0)
@@ -100,11 +100,11 @@ def test_interrupted_it_goes_on_to_the_same_bytes(model, rows, calls, tmp_path, 
 def test_other_rows_or_settings_begin_anew(model, rows, calls, tiny, tmp_path):
     calls.stop = 2
     with pytest.raises(KeyboardInterrupt):
-        commands.score(str(model), rows, tmp_path / "out.jsonl")
+        score(str(model), rows, tmp_path / "out.jsonl")
     tiny.write_rows(rows, tiny.pairs(11, seed=3))
     calls.clear()
     calls.stop = None
-    commands.score(str(model), rows, tmp_path / "out.jsonl")
+    score(str(model), rows, tmp_path / "out.jsonl")
     assert len(calls) == 4
     found = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert found == [row["prompt"] for row in tiny.pairs(11, seed=3)]
@@ -113,7 +113,7 @@ def test_other_rows_or_settings_begin_anew(model, rows, calls, tiny, tmp_path):
 def test_all_rows_are_checked_before_the_first_is_scored(model, rows, calls, tiny, tmp_path):
     tiny.write_rows(rows, [*tiny.pairs(10), {"prompt": "a", "chosen": 3, "rejected": "b"}])
     with pytest.raises(InputError, match="row 11: 'chosen' is a number"):
-        commands.score(str(model), rows, tmp_path / "out.jsonl")
+        score(str(model), rows, tmp_path / "out.jsonl")
     assert calls == []
 
 
@@ -129,7 +129,7 @@ def test_what_the_disk_refuses_names_the_output(model, rows, tmp_path, monkeypat
         with pytest.raises(
             RunError, match=rf"out.jsonl\S* could not be written to {output.parent}\S+: Input"
         ):
-            commands.score(str(model), rows, output)
-    commands.score(str(model), rows, output)
+            score(str(model), rows, output)
+    score(str(model), rows, output)
     assert len(output.read_text().splitlines()) == 11
     assert os.listdir(output.parent) == ["out.jsonl"]

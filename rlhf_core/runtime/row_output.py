@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.runtime.files import write_atomic
 from rlhf_core.runtime.terminal import escape_control
 
 
@@ -17,8 +18,6 @@ def write_rows(rows: Iterable[Mapping[str, Any]], output: Path | None) -> None:
     if output is None:
         write_text(text)
         return
-    from rlhf_core.artifacts import write_atomic
-
     write_atomic(output, text)
 
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from rlhf_core import data, scoring
-from rlhf_core.cli import commands
-from rlhf_core.cli.reward_bench import (
+from rlhf_rewards.reward_bench import (
     SECTIONS,
     Estimate,
     Summary,
@@ -25,6 +22,9 @@ from rlhf_core.cli.reward_bench import (
     ties_score,
     weighted_mean,
 )
+from rlhf_rewards.score import score
+
+from rlhf_core import data, scoring
 from rlhf_core.data import whole_sequences
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import ScoredPart, Scorer
@@ -212,7 +212,7 @@ SECOND = [
 
 def test_reward_bench_2(tiny, model, letters, tmp_path, capsys):
     file, out = tiny.write_rows(tmp_path / "rows.jsonl", SECOND), tmp_path / "out.jsonl"
-    commands.score(model, file, out)
+    score(model, file, out)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "accuracy 0.5500: a chosen one is best in 2.75 of 5 prompts; 2 tied"
     found = figures(lines[3:])
@@ -229,7 +229,7 @@ def test_reward_bench_2(tiny, model, letters, tmp_path, capsys):
 
 def test_an_interrupted_summary_goes_on(tiny, model, letters, tmp_path, capsys, monkeypatch):
     file = tiny.write_rows(tmp_path / "rows.jsonl", SECOND)
-    commands.score(model, file, tmp_path / "whole.jsonl")
+    score(model, file, tmp_path / "whole.jsonl")
     printed = capsys.readouterr().out
     for module in (whole_sequences, scoring):
         monkeypatch.setattr(module, "CHUNK", 2)
@@ -242,9 +242,9 @@ def test_an_interrupted_summary_goes_on(tiny, model, letters, tmp_path, capsys, 
 
     monkeypatch.setattr(Summary, "add", stop_at_row_7)
     with pytest.raises(KeyboardInterrupt):
-        commands.score(model, file, tmp_path / "parts.jsonl")
+        score(model, file, tmp_path / "parts.jsonl")
     monkeypatch.setattr(Summary, "add", real)
-    commands.score(model, file, tmp_path / "parts.jsonl")
+    score(model, file, tmp_path / "parts.jsonl")
     captured = capsys.readouterr()
     assert "resuming after 6 rows" in captured.err
     assert captured.out == printed
@@ -265,7 +265,7 @@ PAIRS = [
 def test_pairs_by_subset(tiny, model, letters, tmp_path, capsys):
     """A tie is no win, and a pair with NaN is not counted; rows without a subset count in the whole."""
     file = tiny.write_rows(tmp_path / "rows.jsonl", PAIRS)
-    commands.score(model, file, tmp_path / "out.jsonl")
+    score(model, file, tmp_path / "out.jsonl")
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
         "accuracy 0.5000: 2 of 4 pairs scored higher; 1 tied",
@@ -277,13 +277,13 @@ def test_pairs_by_subset(tiny, model, letters, tmp_path, capsys):
     found = figures(lines)
     assert found["mean of 2 subsets"] == 0.5
     assert found["RewardBench, 2 of 4 sections"] == 0.5
-    commands.score(model, file, tmp_path / "out.jsonl", subset="domain")
+    score(model, file, tmp_path / "out.jsonl", subset="domain")
     found = figures(capsys.readouterr().out.splitlines())
     assert found == {"one": 1.0, "two": 0.5, "mean of 2 subsets": 0.75}
     with pytest.raises(
         InputError, match=r"--subset domian: .*rows.jsonl has no such column.*Did you mean 'domain'"
     ):
-        commands.score(model, file, tmp_path / "out.jsonl", subset="domian")
+        score(model, file, tmp_path / "out.jsonl", subset="domian")
 
 
 def test_numbers_in_a_summary_of_scores_that_are_not_finite() -> None:
@@ -329,7 +329,7 @@ def test_rows_that_cannot_be_compared_are_named(tiny, model, letters, tmp_path, 
     bad, message = BAD[case]
     file = tiny.write_rows(tmp_path / "rows.jsonl", [listed("a", "b"), bad, bad])
     with pytest.raises(InputError, match=message):
-        commands.score(model, file, tmp_path / "out.jsonl")
+        score(model, file, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -397,7 +397,7 @@ def test_chat_makes_turns_of_texts(tiny, tmp_path, capsys):
         file, out = tiny.write_rows(tmp_path / f"{name}.jsonl", rows), tmp_path / "out.jsonl"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            commands.score(str(tmp_path / "rm"), file, out, chat=chat)
+            score(str(tmp_path / "rm"), file, out, chat=chat)
         assert any("add --chat" in str(w.message) for w in caught) == (rows is not chats and not chat)
         found.append(tiny.read_rows(out))
         assert [row["prompt"] for row in found[-1]] == [row["prompt"] for row in rows]
@@ -406,7 +406,7 @@ def test_chat_makes_turns_of_texts(tiny, tmp_path, capsys):
     assert scores[0][0] != scores[1][0]
     file = tiny.write_rows(tmp_path / "none.jsonl", [{"chosen": ["a"], "rejected": ["b"]}])
     with pytest.raises(InputError, match="has no column 'prompt' to make a user's turn of"):
-        commands.score(str(tmp_path / "rm"), file, None, chat=True)
+        score(str(tmp_path / "rm"), file, None, chat=True)
 
 
 def test_real_pairs_by_subset(tiny, model, letters, tmp_path, capsys):
