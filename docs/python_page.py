@@ -78,8 +78,8 @@ TASKS = (
     Task(
         "Run the loop",
         "",
-        "Trainer TrainerConfig Ignored Stage fit UpdateSource DatasetUpdates dataset_updates Update empty_batches "
-        "HeldOut "
+        "Trainer TrainerConfig define_trainer Build Context Ignored Stage fit UpdateSource DatasetUpdates "
+        "dataset_updates Update empty_batches HeldOut "
         "make_optimizer TrainState create_state Reference put_rows PaddedObjective training_step "
         "evaluation_step grpo_step",
     ),

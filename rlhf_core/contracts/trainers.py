@@ -100,3 +100,4 @@ class Trainer:
     run: Callable[[Any, Any], None]
     forecast: Callable[[Any, Any], Forecast | Sequence[str]] | None = None
     programs: Callable[[Any, Any], StagePrograms] | None = None
+    build: Callable[[Any, Any], Any] | None = None

@@ -31,15 +31,15 @@ HERE = str(Path(__file__).parent)
 def evaluator(
     objective: Objective,
     mesh: Mesh,
-    batches: Sequence[Packed],
+    batches: Callable[[], Sequence[Packed]],
     *,
     stored: Callable[[Any], Any] = lambda params: params,
     say: Callable[[str], None] | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
-    """Make a function from the state to the objective's loss and metrics over `batches`, without a gradient.
+    """Make a function from the state to the objective's loss and metrics, without a gradient.
 
-    stored: converts parameters to those that are saved, such as `model.as_stored`. say: prints the progress of an
-    evaluation that takes longer than a few seconds, such as `stage.say`.
+    batches: returns what it reads. stored: converts parameters to those that are saved, such as `model.as_stored`.
+    say: prints the progress of an evaluation that takes longer than a few seconds, such as `stage.say`.
     """
     # A function of its own: jit would reuse programs of the same objective, which may read globals that have changed.
     forward = jax.jit(partial(objective))
@@ -47,7 +47,7 @@ def evaluator(
     def evaluate(state: TrainState) -> dict[str, float]:
         total: dict[str, Metric] = {}
         params = stored(state.params)
-        for _, (loss, metrics) in compute_batches(lambda batch: forward(params, batch), mesh, batches, say):
+        for _, (loss, metrics) in compute_batches(lambda batch: forward(params, batch), mesh, batches(), say):
             total = merge(total, {**metrics, **loss_metrics(loss)})
         fetched = fetch_metrics(total)
         several = sum(value for name, value in fetched.items() if name.startswith("loss/"))

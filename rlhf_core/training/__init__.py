@@ -1,6 +1,9 @@
 """What trainers share: open models and data, forecast a stage, evaluate, run from Python."""
 
 from rlhf_core.rewards.reward import open_rewards as open_rewards
+from rlhf_core.training.build import Build as Build
+from rlhf_core.training.build import define_trainer as define_trainer
+from rlhf_core.training.context import Context as Context
 from rlhf_core.training.contract import scoring_contract as scoring_contract
 from rlhf_core.training.forecast import forecast_lines as forecast_lines
 from rlhf_core.training.held_out import HeldOut as HeldOut
@@ -16,11 +19,14 @@ from rlhf_core.training.reference import Reference as Reference
 from rlhf_core.training.updates import dataset_updates as dataset_updates
 
 __all__ = [
+    "Build",
+    "Context",
     "HeldOut",
     "PaddedObjective",
     "Reference",
     "dataset_programs",
     "dataset_updates",
+    "define_trainer",
     "forecast_lines",
     "named_loss",
     "open_model",

@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     import jax
     from numpy.typing import NDArray
 
-    from rlhf_core.config import TrainerConfig
     from rlhf_core.fit.batches import EncodedRows
     from rlhf_core.models import Model
     from rlhf_core.packing.rows import Packed
     from rlhf_core.packing.trees import Trees
-    from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
+    from rlhf_core.training.context import Context
 
 
 class HeldOut:
@@ -33,9 +32,8 @@ class HeldOut:
 
     def __init__(
         self,
+        context: Context,
         model: Model,
-        config: TrainerConfig,
-        stage: Stage,
         rows: EncodedRows,
         trees: Trees,
         *,
@@ -44,27 +42,34 @@ class HeldOut:
         group: int = 1,
         stored: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Choose the rows. Arguments: as for `dataset_updates`.
+        """Choose the rows. Arguments: as for `Context.updates`.
 
         stored: makes the parameters that are read from a state's; None: `model.as_stored`.
         Raises InputError naming the rows with tokens that the model has no embedding for.
         """
+        config = context.config
         data.require_vocabulary(trees, rows.where, model.definition.vocab_size)
         self._batch_size = config.eval_batch_size or config.total_batch_size
         if config.max_evaluation_steps is not None:
             trees = trees[: self._batch_size * config.max_evaluation_steps]
-        width, self._mesh = model.definition.hidden_size, stage.devices()
+        width, self._mesh = model.definition.hidden_size, context.mesh
         self.trees = trees
-        self.layout = choose_row_layout(trees, config, self._mesh, width, reads_tokens=reads_tokens)
+        self.layout: Any = None
+        if context.has_devices:
+            self.layout = choose_row_layout(trees, config, self._mesh, width, reads_tokens=reads_tokens)
         self._sequence_names, self._group = sequence_names, group
-        self._stored, self._say = stored or model.as_stored, stage.say
+        self._stored, self._say = stored or model.as_stored, context.say
 
     def evaluator(self, objective: Objective) -> Callable[[TrainState], dict[str, float]]:
         """Make the function that `fit` takes as `evaluate`: the objective's loss and metrics over the rows.
 
         It reads the parameters as they would be saved, see `stored`.
         """
-        return evaluator(objective, self._mesh, self._batches, stored=self._stored, say=self._say)
+
+        def batches() -> list[Packed]:
+            return self._batches  # packed when they are first read: a build computes nothing
+
+        return evaluator(objective, self._mesh, batches, stored=self._stored, say=self._say)
 
     def per_sequence(self, function: Callable[[Any, Packed], jax.Array], params: Any) -> NDArray[Any]:
         """Compute what `rlhf_core.fit.per_sequence` does for `trees`, without packing them again."""

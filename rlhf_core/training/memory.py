@@ -14,11 +14,12 @@ import numpy as np
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import read_json_object
 from rlhf_core.logprobs import CHUNK_BYTES_ACCELERATOR, CHUNK_TOKENS
-from rlhf_core.mesh import AnyMesh, rows_per_device
-from rlhf_core.models import Definition, Head, find_family, peft
+from rlhf_core.mesh import AnyMesh, rows_per_device, with_shardings
+from rlhf_core.models import Definition, Head, Model, find_family, peft
 from rlhf_core.models.config import remat_policy
 from rlhf_core.models.decoder import compute_dtype
 from rlhf_core.models.loading import complete_table, describe, untied
+from rlhf_core.models.lora import linear_modules
 from rlhf_core.models.params import join, split
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.packing.layout import MICRO_BATCH_TOKENS
@@ -27,13 +28,13 @@ from rlhf_core.runtime.caches import cached
 from rlhf_core.runtime.devices import planned, platform
 from rlhf_core.runtime.peak_memory import array_bytes, device_memory, format_bytes, machine_memory
 from rlhf_core.state import fixed_parameters, optimizer_shardings
+from rlhf_core.training.open import asked_lora
 
 if TYPE_CHECKING:
     import optax
     from jax.sharding import AbstractMesh
 
     from rlhf_core.config import TrainerConfig
-    from rlhf_core.models import Model
     from rlhf_core.models.config import Remat
     from rlhf_core.plugins.registry import Registry
     from rlhf_core.stage import Stage
@@ -93,6 +94,28 @@ def definition_of(
         dtype = COMPUTE
     definition = describe(family, hf_config, head, file, dtype=dtype, remat=remat)
     return (definition, hf_config) if directory is None else untied(definition, hf_config, directory)
+
+
+def model_of_shapes(
+    source: Any, head: Head, config: TrainerConfig, stage: Stage, mesh: AnyMesh, *, adapters: bool = True
+) -> Model:
+    """Make a model with shapes in place of its parameters, sharded over `mesh`; nothing is read but its config.json.
+
+    adapters: whether it gets those of `config.lora`. Its definition is None where nothing local describes the model.
+    """
+    tokenizer = stage.inputs.get("tokenizer")
+    options: dict[str, Any] = {"compute_dtype": config.dtype, "remat": config.remat}
+    described = definition_of(source, head, tokenizer, stage.registry, dtype=config.dtype, remat=config.remat)
+    if described is None:
+        absent: Any = None
+        return Model(absent, {}, tokenizer, {}, None, absent, **options)
+    definition, hf_config = described
+    if adapters and config.lora is not None:
+        modules = linear_modules(definition.abstract_params())
+        definition = definition.with_lora(asked_lora(config.lora, modules))
+    params = with_shardings(definition.abstract_params(), definition.shardings(mesh))
+    model_mesh: Any = mesh
+    return Model(definition, params, tokenizer, hf_config, None, model_mesh, **options)
 
 
 def _config_directory(directory: Path) -> Path | None:
@@ -357,6 +380,11 @@ def memory_line(
         where = f"on {f'each of {mesh.size} devices' if mesh.size > 1 else '1 device'} ({axes})"
     size = sum(parts.values())
     return MemoryLine(f"memory at most about {format_bytes(size)} {where}, {precision}: {listed}", size)
+
+
+def device_bytes(tree: Any) -> int:
+    """Count the bytes of a tree of shapes, or arrays, that one device holds."""
+    return sum(_size(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _shard_shapes(tree: Any, shardings: Any) -> Any:

@@ -22,6 +22,7 @@ from rlhf_core.models.lora import linear_modules
 from rlhf_core.models.params import paths, split
 from rlhf_core.state import create_state
 from rlhf_core.step import Programs
+from rlhf_core.training.context import Context, ModelNotHereError
 from rlhf_core.training.memory import definition_of, frozen_definitions
 from rlhf_core.training.open import asked_lora
 from rlhf_core.training.updates import dataset_updates
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
     from rlhf_core.state import TrainState
     from rlhf_core.step import Objective
+    from rlhf_core.training.build import Build
 
 NOT_HERE = "not compiled: its model or tokenizer is not on this machine yet"
 
@@ -84,6 +86,26 @@ def planned_model(config: TrainerConfig, stage: Stage, head: Head) -> Model | No
         compute_dtype=config.dtype,
         remat=config.remat,
     )
+
+
+def built_programs(
+    build: Callable[[Any, Context], Build], config: TrainerConfig, stage: Stage
+) -> StagePrograms:
+    """Describe the programs of what a trainer builds of shapes, on the stage's mesh, whose devices need not exist."""
+    context = Context(config, stage, shapes=True)
+    try:
+        made = build(config, context)
+    except ModelNotHereError:
+        return StagePrograms(note=NOT_HERE)
+    state, _ = made.state(config, stage)
+    model = (
+        made.models if isinstance(made.models, Model) else made.models[next(iter(made.trains or made.models))]
+    )
+    updates = made.updates
+    first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
+    batches = loads(first, updates.shapes())
+    programs = training_programs(made.objective, model.definition, state, batches)
+    return StagePrograms(tuple(programs), resident(state), token_weights(model.definition))
 
 
 def planned_params(definition: Definition, mesh: Any) -> Any:

@@ -186,6 +186,6 @@ def test_an_objective_is_traced_once_for_all_micro_batches_of_an_update(devices:
 def test_evaluation_adds_them_up(tiny: Any) -> None:
     state = state_on(tiny, 1)
     batches: Any = parts((2, 8, 14))
-    found = evaluator(objective, state.step.sharding.mesh, batches)(state)
+    found = evaluator(objective, state.step.sharding.mesh, lambda: batches)(state)
     for name, value in expected()[1].items():
         assert found[name] == pytest.approx(value, rel=1e-5)

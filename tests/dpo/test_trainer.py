@@ -6,11 +6,12 @@ import warnings
 import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
-from rlhf_dpo.train import forecast
+from rlhf_dpo.train import build
 from rlhf_testing.fixtures import a_stage
 
 from rlhf_core import create_state, data, hookimpl, load_model, optimizers
 from rlhf_core.errors import InputError
+from rlhf_core.training.check import forecast
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 NAMES = REWARDS | {"logps/chosen", "logps/rejected", "loss"}
@@ -240,7 +241,7 @@ def test_a_forecast_tells_that_robust_needs_the_share_of_flipped_labels(tiny, tm
     stage = a_stage(tmp_path, inputs={"tokenizer": tiny.make_tokenizer(), "train_dataset": rows})
     cautions = []
     for loss in ("sigmoid", "robust", {"name": "robust", "label_smoothing": 0.1}):
-        made = forecast(DPOConfig(model=tiny.SIZES, loss=loss, total_batch_size=4), stage)
+        made = forecast(build, DPOConfig(model=tiny.SIZES, loss=loss, total_batch_size=4), stage)
         assert made.lines[1] == "2 updates of 4 pairs, 1.00 epochs"
         cautions.append([line for line in made.warnings if "label_smoothing" in line])
     line = "loss.label_smoothing is 0, at which 'robust' is 'sigmoid'; set the share of flipped labels"

@@ -45,7 +45,7 @@ def test_two_at_most_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_evaluator_of_every_trainer_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     monkeypatch.setattr("rlhf_core.fit.evaluation.jax", SimpleNamespace(jit=lambda f: f))
-    evaluate = evaluator(lambda params, batch: device.compute(batch), None, range(5))  # type: ignore[arg-type]
+    evaluate = evaluator(lambda params, batch: device.compute(batch), None, lambda: range(5))  # type: ignore[arg-type]
     assert evaluate(SimpleNamespace(params=None)) == {"loss": 2.0, "double": 4.0}  # type: ignore[arg-type]
     assert device.most == 2
 

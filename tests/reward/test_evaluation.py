@@ -71,8 +71,8 @@ def expected(pairs, scores, subsets, count=PAIRS):
 
 
 def make_evaluation(pairs, config, model):
-    stage = SimpleNamespace(devices=lambda: model.mesh, say=print)
-    held_out = HeldOut(model, config, stage, pairs, pairs.trees(), reads_tokens=False, group=2)
+    context = SimpleNamespace(config=config, mesh=model.mesh, has_devices=True, say=print)
+    held_out = HeldOut(context, model, pairs, pairs.trees(), reads_tokens=False, group=2)
     return Evaluation(pairs, held_out, model, MEASURE)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rlhf_sft.train
 
+import rlhf_core.training.build
 from rlhf_core import artifacts, checkpoint, fit, hookimpl
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime import files
@@ -290,7 +290,7 @@ def test_evaluation_data_that_nothing_reads_is_a_warning(
         seen.append(len(updates))
         return fit.fit(*arguments, **options)
 
-    monkeypatch.setattr(rlhf_sft.train, "fit", without)
+    monkeypatch.setattr(rlhf_core.training.build, "fit", without)
     with pytest.warns(UserWarning, match=r"stage 'sft'\.eval_data: given, but the trainer evaluates nothing"):
         train(max_training_steps=1)
     assert seen == [0]
@@ -312,12 +312,12 @@ def test_nothing_moves_for_an_update_that_was_none(
         return after, metrics
 
     monkeypatch.setattr(Programs, "apply", apply)
-    hook = functools.partial(
-        fit.fit,
-        after_update=lambda count, state: called.append((count, int(state.step))),
-        after_update_steps=2,
-    )
-    monkeypatch.setattr(rlhf_sft.train, "fit", hook)
+
+    def with_hook(*arguments: Any, **options: Any) -> Any:
+        options["after_update"] = lambda count, state: called.append((count, int(state.step)))
+        return fit.fit(*arguments, **{**options, "after_update_steps": 2})
+
+    monkeypatch.setattr(rlhf_core.training.build, "fit", with_hook)
     with pytest.raises(RunError, match="gradient of update 4 is not finite"):
         short.train("sft")
     assert guards

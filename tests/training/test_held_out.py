@@ -34,15 +34,23 @@ def pairs(tiny: ModuleType) -> data.Pairs:
     return data.encode_pairs(data.load(tiny.pairs(13)), tiny.make_tokenizer(), max_length=64)
 
 
+def context(config: TrainerConfig, mesh: Any) -> Any:
+    return SimpleNamespace(config=config, mesh=mesh, has_devices=True, say=print)
+
+
 @pytest.fixture
 def make(tiny: ModuleType, model: Model, pairs: data.Pairs) -> Make:
-    stage: Any = SimpleNamespace(devices=tiny.one_device, say=print)
-
     def make(**fields: Any) -> HeldOut:
         config = TrainerConfig(eval_batch_size=5, **fields)
         names = ("margin",)
         return HeldOut(
-            model, config, stage, pairs, pairs.trees(), reads_tokens=False, sequence_names=names, group=2
+            context(config, tiny.one_device()),
+            model,
+            pairs,
+            pairs.trees(),
+            reads_tokens=False,
+            sequence_names=names,
+            group=2,
         )
 
     return make
@@ -88,9 +96,8 @@ def test_evaluations_read_what_would_be_saved(make: Make, model: Model, monkeypa
 def test_ids_that_the_model_lacks_name_their_row(tiny: ModuleType, model: Model) -> None:
     rows = [{"chosen_ids": [3, 4], "rejected_ids": [3, n]} for n in (5, 900)]
     pairs = data.encode_pairs(data.load(rows), None, max_length=64)
-    stage: Any = SimpleNamespace(devices=tiny.one_device, say=print)
     with pytest.raises(InputError, match=r"dataset row 2: token 900 is none of the model's"):
-        HeldOut(model, TrainerConfig(), stage, pairs, pairs.trees(), reads_tokens=False)
+        HeldOut(context(TrainerConfig(), tiny.one_device()), model, pairs, pairs.trees(), reads_tokens=False)
 
 
 @pytest.mark.parametrize("limits", [{"max_training_steps": 2}, {"num_train_epochs": 0.5}, {}], ids=str)

@@ -12,7 +12,7 @@ from rlhf_core.artifacts import save_model
 from rlhf_core.fit import TokenReader, fit
 from rlhf_core.optimizers import make_optimizer
 from rlhf_core.rollouts import FixedPrompts, choose_rollout_rows, open_collector
-from rlhf_core.training import HeldOut, dataset_updates, open_model, open_texts, python_trainer
+from rlhf_core.training import Context, HeldOut, dataset_updates, open_model, open_texts, python_trainer
 from rlhf_distill.config import DistillConfig
 from rlhf_distill.objective import (
     STUDENT,
@@ -138,7 +138,9 @@ def _evaluation(
         texts = open_texts(config, stage, student.tokenizer, "eval_data", needed=False)
         if texts is None:
             return None, None
-        rows = HeldOut(models[STUDENT], config, stage, texts, texts.trees(), reads_tokens=True, stored=stored)
+        rows = HeldOut(
+            Context(config, stage), models[STUDENT], texts, texts.trees(), reads_tokens=True, stored=stored
+        )
         return rows.evaluator(objective(definitions, divergence, config)), None
     held_out = open_prompts(config, stage, student, "eval_data")
     if held_out is None:

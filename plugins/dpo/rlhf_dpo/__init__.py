@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import TRAINER, Trainer, hookimpl
+from rlhf_core import TRAINER, hookimpl
 from rlhf_dpo.config import DPOConfig as DPOConfig
 from rlhf_dpo.losses import DPO_LOSS as DPO_LOSS
 from rlhf_dpo.losses import DPOInputs as DPOInputs
@@ -33,10 +33,11 @@ __all__ = [
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
+    from rlhf_core.training import define_trainer
     from rlhf_dpo.losses import LOSSES
-    from rlhf_dpo.train import forecast, programs, run
+    from rlhf_dpo.train import build
 
-    registry.add(TRAINER, "dpo", Trainer(DPOConfig, {"model": "language_model"}, run, forecast, programs))
+    registry.add(TRAINER, "dpo", define_trainer(DPOConfig, {"model": "language_model"}, build))
     for name, loss in LOSSES.items():
         registry.add(DPO_LOSS, name, loss)
 

@@ -19,11 +19,12 @@ from rlhf_dpo.objective import SAME, sequence_logps
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from rlhf_core import Stage, TrainState
+    from rlhf_core import TrainState
     from rlhf_core.data import Pairs
     from rlhf_core.fit import DatasetUpdates, Update
     from rlhf_core.models import Definition
     from rlhf_core.packing import Layout, Packed, Tree, Trees
+    from rlhf_core.training import Context
 
 
 @dataclass(frozen=True)
@@ -88,19 +89,22 @@ class Reader:
 class Reference:
     """Compute the references of pairs from the state at update 0, and save them in every checkpoint."""
 
-    stage: Stage
+    context: Context
     readers: Mapping[str, Reader]
     """By field: `train_data`, `eval_data`."""
     start: Any
     """The parameters that training starts from, for pairs that a checkpoint does not have."""
-    known: bool = field(default=False, init=False)
+    known: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = self.context.shapes
 
     def ensure(self, state: TrainState) -> None:
         """Compute the references on the first call, from the state that training starts from."""
         if self.known:
             return
         count = sum(len(reader.which) for reader in self.readers.values())
-        self.stage.say(f"reading the log-probabilities of {count:,} pairs under the starting model, once")
+        self.context.say(f"reading the log-probabilities of {count:,} pairs under the starting model, once")
         for reader in self.readers.values():
             reader.pairs.reference[reader.which] = reader(state.params)
         self.known = True
@@ -125,7 +129,7 @@ class Reference:
                 references[same] = arrays[f"reference/{name}"][same]
             missing = reader.which[np.isnan(references[reader.which]).any(axis=1)]
             if len(missing):
-                self.stage.say(f"reading the log-probabilities of {len(missing):,} more pairs of {name}")
+                self.context.say(f"reading the log-probabilities of {len(missing):,} more pairs of {name}")
                 references[missing] = reader(self.start, missing)
         self.known = True
 

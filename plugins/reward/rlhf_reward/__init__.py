@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core import PAIRWISE_LOSS, REWARD, TRAINER, Trainer, hookimpl
+from rlhf_core import PAIRWISE_LOSS, REWARD, TRAINER, hookimpl
 from rlhf_reward.config import RewardConfig as RewardConfig
 
 if TYPE_CHECKING:
@@ -20,11 +20,12 @@ __all__ = ["RewardConfig", "RewardTrainer", "evaluation_step", "pairwise_loss", 
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
+    from rlhf_core.training import define_trainer
     from rlhf_reward.losses import LOSSES
     from rlhf_reward.model_reward import ModelReward
-    from rlhf_reward.train import forecast, programs, run
+    from rlhf_reward.train import build
 
-    registry.add(TRAINER, "reward", Trainer(RewardConfig, {"model": "reward_model"}, run, forecast, programs))
+    registry.add(TRAINER, "reward", define_trainer(RewardConfig, {"model": "reward_model"}, build))
     for name, loss in LOSSES.items():
         registry.add(PAIRWISE_LOSS, name, loss)
     registry.add(REWARD, "model", ModelReward)

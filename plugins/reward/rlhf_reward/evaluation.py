@@ -21,10 +21,10 @@ from rlhf_core.objective import sequence_scores
 from rlhf_reward.metrics import calibration_bins, histograms, measures
 
 if TYPE_CHECKING:
-    from rlhf_core import Stage, TrainState
+    from rlhf_core import TrainState
     from rlhf_core.data import Pairs
     from rlhf_core.models import Model
-    from rlhf_core.training import HeldOut
+    from rlhf_core.training import Context, HeldOut
     from rlhf_reward.objective import Measure
 
 
@@ -97,8 +97,8 @@ class Preview:
     DIR/evaluations/NNNNNN.json, over all pairs: `step`; `scores`, their histograms; `calibration`, its bins.
     """
 
-    def __init__(self, evaluate: Evaluation, tokenizer: Any, stage: Stage, count: int) -> None:
-        self.evaluate, self.stage = evaluate, stage
+    def __init__(self, evaluate: Evaluation, tokenizer: Any, context: Context, count: int) -> None:
+        self.evaluate, self.stage = evaluate, context.stage
         scored = len(evaluate.margins)
         self.shown = np.linspace(0, scored - 1, min(count, scored)).astype(int).tolist()
         self.texts = [self._texts(i, tokenizer) for i in self.shown]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf_core import TRAINER, Trainer, hookimpl
+from rlhf_core import TRAINER, hookimpl
 from rlhf_sft.config import SFTConfig as SFTConfig
 
 if TYPE_CHECKING:
@@ -16,9 +16,10 @@ __all__ = ["SFTConfig", "SFTTrainer"]
 
 @hookimpl
 def rlhf_register(registry: Registry) -> None:
-    from rlhf_sft.train import forecast, programs, run
+    from rlhf_core.training import define_trainer
+    from rlhf_sft.train import build
 
-    registry.add(TRAINER, "sft", Trainer(SFTConfig, {"model": "language_model"}, run, forecast, programs))
+    registry.add(TRAINER, "sft", define_trainer(SFTConfig, {"model": "language_model"}, build))
 
 
 def __getattr__(name: str) -> object:
