@@ -17,8 +17,15 @@ from rlhf_core.contracts import Artifact
 from rlhf_core.errors import InputError
 from rlhf_core.runtime import distributions
 from rlhf_core.runtime.agreement import gather_texts, wait_for_all
-from rlhf_core.runtime.disk_errors import attempt, disk_reason
-from rlhf_core.runtime.files import flush, make_directory, replace_directory, seal, unseal
+from rlhf_core.runtime.files import (
+    attempt,
+    disk_reason,
+    flush,
+    make_directory,
+    replace_directory,
+    seal,
+    unseal,
+)
 from rlhf_core.runtime.files import write_atomic as write_atomic
 from rlhf_core.tokenizer.chat_template import writes_date
 

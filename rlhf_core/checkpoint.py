@@ -30,8 +30,16 @@ from orbax.checkpoint import v1
 from rlhf_core.artifacts import describe_files, find_damage
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.agreement import broadcast_numbers
-from rlhf_core.runtime.disk_errors import GOES_ON, attempt, disk_reason
-from rlhf_core.runtime.files import make_directory, replace_directory, seal, unseal, write_atomic
+from rlhf_core.runtime.files import (
+    INTACT,
+    attempt,
+    disk_reason,
+    make_directory,
+    replace_directory,
+    seal,
+    unseal,
+    write_atomic,
+)
 from rlhf_core.runtime.job import hold_end
 
 PLAIN_KINDS = "biufcSU"
@@ -200,11 +208,11 @@ class Checkpoints:
                 replace_directory(partial, final)
 
         def complete(response: v1.AsyncResponse[None]) -> list[str]:
-            attempt(lambda: finish(response), what, final, leftover=partial, then=GOES_ON)
+            attempt(lambda: finish(response), what, final, leftover=partial, then=INTACT)
             return self._retire(step, protect) if jax.process_index() == 0 else []
 
         what, final = f"the checkpoint of step {step}", self.directory / str(step)
-        response = attempt(start, what, final, leftover=partial, then=GOES_ON)
+        response = attempt(start, what, final, leftover=partial, then=INTACT)
         self._pending = self._pool.submit(complete, response)
         if block:
             self.wait()

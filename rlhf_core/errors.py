@@ -29,7 +29,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Overf
 class InputError(Exception):
     """Bad input or configuration (exit code 2). The message stands alone: what, where, what to type next.
 
-    `problems` holds every problem found at once, one line each.
+    `problems` holds every problem that was found, one line each.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -60,7 +60,7 @@ def suggest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def suggest_file(path: Path) -> str:
-    """Suggest the closest name beside a missing file, or report that its directory is missing too."""
+    """Suggest the closest name in the directory of a missing file, or report that its directory is missing too."""
     try:
         return suggest(path.name, [entry.name for entry in path.parent.iterdir()])
     except OSError:
@@ -120,7 +120,7 @@ def code_location(error: BaseException, *callers: str) -> str:
 
 @contextmanager
 def reading(file: str | Path, fix: str = "") -> Iterator[None]:
-    """Turn whatever a library raises while it reads a user's file into one InputError that names the file.
+    """Turn any error of a library that reads a user's file into one InputError that names the file.
 
     fix: what to do about it, appended after "; ". InputError, Stopped, KeyboardInterrupt and SystemExit pass unchanged.
     """

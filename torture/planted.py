@@ -252,8 +252,8 @@ MUTANTS = (
         "page quote",
     ),
     Mutant(
-        "sessions-survive",
-        "processes that a reward started in sessions of their own outlive it",
+        "group-survives",
+        "processes that a reward started outlive its worker",
         "rlhf_core/workers/pool.py",
         "os.killpg(self.process.pid, signal.SIGKILL)",
         "self.process.kill()",

@@ -23,7 +23,7 @@ from rlhf_core.cli import extensions
 from rlhf_core.errors import InputError, RunError, Stopped, error_line, is_library_error
 from rlhf_core.hidden import hide_in_output
 from rlhf_core.runtime import job, signals
-from rlhf_core.runtime.disk_errors import DISK, disk_message
+from rlhf_core.runtime.files import DISK, disk_message
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 INTERRUPTED = 130
@@ -66,12 +66,12 @@ def _attempt(command: Callable[[], Any], warned: Sequence[str]) -> tuple[int, st
     except KeyboardInterrupt:
         if not signals.stop_requested():  # another command, or a press before the handlers were set
             raise
-        return INTERRUPTED, signals.AT_ONCE
+        return INTERRUPTED, signals.NOW
     except BaseException as error:
         if not is_library_error(error):
             raise
         if isinstance(error, OSError) and error.errno in DISK:
-            return FAILED, f"{disk_message(error)} and give the same command again"
+            return FAILED, f"{disk_message(error)} and rerun the same command"
         return FAILED, traceback.format_exc()
     return DONE, ""
 

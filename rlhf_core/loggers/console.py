@@ -37,7 +37,7 @@ HEADLINE = ("loss", "reward", "accuracy")
 
 
 class Pace:
-    """Track a stage's updates, the time they take, and the metrics to show beside them."""
+    """Track a stage's updates, the time they take, and the metrics to show with them."""
 
     def __init__(self, plan: Path, names: Sequence[str] = HEADLINE) -> None:
         """plan: a file {"updates": total}, written before the first update. names: metrics of the headline."""
@@ -282,7 +282,7 @@ class Console:
 
     progress: "rich" or "tqdm": a bar on stderr, or plain lines, one per logged step, if stderr is not a terminal.
     "json": one object per event on stdout.
-    metrics: names to show beside the bar; None: loss, reward and accuracy.
+    metrics: names to show next to the bar; None: loss, reward and accuracy.
     """
 
     progress: Literal["rich", "tqdm", "json"] = "rich"

@@ -13,7 +13,7 @@ MAX_THREADS = 8
 
 
 class BackgroundCompiler:
-    """Compiles programs in threads, beside each other and beside what the caller does next.
+    """Compiles programs in threads, in parallel with each other and with the caller.
 
     The caller traces and lowers in its own thread, where its jax settings hold. jax caches the compiled program, so
     that a call of the jitted function with such arguments finds it.

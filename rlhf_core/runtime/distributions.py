@@ -34,7 +34,7 @@ def leftover_path(point: EntryPoint) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Collect {distribution: version} of all with an entry point of ours, except half-uninstalled ones."""
+    """Collect {distribution: version} of all that have an entry point `rlhf`, except half-uninstalled ones."""
     distributions = (find_distribution(point) for point in entry_points(group=GROUP))
     return dict(sorted(distribution for distribution in distributions if distribution is not None))
 

@@ -1,7 +1,8 @@
-"""Write files and directories atomically, so that a power cut leaves them whole or absent."""
+"""Write files and directories so that a power cut leaves them whole or absent, and say what a disk refuses."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,17 +11,95 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from rlhf_core.errors import InputError
-from rlhf_core.runtime.disk_errors import GOES_ON, attempt
+from rlhf_core.errors import InputError, RunError
 
+T = TypeVar("T")
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK = FULL | {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+"""Errors with which a file system refuses any write."""
+INTACT = "Existing files are intact; rerun the same command to resume."
+UNTOUCHED = "What was there before is untouched; fix that and rerun the same command."
+NO_SPACE = "no space left on the disk"
 CHECKSUM = "checksum"
-UNTOUCHED = "What was there before is untouched; mend that and give the same command again."
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # tensorstore raises ValueError for everything
+
+
+def attempt(
+    write: Callable[[], T], what: str, path: Path, *, leftover: Path | None = None, then: str = INTACT
+) -> T:
+    """Call `write`; if it fails, delete `leftover`, and raise RunError if the file system is to blame.
+
+    then: the last sentence of the message: what state the failure leaves, and what to do.
+    """
+    try:
+        return write()
+    except BaseException as error:
+        reason = disk_reason(error)
+        if reason == NO_SPACE:
+            reason += _free_space(path)  # before the deletion: the space left when it failed
+        if leftover is not None:
+            with suppress(OSError):  # what stopped the write may stop the deletion
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if reason is None:
+            raise
+        elsewhere = _file_elsewhere(error, path, leftover or path)
+        raise RunError(f"{what} could not be written to {path}: {reason}{elsewhere}. {then}") from error
+
+
+def disk_reason(error: BaseException) -> str | None:
+    """Return the file system's reason in words; None for an error that is not the file system's."""
+    for cause in _walk_causes(error):
+        match = _OS_ERROR.search(str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
+        full = next((full for full in FULL if full == number or os.strerror(full) in str(cause)), None)
+        if full is not None:
+            return "disk quota exceeded" if full == errno.EDQUOT else NO_SPACE
+        if isinstance(cause, OSError):
+            return str(cause.strerror or cause)
+        if number is not None:
+            return os.strerror(number)
+    return None
+
+
+def disk_message(error: OSError) -> str:
+    """Describe what the file system refused, where, and what to do about it."""
+    file = error.filename
+    if error.errno in FULL:
+        return f"{disk_reason(error)}{f' while writing {file}' if file else ''}; free some,"
+    return f"{f'{file}: ' if file else ''}{disk_reason(error)}; fix that"
+
+
+def _walk_causes(error: BaseException) -> Iterator[BaseException]:
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__
+
+
+def _file_elsewhere(error: BaseException, *places: Path) -> str:
+    """Return ` (FILE)` for the file that failed; empty if it is unknown, or above, at or below one of the places."""
+    names = [each.filename for each in _walk_causes(error) if isinstance(each, OSError) and each.filename]
+    file = Path(os.fsdecode(names[0])) if names and not isinstance(names[0], int) else None
+    if file is None or any(place in (file, *file.parents) or file in place.parents for place in places):
+        return ""
+    return f" ({file})"
+
+
+def _free_space(path: Path) -> str:
+    """Return ` (N MiB free)`, with the files that can still be made where few can; empty if it cannot be read."""
+    try:
+        figures = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    except (OSError, StopIteration):
+        return ""
+    few = figures.f_files and figures.f_favail < 100
+    files = f", room for {figures.f_favail} more files" if few else ""
+    return f" ({figures.f_bavail * figures.f_frsize / 2**20:,.1f} MiB free{files})"
 
 
 def write_atomic(path: str | Path, content: bytes | str, *, private: bool = False) -> None:
@@ -133,7 +212,7 @@ def append_line(path: str | Path, line: str, *, durable: bool = False) -> None:
         if durable and new:
             flush(path.parent)
 
-    attempt(write, path.name, path, then=GOES_ON)
+    attempt(write, path.name, path, then=INTACT)
 
 
 def make_directory(path: str | Path) -> None:
@@ -159,7 +238,7 @@ def flush_names(directory: Path) -> None:
 
 
 def flush(path: str | Path) -> None:
-    """fsync a file or a directory. Raises OSError with its path, which that of `os.fsync` lacks."""
+    """fsync a file or a directory. Raises OSError with its path, which `os.fsync` leaves out."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -229,7 +308,7 @@ def fill_directory(directory: Path, write: Callable[[Path], None], what: str) ->
                 os.rename(directory, place)  # to be deleted with it
                 raise
 
-    then = "Nothing of it is left there; mend that and give the same command again."
+    then = "Nothing of it is left there; fix that and rerun the same command."
     try:
         attempt(fill, what, directory, leftover=None if empty else place, then=then)
     except BaseException:

@@ -353,7 +353,7 @@ def _end_with_others(job: _Job) -> None:
             if stopping and not job.writing:
                 time.sleep(GRACE_SECONDS)
         with job.lock:
-            # All may have left that run by the same error, and a script goes on.
+            # All may have left that run by the same error, and a script may continue.
             if job.ended.is_set() or not (cause.killed or cause.run > job.left_run):
                 continue
             job.ended.set()

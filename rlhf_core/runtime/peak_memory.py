@@ -125,7 +125,7 @@ class _Heap(ctypes.Structure):
 def return_freed_memory() -> bool:
     """Return kept memory to the system where that is much, and the machine has little more; say whether it was done.
 
-    What is kept goes to pieces: a program that takes 4 GB at once may find them free in two parts, and take 4 GB more.
+    Kept memory is fragmented: a program that needs 4 GB in one piece may find two free halves, and take 4 GB more.
     Every GB returned costs up to a second when it is taken again, so it stays while there is room for that.
     """
     if not computes_on_cpu() or (held := resident_bytes()) < MUCH_KEPT:

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_core.errors import Stopped
 
 AT_A_SAFE_POINT = "at the next point where nothing is lost"
-AT_ONCE = "stopped at once; what was saved before stays, and the same command resumes there"
+NOW = "stopped; what was saved before is intact, and the same command resumes there"
 UNWIND_SECONDS = 0.5
 """How long a second Ctrl-C waits for the main thread, which may be inside a computation that no handler can leave."""
 _NUMBERS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -66,7 +66,7 @@ class _Request:
                     self.pressed_again = True
                     time.sleep(UNWIND_SECONDS)
                     if exits and not self.interrupted and not self.over:
-                        _write(AT_ONCE)
+                        _write(NOW)
                         os._exit(128 + number)
 
     def _line(self, number: int) -> str:
@@ -203,4 +203,4 @@ def stopped_error(where: str) -> Stopped:
     """Make the exception for a stop at a place where there is nothing new to save."""
     number = _current.number if _current is not None else None
     name = f"by {signal.Signals(number).name} " if number is not None else ""
-    return Stopped(f"stopped {name}{where}; nothing is lost, the same command goes on")
+    return Stopped(f"stopped {name}{where}; nothing is lost; rerun the same command to continue")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import RunError, Stopped
 from rlhf_core.hidden import scrub_all
-from rlhf_core.runtime.disk_errors import disk_reason
-from rlhf_core.runtime.files import append_line
+from rlhf_core.runtime.files import append_line, disk_reason
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -18,8 +18,7 @@ from rlhf_core.loggers import Console, JsonLines
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import broadcast_text
-from rlhf_core.runtime.disk_errors import attempt
-from rlhf_core.runtime.files import make_directory, remove_leftovers
+from rlhf_core.runtime.files import attempt, make_directory, remove_leftovers
 from rlhf_core.stage import step_files
 from rlhf_core.stage.text_settings import template_date
 

@@ -20,8 +20,7 @@ from rlhf_core import artifacts, runtime
 from rlhf_core.data.source import json_text
 from rlhf_core.errors import UNREADABLE, InputError, RunError, exists
 from rlhf_core.mesh import fetch_array
-from rlhf_core.runtime.disk_errors import disk_reason
-from rlhf_core.runtime.files import seal, unseal, write_atomic
+from rlhf_core.runtime.files import disk_reason, seal, unseal, write_atomic
 from rlhf_core.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:

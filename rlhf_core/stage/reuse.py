@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core import artifacts
 from rlhf_core.errors import InputError
-from rlhf_core.runtime.disk_errors import attempt
-from rlhf_core.runtime.files import make_directory, replace_directory
+from rlhf_core.runtime.files import attempt, make_directory, replace_directory
 from rlhf_core.stage import record
 from rlhf_core.stage.record import StageRecord
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rlhf_core.loggers import JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
-from rlhf_core.runtime.disk_errors import attempt
-from rlhf_core.runtime.files import flush, flush_lines, remove
+from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
 
 BEST = "best.json"
 FOLDERS = ("samples", "evaluations")

@@ -1,4 +1,4 @@
-"""Where a stranger's slow or fragile code runs: worker processes, and one event loop in a thread of its own."""
+"""Run slow or untrusted user code: in a pool of processes, or on an event loop in a thread of its own."""
 
 from rlhf_core.workers.event_loop import awaited as awaited
 from rlhf_core.workers.event_loop import outcome_of as outcome_of

@@ -48,7 +48,7 @@ def main() -> None:
 
 def _call(function: Any, message: bytes) -> Any:
     arguments, named, cpu_seconds = pickle.loads(message)
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0)  # its signal ends the process, whatever is running
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds or 0)  # its signal ends the process, even inside C code
     return function(*arguments, **named)
 
 

@@ -105,9 +105,7 @@ def _load_file(module_name: str, file: str) -> types.ModuleType:
     path = Path(file)
     source = path.read_bytes()
     if module_name.startswith(FILE_PREFIX) and file_module_name(path, source) != module_name:
-        raise ImportError(
-            f"{file} was changed while the run goes on; start the run again to use what it is now"
-        )
+        raise ImportError(f"{file} changed during the run; restart the run to use the new version")
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")

@@ -263,7 +263,7 @@ class _Worker:
             timer.cancel()
 
     def _has_ended(self) -> bool:
-        """Check whether the process has ended, without releasing its id, which is that of its group."""
+        """Check whether the process has ended, without releasing its id, which its group has too."""
         try:
             return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:

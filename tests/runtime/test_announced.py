@@ -42,7 +42,7 @@ def test_a_second_ctrl_c_ends_a_process_that_computes() -> None:
         again = "press Ctrl-C (send SIGINT) again"
         assert answer(child, signal.SIGINT) == f"stopping: saving after this update; {again} to stop now\n"
         time.sleep(0.35)  # two within 0.3 s are one press, passed on by a launcher
-        assert answer(child, signal.SIGINT) == f"{signals.AT_ONCE}\n"
+        assert answer(child, signal.SIGINT) == f"{signals.NOW}\n"
         assert child.wait(timeout=5) == 130
 
 

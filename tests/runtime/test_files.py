@@ -17,9 +17,9 @@ import pytest
 
 from rlhf_core.errors import RunError
 from rlhf_core.runtime import files
-from rlhf_core.runtime.disk_errors import attempt
 from rlhf_core.runtime.files import (
     append_line,
+    attempt,
     fill_directory,
     make_directory,
     remove_leftovers,

@@ -128,7 +128,7 @@ def test_the_command_holds_them_before_it_imports_anything() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 75, ended.stderr
     assert ended.stderr.endswith(
-        "stopped by SIGTERM before anything was trained; nothing is lost, the same command goes on\n"
+        "stopped by SIGTERM before anything was trained; nothing is lost; rerun the same command to continue\n"
     )
 
 

@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_at_the_artifact_costs_no_update(
     with monkeypatch.context() as patched:
         patched.setattr(artifacts, "replace_directory", full)
         with pytest.raises(
-            RunError, match=r"artifact 'sft\.model' could not be written .*the same command goes on"
+            RunError, match=r"artifact 'sft\.model' could not be written .*rerun the same command"
         ):
             train(save_steps=4)
     assert saved(tmp_path) == [4, 6]

@@ -44,7 +44,8 @@ def test_between_two_stages(run: Any, event: str) -> None:
         announced == "stopping (SIGTERM): at the next point where nothing is lost; Ctrl-C (SIGINT) stops now"
     )
     assert (
-        reason == "stopped by SIGTERM before stage 'rm' was begun; nothing is lost, the same command goes on"
+        reason
+        == "stopped by SIGTERM before stage 'rm' was begun; nothing is lost; rerun the same command to continue"
     )
     assert (state("base"), state("rm")) == ("done", "new")
     assert run().code == 0

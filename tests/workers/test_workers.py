@@ -300,7 +300,7 @@ def test_a_file_that_changed_since_it_was_read_is_not_mixed_with_what_it_was(tmp
     file.write_text("def one():\n    return 1\n")
     pool = workers.Pool(load_file(file).one, 1)
     file.write_text("def one():\n    return 2\n")
-    with pytest.raises(workers.RaisedError, match=r"changes\.py was changed while the run goes on"):
+    with pytest.raises(workers.RaisedError, match=r"changes\.py changed during the run"):
         pool.submit().result()
     pool.close()
 

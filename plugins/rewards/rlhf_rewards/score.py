@@ -20,8 +20,7 @@ from rlhf_core.data import conversations as cells
 from rlhf_core.data.best_of_n import completion_lists
 from rlhf_core.data.column_mapping import prompts_as_turns
 from rlhf_core.errors import UNREADABLE, InputError, suggest
-from rlhf_core.runtime.disk_errors import attempt
-from rlhf_core.runtime.files import flush, make_directory, open_stream, require_writable
+from rlhf_core.runtime.files import attempt, flush, make_directory, open_stream, require_writable
 from rlhf_core.runtime.row_output import number, row_text, write_text
 from rlhf_core.runtime.terminal import echo
 from rlhf_rewards.reward_bench import Summary, check_ties
