@@ -158,7 +158,7 @@ def import_everything() -> None:
     from orbax.checkpoint import v1  # noqa: F401
 
     from rlhf_core import plugins
-    from rlhf_core.cli import commands, export, generate, program, score, train  # noqa: F401
+    from rlhf_core.cli import export, program, train  # noqa: F401
     from rlhf_core.contracts import TRAINER
 
     registry = plugins.load().registry

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rlhf_core import plugins as plugin_loading
-from rlhf_core.data.report import shorten
+import typer
+
+from rlhf_core.cli.options import Base, Output, Plugins, Template
 from rlhf_core.errors import InputError, NonFiniteError, RunError
-from rlhf_core.runtime.files import require_writable
-from rlhf_core.runtime.row_output import for_reader, write_rows
-from rlhf_core.runtime.terminal import echo
 
 if TYPE_CHECKING:
     from rlhf_core.data import Prompts
@@ -22,43 +20,97 @@ if TYPE_CHECKING:
 SEQUENCES_AT_ONCE = 64
 
 
-def generate(
-    model: str,
-    file: Path | None,
-    prompts: Sequence[str],
-    output: Path | None,
-    *,
-    sampling: Mapping[str, Any],
-    max_prompt_length: int | None,
-    num_generations: int,
-    seed: int,
-    chat_template: str | None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    raw: bool = False,
-    system: str | None = None,
-    base: str | None = None,
-    plugins: Sequence[Path] = (),
-) -> None:
-    """Sample completions of `prompts`, or of the rows of `file`.
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
+    return value
 
-    If the model has a chat template, a prompt's text becomes a user message; raw: it is the prompt itself.
-    chat_template_kwargs: variables for the template; a row's own are added. system: the system message of conversations
-    that do not begin with one. max_prompt_length: tokens that a prompt is cut to, with a warning; None: refuse prompts
-    that do not fit in the model's context together with a completion.
-    """
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A language model: artifact, directory or hub name.")
+    ],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="INPUT.jsonl", help="Rows with `prompt` or `messages`.")
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Repeatable.")] = None,
+    output: Output = None,
+    max_completion_length: Annotated[
+        int, typer.Option("--max_completion_length", min=1, help="Tokens.")
+    ] = 256,
+    max_prompt_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max_prompt_length",
+            min=1,
+            help="Tokens that a prompt is cut to, with a warning; default: longer than the model's context is "
+            "refused.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: the most likely token.")
+    ] = 1.0,
+    top_p: Annotated[float, typer.Option("--top_p", min=0.0, max=1.0)] = 1.0,
+    top_k: Annotated[int | None, typer.Option("--top_k", min=1)] = None,
+    min_p: Annotated[float | None, typer.Option("--min_p", min=0.0, max=1.0)] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition_penalty", help="Above 1: makes repeated tokens less likely.")
+    ] = 1.0,
+    stop_strings: Annotated[
+        list[str] | None, typer.Option("--stop_strings", metavar="TEXT", help="End a completion; repeatable.")
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop_token_ids", min=0, help="Besides the model's own; repeatable."),
+    ] = None,
+    num_generations: Annotated[
+        int, typer.Option("--num_generations", min=1, help="Completions per prompt.")
+    ] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1)] = 0,
+    chat_template: Template = None,
+    chat_template_kwargs: Annotated[
+        dict | None,  # type: ignore[type-arg]  # typer takes no parameters of it
+        typer.Option(
+            "--chat_template_kwargs",
+            metavar="JSON",
+            parser=_json_object,
+            help="Variables for the chat template.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message of prompts that have none of their own."
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Prompts are texts to continue, without the chat template.")
+    ] = False,
+    base: Base = None,
+    plugin: Plugins = None,
+) -> None:
+    """Sample completions of prompts. Plain text for --prompt, rows with `completion` for a file or with -o."""
+    prompts = prompt or []
     if (file is None) == (not prompts):
         raise InputError(
             "rlhf generate: give either --prompt TEXT (repeatable) or a file with `prompt` or `messages` rows"
         )
     import jax
 
-    from rlhf_core import SamplerInputs, artifacts, data, runtime
+    from rlhf_core import SamplerInputs, artifacts, data, plugins, runtime
     from rlhf_core.data.conversations import require_conversations
     from rlhf_core.data.prompts import as_prompts
     from rlhf_core.data.records import from_memory
     from rlhf_core.models import load_model, local_directory, stored_head
     from rlhf_core.models.model import warn_of_constraints
     from rlhf_core.rollouts.completions import empty_warning
+    from rlhf_core.runtime.files import require_writable
+    from rlhf_core.runtime.row_output import for_reader, write_rows
+    from rlhf_core.runtime.terminal import echo
     from rlhf_core.sampling import SHORTEST_BUCKET, Sampler, SamplingOptions, bucket
     from rlhf_core.tokenizer import template_text, with_template_and_stop_ids
     from rlhf_core.tokenizer.encoding import TextOptions, continuations
@@ -66,7 +118,7 @@ def generate(
 
     require_writable(output, file)
     runtime.prepare()
-    registry = plugin_loading.load(files=plugins).registry
+    registry = plugins.load(files=plugin or ()).registry
     if file is None:
         records = data.Records([from_memory([{"prompt": text} for text in prompts], "--prompt")])
     else:
@@ -101,15 +153,24 @@ def generate(
     if not report.all_as_given:
         hint = "; give --raw if this is intended" if report.untemplated else ""
         warnings.warn(f"{model}: {report}{hint}", stacklevel=2)
-    longest = sampling["max_completion_length"]
     positions = loaded.hf_config.get("max_position_embeddings")
-    ids, cut = _fit(encoded, max_prompt_length, longest, positions)
+    ids, cut = _fit(encoded, max_prompt_length, max_completion_length, positions)
     most = max(map(len, ids))
+    options = SamplingOptions(
+        max_completion_length=max_completion_length,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop_strings=tuple(stop_strings or ()),
+        stop_token_ids=tuple(stop_token_ids or ()),
+    )
     warn_of_constraints(loaded.source)
     sampler = Sampler(
         SamplerInputs(
             definition=loaded.definition,
-            options=SamplingOptions(**sampling),
+            options=options,
             mesh=loaded.mesh,
             stop_ids=loaded.stop_ids,
             num_generations=num_generations,
@@ -130,7 +191,7 @@ def generate(
         for prompt, text in zip(ids, encoded.raw, strict=True)
         for _ in range(num_generations)
     ]
-    texts = continuations(loaded.tokenizer, prefixes, completions, sampling.get("stop_token_ids", ()))
+    texts = continuations(loaded.tokenizer, prefixes, completions, stop_token_ids or ())
     whole = [len(ids[i // num_generations]) + len(tokens) for i, tokens in enumerate(completions)]
     if positions and max(whole) > positions:
         warnings.warn(
@@ -172,6 +233,8 @@ def _fit(
     over = [i for i, prompt in enumerate(ids) if fits and len(prompt) > fits]
     if not over:
         return ids, [0] * len(ids)
+    from rlhf_core.data.report import shorten
+
     rows = shorten([encoded.where(i) for i in over])
     tokens = f"{rows}: up to {max(len(ids[i]) for i in over):,} tokens"
     if limit is None:

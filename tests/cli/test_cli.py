@@ -228,7 +228,7 @@ def test_a_reader_that_is_gone_gets_no_message(
 
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))  # typer replaces them
-    monkeypatch.setattr("rlhf_core.cli.commands.plugins", write)
+    monkeypatch.setattr("rlhf_core.cli.extensions.with_commands", write)
     ended = rlhf("plugins")
     assert (ended.code, ended.message, ended.out) == (1, "", "")
 

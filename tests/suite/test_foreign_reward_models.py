@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import REWARD, artifacts, data, plugins
-from rlhf_core.cli import commands
+from rlhf_core.cli.generate import generate
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.scoring import Contract, Scorer
@@ -160,15 +160,8 @@ def test_a_reward_model_of_the_hub_writes_nothing(
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(foreign))
     monkeypatch.chdir(tmp_path)
-    options: Any = {
-        "sampling": {},
-        "max_prompt_length": 8,
-        "num_generations": 1,
-        "seed": 0,
-        "chat_template": None,
-    }
     with pytest.raises(InputError, match="is a reward model, which does not generate"):
-        commands.generate("owner/model", None, ["a"], None, **options)
+        generate("owner/model", None, ["a"])
     assert jax.process_count() == 1
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core import artifacts, data, scoring
-from rlhf_core.cli import commands
+from rlhf_core.cli.generate import generate
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Model, fresh_model
@@ -223,14 +223,8 @@ def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFi
     path = save(tmp_path / "lm", lm, "language_model", None)
 
     def run(file: Path | None, prompts: list[str], out: Path | None, **changes: Any) -> None:
-        options: dict[str, Any] = {
-            "sampling": {"max_completion_length": 5, "temperature": 0.0},
-            "max_prompt_length": 32,
-            "num_generations": 1,
-            "seed": 0,
-            "chat_template": None,
-        }
-        commands.generate(str(path), file, prompts, out, **{**options, **changes})
+        options: dict[str, Any] = {"max_completion_length": 5, "temperature": 0.0, "max_prompt_length": 32}
+        generate(str(path), file, prompts, out, **{**options, **changes})
 
     run(None, ["a b", "c"], None)
     greedy = capsys.readouterr().out.splitlines()
@@ -241,8 +235,7 @@ def test_generate_command(model: Model, tmp_path: Path, capsys: pytest.CaptureFi
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     assert [row["completion"] for row in rows] == greedy
     assert [row["kept"] for row in rows] == [1, 2]
-    sampling = {"max_completion_length": 5, "temperature": 1.0}
-    run(source, [], target, num_generations=3, sampling=sampling)
+    run(source, [], target, num_generations=3, temperature=1.0)
     assert [json.loads(line)["kept"] for line in target.read_text().splitlines()] == [1, 1, 1, 2, 2, 2]
     for file, prompts in ((None, []), (source, ["a"])):
         with pytest.raises(InputError, match="either --prompt"):

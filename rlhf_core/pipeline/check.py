@@ -1,26 +1,29 @@
-"""Run the commands other than `run` and `train`, and print their results."""
+"""Check a pipeline: every problem with it, or what it would do."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from rlhf_core import plugins as plugin_loading
-from rlhf_core.cli import extensions
-from rlhf_core.cli.generate import generate as generate
 from rlhf_core.errors import InputError
+from rlhf_core.mesh import planned_mesh
+from rlhf_core.pipeline import (
+    chosen_stages,
+    require_inputs,
+    reusable_stages,
+    stage_requests,
+    warn_of_readers,
+)
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.forecast import components, inputs_line, short_path, stage_forecasts
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime.terminal import echo, show
-
-if TYPE_CHECKING:
-    from rlhf_core.plugins import PluginInfo
+from rlhf_core.stage import differences
+from rlhf_core.stage.record import StageRecord
+from rlhf_core.stage.recorded_run import read_records, refusals
 
 
 def check(
@@ -61,17 +64,6 @@ def check(
         if devices is not None and (suggest or devices != count):
             raise InputError(f"rlhf check: --on {on} has {count} devices; leave out --devices {devices}")
         devices = count
-    from rlhf_core.pipeline import (
-        chosen_stages,
-        require_inputs,
-        reusable_stages,
-        stage_requests,
-        warn_of_readers,
-    )
-    from rlhf_core.stage import differences
-    from rlhf_core.stage.record import StageRecord
-    from rlhf_core.stage.recorded_run import read_records, refusals
-
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     states: dict[str, str] = {}
@@ -100,8 +92,6 @@ def check(
         problems += error.problems
     mesh = None
     if devices is not None:
-        from rlhf_core.mesh import planned_mesh
-
         try:
             # A search chooses the mesh, whatever the file says.
             mesh = planned_mesh(devices, **({"data": 1, "fsdp": -1} if suggest else planned.mesh))
@@ -127,58 +117,3 @@ def check(
             echo(line)
     if on is not None:
         check_on(pipeline, on, sets=sets, plugins=plugins, dir=dir, json_output=as_json)
-
-
-def plugins(*, as_json: bool, files: Sequence[Path] = ()) -> None:
-    """Print every distribution that extends this suite, its state, its components and its commands."""
-    infos = extensions.with_commands(plugin_loading.load(files=list(files)).plugins)
-    if as_json:
-        echo(json.dumps([dataclasses.asdict(info) for info in infos], indent=2, default=str))
-        return
-    table = Table(show_lines=True, expand=False)
-    for column in ("distribution", "version", "state", "registers"):
-        table.add_column(column, overflow="fold")
-    for info in infos:
-        table.add_row(info.distribution or info.name, info.version or "", info.state, _components_text(info))
-    show(table)
-
-
-def export(
-    model: str, directory: Path, *, merge: bool, base: str | None = None, plugins: Sequence[Path] = ()
-) -> None:
-    """Export a model for other tools, and print what was written where."""
-    from rlhf_core import runtime
-    from rlhf_core.cli.export import export as export_model
-
-    runtime.prepare()
-    registry = plugin_loading.load(files=plugins).registry
-    echo(f"{directory}: {export_model(model, directory, registry=registry, merge=merge, base=base)}")
-
-
-def profile(
-    file: str,
-    tokenizer: str | None,
-    model: str | None,
-    *,
-    max_length: int | None,
-    chat_template: str | None,
-    plugins: Sequence[Path] = (),
-) -> None:
-    """Print a dataset's profile, with lengths in tokens of the tokenizer or model, else in characters."""
-    from rlhf_core import data
-    from rlhf_core.data import summary as profiling
-    from rlhf_core.tokenizer import load_tokenizer
-
-    if tokenizer is not None and model is not None:
-        raise InputError("rlhf data: give --tokenizer or --model, not both")
-    source = model if tokenizer is None else tokenizer
-    loaded = None if source is None else load_tokenizer(source)
-    records = data.load(file, registry=plugin_loading.load(files=plugins).registry)
-    summary = profiling.profile(records, loaded, max_length=max_length, chat_template=chat_template)
-    show(profiling.render(summary))
-
-
-def _components_text(info: PluginInfo) -> str:
-    if info.error:
-        return str(info.error)
-    return "\n".join(f"{kind}: {', '.join(names)}" for kind, names in info.components.items())
