@@ -53,7 +53,7 @@ from rlhf_core.packing import Packed, Tree, pack, tree
 from rlhf_core.rollouts.layout import full_groups, group_layout
 from rlhf_core.runtime.devices import planned
 from rlhf_core.sampling import Rollouts, SamplingOptions
-from rlhf_core.sampling.layout import cache_bytes, prepared_bytes
+from rlhf_core.sampling.placement import cache_bytes, prepared_bytes
 from rlhf_core.stage import Stage
 from rlhf_core.state import TrainState, fixed_parameters
 from rlhf_core.step import Objective, Programs

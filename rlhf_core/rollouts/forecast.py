@@ -14,7 +14,7 @@ from rlhf_core.rewards.reward import open_rewards
 from rlhf_core.rollouts.episodes import forecast_episodes
 from rlhf_core.rollouts.layout import require_whole_groups
 from rlhf_core.rollouts.warnings import system_prompt_warnings
-from rlhf_core.sampling.layout import cache_bytes, most_slots, shares_prompts
+from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.sampling.stop_strings import stop_table
 from rlhf_core.tokenizer import special_ids
 from rlhf_core.training.forecast import training_memory

@@ -22,20 +22,20 @@ from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.runtime.devices import platform
 from rlhf_core.sampling.by_turns import converse_by_turns as converse_by_turns
-from rlhf_core.sampling.layout import (
+from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
+from rlhf_core.sampling.options import SamplingMesh as SamplingMesh
+from rlhf_core.sampling.options import SamplingOptions as SamplingOptions
+from rlhf_core.sampling.options import check_prompts, stops_of
+from rlhf_core.sampling.placement import (
     abstract_weights,
     allowed_sizes,
-    bring,
     cache_bytes,
+    move_weights,
     plan_room,
     replicated,
     sampling_mesh,
     weight_bytes,
 )
-from rlhf_core.sampling.loop import SamplingProgram, generate, most_steps, read_completions
-from rlhf_core.sampling.options import SamplingMesh as SamplingMesh
-from rlhf_core.sampling.options import SamplingOptions as SamplingOptions
-from rlhf_core.sampling.options import check_prompts, stops_of
 from rlhf_core.sampling.turn_sampler import ConversationSampler as ConversationSampler
 from rlhf_core.sampling.turn_sampler import keeps_caches
 
@@ -54,7 +54,7 @@ class Sampler:
     """Samples `num_generations` completions for each of any number of prompts.
 
     Every call takes the parameters, which may be spread over the mesh; on several devices it first brings them into the
-    layout of `sampling.layout`. Prompts are sampled together if they fit: `room` says how many. Stop strings match a
+    layout of `sampling.placement`. Prompts are sampled together if they fit: `room` says how many. Stop strings match a
     completion's bytes as `token_bytes` gives them: across token borders, but not across the border of prompt and
     completion.
 
@@ -120,14 +120,14 @@ class Sampler:
             np.zeros((count, groups, longest), np.float32),
             np.zeros((count, groups), np.bool_),
         )
-        brought = self._brought(params)
+        moved = self._moved(params)
         # Prompts of similar lengths share a batch, which keeps padding short.
         order = np.argsort(lengths, kind="stable")
         for start in range(0, count, self.prompts_per_call):
             chosen = order[start : start + self.prompts_per_call]
             batch = self._batch([prompts[i] for i in chosen], lengths[chosen], ids[chosen])
             rows = self._rows(len(chosen))
-            for whole, part in zip(out, self._run(brought, batch, key), strict=True):
+            for whole, part in zip(out, self._run(moved, batch, key), strict=True):
                 whole[chosen] = part.reshape(-1, *whole.shape[1:])[rows]
         # A token that was chosen from logits that are not finite has such a log-probability.
         if len(bad := np.argwhere(~np.isfinite(out[2]))):
@@ -148,7 +148,7 @@ class Sampler:
         check_prompts(lengths, self.max_prompt_length)
         weights = params
         if self.shares_layers:
-            self._ahead.compile("weights", bring(self.definition, self.mesh).lower(params))
+            self._ahead.compile("weights", move_weights(self.definition, self.mesh).lower(params))
             weights = abstract_weights(self.definition, self.mesh)
         for time in sorted({bucket(int(length), self.max_prompt_length) for length in lengths}):
             self._ahead.compile(time, self._lower(weights, time))
@@ -165,10 +165,10 @@ class Sampler:
         if self.shares_layers:
             weights = abstract_weights(self.definition, self.mesh)
             # The weights in the sampler's layout lie beside those that are trained, until the rollout ends.
-            moving = partial(bring(self.definition, self.mesh).lower, params)
+            moving = partial(move_weights(self.definition, self.mesh).lower, params)
             size = weight_bytes(self.definition, self.mesh, room.tensor)
             shape = ProgramShape(self.definition, 0, 0, room.tensor, size)
-            described.append(Program("bring the weights", moving, "sample", reads=PARAMETERS, shape=shape))
+            described.append(Program("move the weights", moving, "sample", reads=PARAMETERS, shape=shape))
         groups = row_multiple(self.mesh)
         steps = most_steps(sequences // groups, room.slots, longest)
         read = room.bytes
@@ -204,12 +204,12 @@ class Sampler:
             shape = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=replicated_sharding(self.mesh))
         return generate.lower(weights, *batch, key_data, shape, program=program)
 
-    def _brought(self, params: Any) -> Any:
+    def _moved(self, params: Any) -> Any:
         """Return the parameters as the program reads them."""
         if not self.shares_layers:
             return params
         self._ahead.wait("weights")
-        return bring(self.definition, self.mesh)(params)
+        return move_weights(self.definition, self.mesh)(params)
 
     def _run(self, params: Any, batch: Any, key: jax.Array) -> Any:
         """Sample one batch of `_batch`: the first four fields of `Rollouts` for all its rows, on the host."""

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf_core.contracts import ModelDefinition, SamplingSettings
 from rlhf_core.mesh import ROW_AXES, replicated_sharding, row_multiple, row_sharding
-from rlhf_core.sampling.layout import Peers, param_specs
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
+from rlhf_core.sampling.placement import Peers, param_specs
 
 
 class Queue(NamedTuple):
@@ -136,7 +136,7 @@ class SamplingProgram:
     """The same once no more sequences are left; 0: as before."""
     key_type: str
     shared_layers: bool = False
-    """Whether the parameters have the layout of `sampling.layout`. Each shard of rows then runs a loop of its own,
+    """Whether the parameters have the layout of `sampling.placement`. Each shard of rows then runs a loop of its own,
     whose devices send each other activations and logits alone."""
     shares_prompts: bool = False
     """Whether the cache of a prompt is held once for its completions, see `DecodeGroups`. Slots are then as many as the
@@ -185,7 +185,7 @@ def generate(
     """Sample N = P · G sequences, G for each of P prompts: (`Written`, the step at which each began [N], its slot [N]),
     replicated, from which `read_completions` collects completions.
 
-    params: as they are trained, or with `program.shared_layers` from `sampling.layout`.
+    params: as they are trained, or with `program.shared_layers` from `sampling.placement`.
     prompts: int32 [P, time], left-padded, without their last tokens; last: int32 [P], those tokens. lengths: int32 [P],
     last token included; 0: skip this prompt and those after it in its shard. ids: uint32 [N].
     stop_table: unsigned [states, V], from `rlhf_core.sampling.stop_strings`; None: no stop strings.
@@ -195,14 +195,14 @@ def generate(
     if program.shared_layers:
         rows, whole = PartitionSpec(ROW_AXES), PartitionSpec()
         written, step, slot = jax.shard_map(
-            functools.partial(_sample, program=program, shards=1),
+            functools.partial(_sample, program=program),
             mesh=program.mesh,
             in_specs=(param_specs(program.definition, program.mesh), rows, rows, rows, rows, whole, whole),
             out_specs=(PartitionSpec(None, ROW_AXES), rows, rows),
             check_vma=False,
         )(*arguments)
     else:
-        written, step, slot = _sample(*arguments, program=program, shards=shards)
+        written, step, slot = _sample(*arguments, program=program)
     # Replicated: every process of a multi-process run reads all of it.
     slot = slot.reshape(shards, -1) + program.slots * jnp.arange(shards, dtype=jnp.int32)[:, None]
     out = (written, step, slot.reshape(-1))
@@ -219,9 +219,9 @@ def _sample(
     stop_table: jax.Array | None,
     *,
     program: SamplingProgram,
-    shards: int,
 ) -> Any:
-    """Do what `generate` does for the rows of `shards` shards; slots are counted within each shard."""
+    """Do what `generate` does, for one shard where it runs a loop of its own; slots are counted within each shard."""
+    shards = 1 if program.shared_layers else row_multiple(program.mesh)
     model, options, groups = program.definition, program.options, program.num_generations
     longest = options.max_completion_length
     sequences, rows = len(ids) // shards, shards * program.slots

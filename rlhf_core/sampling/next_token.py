@@ -17,7 +17,7 @@ from rlhf_core.sampling.filters import (
     top_k_filter,
     top_p_filter,
 )
-from rlhf_core.sampling.layout import Peers
+from rlhf_core.sampling.placement import Peers
 
 ENDED = 1
 """A token that ends its completion: a stop token, or one that completes a stop string."""

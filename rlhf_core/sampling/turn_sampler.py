@@ -24,18 +24,16 @@ from rlhf_core.models.finite import nonfinite_error
 from rlhf_core.runtime.background import BackgroundCompiler
 from rlhf_core.sampling import turns
 from rlhf_core.sampling.conversations import Holder, NonFiniteTurnError, begin_conversations
-from rlhf_core.sampling.layout import (
-    abstract_prepared,
+from rlhf_core.sampling.options import check_prompts, stops_of
+from rlhf_core.sampling.placement import (
     abstract_weights,
     allowed_sizes,
-    bring,
+    move_weights,
     plan_conversations,
-    prepare,
     replicated,
     sampling_mesh,
     weight_bytes,
 )
-from rlhf_core.sampling.options import check_prompts, stops_of
 from rlhf_core.sampling.slot_devices import Devices
 from rlhf_core.sampling.turns import TurnsProgram, cache_length
 
@@ -86,8 +84,7 @@ class ConversationSampler:
             shared is not None,
         )
         self._ahead = BackgroundCompiler()
-        layout = bring if self.program.shared_layers else prepare
-        self._prepare = layout(definition, self.program.mesh)
+        self._prepare = move_weights(definition, self.program.mesh, self.program.shared_layers)
 
     def converse(
         self,
@@ -154,8 +151,8 @@ class ConversationSampler:
         if program.shared_layers:
             size = weight_bytes(model, program.mesh, room.tensor)
             shape = ProgramShape(model, 0, 0, room.tensor, size)
-            bringing = partial(self._prepare.lower, params)
-            described.append(Program("bring the weights", bringing, "sample", reads=PARAMETERS, shape=shape))
+            moving = partial(self._prepare.lower, params)
+            described.append(Program("move the weights", moving, "sample", reads=PARAMETERS, shape=shape))
         chunk = program.chunks[-1]
         fed = program.rows(chunk) * program.shards
         pieces = -(-self.max_prompt_length // chunk)
@@ -194,8 +191,7 @@ class _Lowered:
 
     def __init__(self, program: TurnsProgram, stop_table: np.ndarray | None) -> None:
         self._program = program
-        describe = abstract_weights if program.shared_layers else abstract_prepared
-        self._weights = describe(program.definition, program.mesh)
+        self._weights = abstract_weights(program.definition, program.mesh, shared=program.shared_layers)
         shapes = turns.begin.eval_shape(self._weights, program=program)
         self._cache, self.seen = (
             jax.tree.map(partial(self._placed, spec), tree)

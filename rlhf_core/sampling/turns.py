@@ -19,9 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rlhf_core.contracts import ModelDefinition, SamplingSettings
 from rlhf_core.mesh import AXES, ROW_AXES, replicated_sharding, row_multiple
-from rlhf_core.sampling.layout import Peers, param_specs
 from rlhf_core.sampling.loop import empty_cache, put, take, time_axes
 from rlhf_core.sampling.next_token import CUT, ENDED, Stops, TokenSampler, mark
+from rlhf_core.sampling.placement import Peers, param_specs
 
 CHUNKS = (16, 64, 256)
 """Tokens that are fed to a slot at once, padding included."""
@@ -60,7 +60,7 @@ class TurnsProgram:
     """Entries of a slot's cache, see `cache_length`."""
     key_type: str
     shared_layers: bool
-    """Whether the parameters have the layout of `sampling.layout`; otherwise they are what `PrepareParams` returned."""
+    """Whether devices share layers, see `sampling.placement`; otherwise `PrepareParams` made the weights."""
 
     @property
     def shards(self) -> int:

@@ -135,7 +135,7 @@ from rlhf_core import SamplerInputs
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.runtime import devices
-from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, layout
+from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, placement
 from rlhf_topologies.compile import find_devices
 from rlhf_topologies.names import parse
 topology = parse(sys.argv[1])
@@ -149,7 +149,7 @@ options = SamplingOptions(max_completion_length=512, mesh=SamplingMesh(tensor=4)
 counts = {"num_generations": 4, "prompts_per_call": 8, "max_prompt_length": 32}
 sampler = Sampler(SamplerInputs(definition, options, mesh=mesh, stop_ids=(3,), **counts))
 assert sampler.room.shares_prompts
-lowered = sampler._lower(layout.abstract_weights(definition, sampler.mesh), 32)
+lowered = sampler._lower(placement.abstract_weights(definition, sampler.mesh), 32)
 open(sys.argv[2], "w").write(lowered.compile().as_text())
 """
 

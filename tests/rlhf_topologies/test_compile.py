@@ -26,7 +26,7 @@ from rlhf_core.pipeline.forecast import each_stage, stage_programs
 from rlhf_core.pipeline.plan import plan
 from rlhf_core.runtime import devices
 from rlhf_core.runtime.background import BackgroundCompiler
-from rlhf_core.sampling.layout import cache_bytes
+from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import open_texts
 from rlhf_core.training.programs import dataset_programs, planned_model
 
@@ -63,7 +63,7 @@ total_batch_size = 8
 sampling = { max_completion_length = 4, stop_strings = ["kite"] }
 """
 SAMPLING = ["train", "update", "read", "sample", "sample"]
-"""What programs do of a trainer that samples: the last two bring the weights, and generate."""
+"""What programs do of a trainer that samples: the last two move the weights, and generate."""
 WITHOUT_COMPILER = {platform: interpreters.variable(platform) for platform in interpreters.PACKAGES}
 
 
@@ -136,7 +136,7 @@ def assert_counted_once(stage: Any) -> None:
         program["name"].split()[0]: program["memory"]["arguments"] + program["beside"] - total
         for program in stage["programs"]
     }
-    assert own["bring"] == 0
+    assert own["move"] == 0
     assert own["apply"] == pytest.approx(held["parameters"], abs=1000)  # gradients, and the metrics
     for name in ("accumulate", "read"):  # rows, and for accumulate no sums yet
         assert 0 < own[name] < held.get("frozen parameters", held["parameters"]) / 2
@@ -154,12 +154,12 @@ def test_every_program_of_every_stage(place: Any, cache: Path) -> None:
     assert results["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert list(results["stages"]) == ["base", "rm", "direct", "policy"]
     policy = {program["name"].split()[0]: program for program in results["stages"]["policy"]["programs"]}
-    assert list(policy) == ["accumulate", "apply", "read", "bring", "generate", "score"]
+    assert list(policy) == ["accumulate", "apply", "read", "move", "generate", "score"]
     assert set(results["stages"]["policy"]["resident"]) == {
         "parameters", "optimizer", "reference", "reward model",
     }  # fmt: skip
     held = results["stages"]["policy"]["resident"]
-    assert policy["bring"]["beside"] == sum(held.values()) - held["parameters"]
+    assert policy["move"]["beside"] == sum(held.values()) - held["parameters"]
     assert policy["generate"]["beside"] == sum(held.values())
     assert policy["read"]["beside"] == sum(held.values()) - held["reference"] - held["parameters"]
     assert policy["score"]["beside"] == sum(held.values()) - held["reward model"]
@@ -223,8 +223,8 @@ def test_sampling_takes_what_the_chip_has(place: Any) -> None:
             devices.plan_for(None)
         assert found is not None
         described.append([program for program in found.programs if program.work == "sample"])
-    (bring, once), (again, often) = described
-    assert bring.calls == again.calls == once.calls < often.calls
+    (move, once), (again, often) = described
+    assert move.calls == again.calls == once.calls < often.calls
     assert once.calls * once.tokens == often.calls * often.tokens
 
 

@@ -16,9 +16,9 @@ from rlhf_core.errors import InputError, NonFiniteError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.plugins.component import load_file
-from rlhf_core.sampling import ConversationSampler, SamplingOptions, layout, turns
+from rlhf_core.sampling import ConversationSampler, SamplingOptions, placement, turns
 from rlhf_core.sampling.conversations import Conversation, Holder
-from rlhf_core.sampling.layout import Room, cache_bytes, plan_conversations, prepared_bytes
+from rlhf_core.sampling.placement import Room, cache_bytes, plan_conversations, prepared_bytes
 from rlhf_core.sampling.slot_devices import Devices
 from rlhf_core.sampling.turns import TurnsProgram, cache_length
 
@@ -44,7 +44,7 @@ OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_
 def make_sampler(
     slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
 ) -> ConversationSampler:
-    monkeypatch.setitem(layout.SLOTS, "cpu", slots)
+    monkeypatch.setitem(placement.SLOTS, "cpu", slots)
     return ConversationSampler(
         SamplerInputs(
             definition=DEFINITION,
@@ -191,7 +191,7 @@ def test_nothing_compiles_after_warm_up(
 def test_the_programs_of_a_check_are_those_that_are_compiled(
     axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(layout.SLOTS, "cpu", 4)
+    monkeypatch.setitem(placement.SLOTS, "cpu", 4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
     sampler = ConversationSampler(
         SamplerInputs(
@@ -227,7 +227,7 @@ def test_the_programs_lower_for_accelerators_in_bfloat16(platform: str) -> None:
     definition = Definition(DECODER, DECODER.parse(CONFIG, "lm", dtype="bfloat16"), "lm")
     mesh = make_mesh(devices=jax.devices()[:1])
     program = TurnsProgram(definition, OPTIONS, mesh, (3,), 16, cache_length(300), "threefry2x32", False)
-    weights = layout.abstract_prepared(definition, mesh)
+    weights = placement.abstract_weights(definition, mesh, shared=False)
     cache, seen = turns.begin.eval_shape(weights, program=program)
     slots, key = turns.empty_slots(16), np.zeros(2, np.uint32)
     traced = [
@@ -262,7 +262,7 @@ def plan(memory: int | None, conversations: int = 64) -> Room:
 
 
 def test_as_many_slots_as_have_the_memory() -> None:
-    assert plan(None).slots == layout.SLOTS["cpu"]
+    assert plan(None).slots == placement.SLOTS["cpu"]
     per_slot = cache_bytes(DEFINITION, 1, 2048)
     weights = prepared_bytes(DEFINITION)
     for slots in (1, 7, 40):

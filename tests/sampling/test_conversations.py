@@ -21,7 +21,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.plugins.component import load_file
-from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, converse_by_turns, layout
+from rlhf_core.sampling import Sampler, SamplingMesh, SamplingOptions, converse_by_turns, placement
 from rlhf_core.sampling.slot_devices import Devices
 
 worlds: Any = load_file(Path(__file__).parents[1] / "shared" / "worlds.py")
@@ -83,7 +83,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         stop_ids: tuple[int, ...] = (3,),
         **options: Any,
     ) -> dict[int, list[Any]]:
-        monkeypatch.setitem(layout.SLOTS, "cpu", slots)
+        monkeypatch.setitem(placement.SLOTS, "cpu", slots)
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
         longest = LONGEST_PROMPT + FOLLOWING

@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core import SamplerInputs, sampling
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, layout
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, placement
 from rlhf_core.sampling.loop import Written, most_steps, read_completions
 from rlhf_core.sampling.next_token import CUT, ENDED
 
@@ -36,7 +36,7 @@ def ask(
     **options: Any,
 ) -> Rollouts:
     """Nine prompts, three completions each."""
-    monkeypatch.setitem(layout.SLOTS, "cpu", slots)
+    monkeypatch.setitem(placement.SLOTS, "cpu", slots)
     monkeypatch.setattr(sampling, "LAST_SLOTS", last)
     rng = np.random.default_rng(0)
     words = len(model.tokenizer)
@@ -112,7 +112,7 @@ def test_nor_does_a_mesh(slots: int, last: int, model: Any, monkeypatch: pytest.
 def test_nor_do_copies_of_the_prompts(options: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every completion has a slot: with its prompt's one cache, and with a copy of it; the last few by themselves."""
     shared = ask(model, monkeypatch, ALL, last=1, **OPTIONS[options])
-    monkeypatch.setattr(layout, "shares_prompts", lambda definition: False)
+    monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
     assert_same(ask(model, monkeypatch, ALL, last=1, **OPTIONS[options]), shared)
 
 

@@ -15,7 +15,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.plugins import installed_registry
 from rlhf_core.runtime import peak_memory
-from rlhf_core.sampling.layout import cache_bytes
+from rlhf_core.sampling.placement import cache_bytes
 from rlhf_core.training import memory
 from rlhf_core.training.forecast import training_memory
 from rlhf_core.training.memory import definition_of, memory_line, scoring_bytes, training_bytes

@@ -34,19 +34,17 @@ def score(
     file: Path,
     output: Path | None,
     *,
-    normalize: bool = False,
     prompt_repeated: bool | None = None,
     chat: bool = False,
     subset: str | None = None,
-    base: str | None = None,
     plugins: Sequence[Path] = (),
+    **scorer_options: Any,
 ) -> None:
     """Write the rows of `file` with their scores, and print the accuracy where they are preferences.
 
-    normalize: whether scores are standard deviations from the mean, both stored in the model's artifact.
     prompt_repeated: whether completions begin with their prompt; None: as in the model's training data. chat: whether
     prompts that are texts are a user's turn, and their completions replies. subset: column that names the subset of a
-    row; None: "subset", where there is one.
+    row; None: "subset", where there is one. scorer_options: of `Scorer.load`, such as `normalize` and `base`.
     """
     from rlhf_core import runtime
     from rlhf_core.scoring import Scorer, warn_unread
@@ -64,7 +62,7 @@ def score(
     lists = [completion_lists(source) for source in records.sources]
     if any(lists) and column in records.columns:
         check_ties(records, column)
-    scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base)
+    scorer = Scorer.load(model, registry=registry, **scorer_options)
     read = Records([prompts_as_turns(source) for source in records.sources]) if chat else records
     _warn_untemplated(read, lists, scorer)
     counts = Counts(column)
@@ -77,7 +75,7 @@ def score(
                 write("".join(_lines(rows, part)))
                 counts.add(rows, part)
     else:
-        settings = [model, normalize, prompt_repeated, chat, column]
+        settings = [model, scorer_options, prompt_repeated, chat, column]
         unfinished = Unfinished(output, _identity(scorer, records, settings), counts, scorer)
         done = unfinished.open()
         if counts.rows:

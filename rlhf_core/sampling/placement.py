@@ -1,7 +1,7 @@
 """The sampler's own layout of the parameters, what fits beside them, and what devices exchange per token.
 
 Training spreads parameters so that the optimizer state fits; for a decoded token every device would have to gather
-all of them. So a rollout begins by bringing the weights into a layout from which nothing is sent again: groups of
+all of them. So a rollout begins by moving the weights into a layout from which nothing is sent again: groups of
 devices along `tensor` share each layer (Megatron-LM, Shoeybi et al. 2019), and groups are replicas of each other.
 Decoding a token then takes two sums per layer within a group, an exchange of logits, after which each device samples
 for its share of the group's rows, and an exchange of the tokens.
@@ -266,51 +266,36 @@ def linked_devices(mesh: Mesh) -> int:
 
 
 @cached
-def shardings(definition: ModelDefinition, mesh: AnyMesh) -> Any:
-    """Choose a NamedSharding for every parameter in the sampler's layout."""
-    parallel = definition.family.tensor_parallel
-    assert parallel is not None
-    prepare = functools.partial(parallel.prepare, definition.config)
-    abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
-    return param_shardings(mesh, parallel.axes(definition.config), abstract)
+def _prepared(definition: ModelDefinition, mesh: AnyMesh, shared: bool) -> tuple[Any, Any]:
+    """Return (the function from parameters as they are trained to the sampler's, shapes of its result with shardings).
+
+    shared: whether devices share layers; otherwise the mesh has one device, and `PrepareParams` is the function.
+    """
+    family, config = definition.family, definition.config
+    parallel = family.tensor_parallel if shared else None
+    prepare = functools.partial(family.prepare if parallel is None else parallel.prepare, config)
+    abstract = jax.eval_shape(prepare, family.abstract(config))
+    if parallel is None:
+        placed = jax.tree.map(lambda _: replicated_sharding(mesh), abstract)
+    else:
+        placed = param_shardings(mesh, parallel.axes(config), abstract)
+    return prepare, with_shardings(abstract, placed)
 
 
-def abstract_weights(definition: ModelDefinition, mesh: AnyMesh) -> Any:
-    """Describe the parameters that `bring` returns."""
-    parallel = definition.family.tensor_parallel
-    assert parallel is not None
-    prepare = functools.partial(parallel.prepare, definition.config)
-    abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
-    return with_shardings(abstract, shardings(definition, mesh))
+def abstract_weights(definition: ModelDefinition, mesh: AnyMesh, *, shared: bool = True) -> Any:
+    """Describe the parameters that `move_weights` returns."""
+    return _prepared(definition, mesh, shared)[1]
 
 
 def param_specs(definition: ModelDefinition, mesh: AnyMesh) -> Any:
-    return jax.tree.map(lambda sharding: sharding.spec, shardings(definition, mesh))
+    return jax.tree.map(lambda x: x.sharding.spec, abstract_weights(definition, mesh))
 
 
 @cached
-def bring(definition: ModelDefinition, mesh: Mesh) -> Any:
-    """Compile-on-call: parameters as they are trained → the sampler's layout on `mesh`."""
-    parallel = definition.family.tensor_parallel
-    assert parallel is not None
-    prepare = functools.partial(parallel.prepare, definition.config)
-    return jax.jit(prepare, out_shardings=shardings(definition, mesh))
-
-
-@cached
-def prepare(definition: ModelDefinition, mesh: Mesh) -> Any:
-    """Compile-on-call: parameters as they are trained → what `PrepareParams` returns, on a mesh of one device."""
-    return jax.jit(
-        functools.partial(definition.family.prepare, definition.config),
-        out_shardings=replicated_sharding(mesh),
-    )
-
-
-def abstract_prepared(definition: ModelDefinition, mesh: AnyMesh) -> Any:
-    """Describe the parameters that `prepare` returns."""
-    prepare = functools.partial(definition.family.prepare, definition.config)
-    abstract = jax.eval_shape(prepare, definition.family.abstract(definition.config))
-    return with_shardings(abstract, jax.tree.map(lambda _: replicated_sharding(mesh), abstract))
+def move_weights(definition: ModelDefinition, mesh: Mesh, shared: bool = True) -> Any:
+    """Return the jitted function from parameters as they are trained to the sampler's layout on `mesh`."""
+    prepare, abstract = _prepared(definition, mesh, shared)
+    return jax.jit(prepare, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
 
 
 def replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:

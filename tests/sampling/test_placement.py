@@ -15,8 +15,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh, planned_mesh
 from rlhf_core.models import DECODER, Definition
 from rlhf_core.models.attention_decode import attend_visible
-from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, layout
-from rlhf_core.sampling.layout import Room, plan_room
+from rlhf_core.sampling import Rollouts, Sampler, SamplingMesh, SamplingOptions, placement
+from rlhf_core.sampling.placement import Room, plan_room
 
 VOCAB = 48
 SIZES = {
@@ -111,7 +111,7 @@ def test_a_prompt_held_once_gives_the_same_as_a_copy_for_each_completion(
     """On one device, and on eight of which two share layers: five prompts of four shards, three completions each."""
     meshes = ((make_mesh(devices=jax.devices()[:1]), None), (make_mesh(fsdp=8), 2))
     shared = [sample(name, *each) for each in meshes]
-    monkeypatch.setattr(layout, "shares_prompts", lambda definition: False)
+    monkeypatch.setattr(placement, "shares_prompts", lambda definition: False)
     for (mesh, tensor), found in zip(meshes, shared, strict=True):
         assert_same(found, sample(name, mesh, tensor))
 
@@ -144,7 +144,7 @@ def test_kernels_that_read_what_is_visible_give_the_same(
 def test_prompts_prefilled_in_parts_give_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five prompts of 24 tokens one by one, by twos and by threes; the last part overlaps the one before."""
     whole = sample("gemma2", make_mesh(devices=jax.devices()[:1]))
-    monkeypatch.setitem(layout.PREFILL_TOKENS, "cpu", tokens)
+    monkeypatch.setitem(placement.PREFILL_TOKENS, "cpu", tokens)
     assert_same(sample("gemma2", make_mesh(devices=jax.devices()[:1])), whole)
     assert_same(sample("gemma2", make_mesh(fsdp=8), tensor=4), whole)
 
@@ -195,7 +195,7 @@ def test_a_thousand_sequences_of_an_8b_model_fit_beside_its_training_state() -> 
 def test_what_is_planned_fits_and_fewer_calls_would_not(
     gigabytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(layout.PREFILL_TOKENS, "cpu", 16_384)
+    monkeypatch.setitem(placement.PREFILL_TOKENS, "cpu", 16_384)
     memory = gigabytes * 10**9
     room = plan(memory, prompts=4096)
     parameters = (
