@@ -9,21 +9,20 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core import artifacts, runtime
 from rlhf_core.data.report import Problems, RowProblems
-from rlhf_core.data.source import Source, digest
-from rlhf_core.data.token_ids import unknown_id
+from rlhf_core.data.source import Source, digest, json_text
 from rlhf_core.errors import UNREADABLE
 from rlhf_core.tokenizer import tokenizer_hash
 from rlhf_core.tokenizer.chat_template import templates_of, writes_date
@@ -33,7 +32,7 @@ Arrays: TypeAlias = dict[str, NDArray[Any]]
 SMALL = 1000
 """Sources with fewer rows are not cached."""
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 ENDS, ROWS, NAMES = "_ends", "_rows", "_names"
 """Suffixes of arrays with sequence ends and with row numbers, which `renumber` makes continue from part to part, and of
 arrays with a name per row number."""
@@ -137,13 +136,17 @@ def _load(directory: Path) -> Arrays | None:
             return None
         if artifacts.find_damage(directory, manifest["files"]):
             return None
-        loaded = {
-            name: np.load(directory / name, mmap_mode="r", allow_pickle=False) for name in manifest["files"]
-        }
+        return {name: _map(directory / name, *kind) for name, kind in manifest["arrays"].items()}
     except UNREADABLE:  # missing or damaged
         return None
+
+
+def _map(path: Path, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
+    """Map a file of elements read-only. shape: of one row."""
+    if not path.stat().st_size:  # which cannot be mapped
+        return np.zeros((0, *shape), dtype)
     # Slicing np.memmap costs several times as much as slicing np.ndarray.
-    return {name.removesuffix(".npy"): array.view(np.ndarray) for name, array in loaded.items()}
+    return np.memmap(path, dtype, "r").reshape(-1, *shape).view(np.ndarray)
 
 
 def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
@@ -153,16 +156,15 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     damaged = temporary.with_suffix(".damaged")
-    files: dict[str, _ArrayFile] = {}
     try:
-        for part in itertools.chain([first], parts):
-            for name, array in part.items():
-                if name not in files:
-                    files[name] = _ArrayFile(temporary / f"{name}.npy", array)
-                files[name].add(array)
-        for file in files.values():
-            file.close()
-        manifest = {"format": FORMAT, "key": directory.name, "files": artifacts.describe_files(temporary)}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open(temporary / name, "wb")) for name in first}
+            for part in itertools.chain([first], parts):
+                for name, array in part.items():
+                    array.astype(first[name].dtype, copy=False).tofile(files[name])
+        kinds = {name: (array.dtype.str, array.shape[1:]) for name, array in first.items()}
+        manifest = {"format": FORMAT, "key": directory.name, "arrays": kinds}
+        manifest["files"] = artifacts.describe_files(temporary)
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         if directory.exists() and _load(directory) is None:
             with suppress(OSError):  # another process may have moved it
@@ -174,45 +176,8 @@ def _store(directory: Path, build: Callable[[], Iterable[Arrays]]) -> Arrays:
             raise OSError("the arrays just written cannot be read back")
         return arrays
     finally:
-        for file in files.values():
-            file.close()
         for leftover in (temporary, damaged):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-class _ArrayFile:
-    """Append to a .npy file; `close` rewrites its header with the final length."""
-
-    def __init__(self, path: Path, like: NDArray[Any]) -> None:
-        self._file: BinaryIO | None = open(path, "w+b")  # noqa: SIM115  (open until `close`)
-        self._dtype, self._shape, self._length = like.dtype, like.shape[1:], 0
-        self._start = self._write_header()
-
-    def _write_header(self) -> int:
-        assert self._file is not None
-        self._file.seek(0)
-        shape = (self._length, *self._shape)
-        np.lib.format.write_array_header_1_0(
-            self._file,
-            {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape},
-        )
-        return self._file.tell()
-
-    def add(self, array: NDArray[Any]) -> None:
-        assert self._file is not None
-        array.astype(self._dtype, copy=False).tofile(self._file)
-        self._length += len(array)
-
-    def close(self) -> None:
-        if self._file is None:
-            return
-        file = self._file
-        try:
-            if self._write_header() != self._start:
-                raise OSError("the header of an array has changed its size")
-        finally:
-            self._file = None
-            file.close()
 
 
 def renumber(parts: Iterable[Arrays]) -> Iterator[Arrays]:
@@ -252,3 +217,73 @@ def flatten(name: str, sequences: Sequence[NDArray[Any] | None], dtype: Any = np
     filled = [sequence if sequence is not None else np.zeros(0, dtype) for sequence in sequences]
     ends = np.cumsum([len(sequence) for sequence in filled], dtype=np.int64)
     return {name: np.concatenate([np.zeros(0, dtype), *filled]), f"{name}{ENDS}": ends}
+
+
+class Ragged(Sequence[NDArray[Any]]):
+    """Sequences of different lengths: slices of a few flat arrays, which may be memory-mapped."""
+
+    def __init__(
+        self,
+        flats: Sequence[NDArray[Any]],
+        which: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+    ) -> None:
+        """which, starts, stops: [n], the index of each sequence's flat array and its bounds there."""
+        self.flats, self.which, self.starts, self.stops = list(flats), which, starts, stops
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]]) -> Ragged:
+        """Concatenate parts (flat array, starts, stops)."""
+        which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(starts) for _, starts, _ in parts])
+        starts = np.concatenate([np.zeros(0, np.int64), *(starts for _, starts, _ in parts)])
+        stops = np.concatenate([np.zeros(0, np.int64), *(stops for _, _, stops in parts)])
+        return cls([flat for flat, _, _ in parts], which, starts, stops)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return Ragged(self.flats, self.which[i], self.starts[i], self.stops[i])
+        return self.flats[self.which[i]][self.starts[i] : self.stops[i]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.stops - self.starts
+
+    def largest(self) -> int:
+        """Return the largest element of the flat arrays, an upper bound for the sequences."""
+        return max((int(flat.max(initial=0)) for flat in self.flats), default=0)
+
+
+def unknown_id(tokenizer: Any) -> int | None:
+    """Return the id of the unknown token; None if there is none, or if it is also BOS, EOS or padding."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    others = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    return None if unknown in others else unknown
+
+
+def digest64(content: NDArray[Any] | bytes) -> int:
+    """Hash an array's bytes to 64 bits, the same on every machine and in every version."""
+    if not isinstance(content, bytes):
+        array = np.ascontiguousarray(content)
+        content = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def fingerprint_of(digests: NDArray[np.uint64]) -> str:
+    """Hash the digests of all rows, in order."""
+    return hashlib.sha256(digests.astype("<u8").tobytes()).hexdigest()
+
+
+def combine_digests(*columns: NDArray[Any]) -> NDArray[np.uint64]:
+    """Hash columns of 8-byte elements, [rows] or [rows, n], to one digest per row, uint64 [rows]."""
+    parts = [np.ascontiguousarray(column).reshape(len(column), -1).view(np.uint64) for column in columns]
+    table = np.concatenate(parts, 1)
+    return np.fromiter((digest64(row) for row in table), np.uint64, len(table))
+
+
+def row_digest(row: Mapping[str, Any]) -> int:
+    """Hash a row's columns that are not null, in any order, to 64 bits."""
+    return digest64(json_text({name: row[name] for name in sorted(row) if row[name] is not None}).encode())

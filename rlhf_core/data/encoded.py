@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.ragged_arrays import Ragged
-from rlhf_core.data.report import Report
+from rlhf_core.data.cache import Ragged, combine_digests, digest64, fingerprint_of
+from rlhf_core.data.report import Problems, Report
 from rlhf_core.data.source import Places, View, cells
-from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of
 from rlhf_core.packing.rows import Tree, tree
 from rlhf_core.packing.trees import Trees
 from rlhf_core.tokenizer.encoding import Ints
@@ -200,3 +199,22 @@ class _TextTrees(Trees):
 
     def largest(self) -> int:
         return self.texts.tokens.largest()
+
+
+def require_vocabulary(trees: Sequence[Tree] | Ragged, where: Callable[[int], str], size: int) -> None:
+    """Raise InputError naming the rows with token ids that a model with `size` embeddings lacks.
+
+    trees: trees or sequences. where: names one by its index. Unchecked, such ids would read the last embedding.
+    """
+    if isinstance(trees, Trees | Ragged) and trees.largest() < size:
+        return
+    problems = Problems()
+    for i, item in enumerate(trees):
+        parts: Any = (item.prefix, *item.branches) if isinstance(item, Tree) else (item,)
+        token = max(int(ids.max(initial=0)) for ids in parts)
+        if token >= size:
+            problems.add(
+                f"{where(i)}: token {token} is none of the model's, which has 0 to {size - 1}: use the tokenizer "
+                "that the model was trained with"
+            )
+    problems.raise_if_any()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.data.source import Places, Records, cells, json_text, mapped
-from rlhf_core.data.token_ids import digest64
+from rlhf_core.data.cache import row_digest
+from rlhf_core.data.source import Places, Records, cells, mapped
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ class EpisodeRows:
 
     def row_digests(self) -> NDArray[np.uint64]:
         """Hash each row, uint64 [rows]."""
-        texts = (
-            json_text({name: row[name] for name in sorted(row) if row[name] is not None})
-            for row in self.records
-        )
-        return np.fromiter((digest64(text.encode()) for text in texts), np.uint64, len(self))
+        return np.fromiter((row_digest(row) for row in self.records), np.uint64, len(self))
 
 
 def _as_turns(row: Mapping[str, Any]) -> Any:

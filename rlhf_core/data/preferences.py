@@ -12,22 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import ROWS, Arrays, TokenCache, flatten
+from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.column_mapping import COLUMNS
 from rlhf_core.data.encoded import Pair as Pair
 from rlhf_core.data.encoded import Pairs as Pairs
-from rlhf_core.data.report import Problems, Report, shorten
-from rlhf_core.data.row_selection import (
-    Notes,
-    Selection,
-    check_options,
-    finish,
-    list_unread_columns,
-    used_sequences,
-    used_values,
-)
+from rlhf_core.data.report import Problems
+from rlhf_core.data.row_selection import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.token_ids import read_prompt_ids, read_token_ids, sequence_facts, unknown_id
+from rlhf_core.data.token_ids import read_prompt_ids, read_token_ids
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import shared_prefix
 from rlhf_core.tokenizer.encoding import Encoder, Ints, TextOptions, Turns, first_after, join
@@ -144,20 +136,6 @@ def strip_prompts(
     return [(row[0], *(side[len(row[0]) :] for side in row[1:])) for row in rows]  # type: ignore[misc]
 
 
-def refuse_repeats(source: Source, doubled: Sequence[int], repeated: bool | None) -> None:
-    """Raise InputError if most rows' completions repeat the prompt and `prompt_repeated` is not set.
-
-    doubled: the rows that repeat it. repeated: `TextOptions.prompt_repeated`.
-    """
-    if repeated is None and len(doubled) * 2 > len(source.rows):
-        rows = shorten([source.where(i) for i in doubled])
-        raise InputError(
-            f"{source.name}: in {len(doubled):,} of {len(source.rows):,} rows a completion begins with the text of its "
-            f"prompt ({rows}): set prompt_repeated = true to take it off, or prompt_repeated = false if the model "
-            "should read it twice"
-        )
-
-
 def repeats_prompt(prompt: Turns | None, *completions: Turns) -> bool:
     """Whether any of the completions is a text that begins with the prompt."""
     if not isinstance(prompt, str) or not prompt.strip():
@@ -218,51 +196,38 @@ def encode_pairs(
         conversations share, or where texts or ids differ. A pair whose completions are cut away is dropped.
     Raises InputError naming file and row of the first few problems, and if no pair is left.
     """
-    check_options(overlong, truncation_mode)
-    report = Report("pairs", max_length, read_as=records.remarks)
     encoder = None if tokenizer is None else Encoder(tokenizer, chat_template)
-    cache, unknown = TokenCache("completions" if completions else "pairs", encoder), unknown_id(tokenizer)
-    selections: list[Selection] = []
-    lengths: list[NDArray[np.int64]] = []
-    starts: list[NDArray[np.int64]] = []
-    for source, offset in zip(records.sources, records.offsets(), strict=True):
-        encode = partial(_encode_with_facts, encoder=encoder, completions=completions)
-        rows = Selection(source, offset, cache.encode(source, encode), SIDES, report)
-        if encoder is not None:
-            refuse_repeats(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
-        firsts = np.array(rows.arrays["starts"]) if completions else np.zeros((len(rows), 2), np.int64)
-        rows.drop(~_have_completions(rows, firsts, completions), report.empty)
-        lengths.append(rows.longest[rows.used])
-        identical = _identical(rows)
-        over = rows.overlong(max_length)
-        if max_length is not None and overlong == "truncate":
-            lost = rows.cut(max_length, truncation_mode)
-            firsts = np.maximum(firsts - np.stack([lost[name] for name in SIDES], 1), 0)
-            rows.update_facts(over, unknown)
-            rows.drop(~_have_completions(rows, firsts, completions), report.filtered)
-            rows.record(over & rows.used, report.truncated)
-            rows.record(over & rows.used & ~identical & _identical(rows), report.alike_once_cut)
-        else:
-            rows.drop(over, report.filtered)
-        rows.record(identical & rows.used, report.identical)
-        rows.record_notes(NOTES)
-        named = [name for name in ("prompt", *SIDES) if name in source.columns]
-        if "chosen" in named and cells.skips_template(source, encoder, *named):
-            rows.record(rows.used, report.untemplated)
-        selections.append(rows)
-        starts.append(firsts)
-    list_unread_columns(report, records, _used_columns)
-    places, digests = finish(records, selections, lengths, "max_sequence_length")
+
+    def firsts(rows: Selection) -> NDArray[np.int64]:
+        """Index of the first completion token of each sequence once it is cut, int64 [rows, 2]; else 0."""
+        starts = rows.arrays["starts"] if completions else np.zeros((rows.count, 2), np.int64)
+        return np.maximum(starts - rows.lost, 0)
+
+    def trainable(rows: Selection) -> NDArray[np.bool_]:
+        least = np.maximum(firsts(rows), 1) if completions else 0
+        lengths = np.stack([rows.lengths(name) for name in SIDES], 1)
+        return np.asarray((lengths > least).all(1))
+
+    encode = partial(_encode, encoder=encoder, completions=completions)
+    form = Form("pairs", SIDES, NOTES, encode, trainable, _text_columns)
+    cache = TokenCache("completions" if completions else "pairs", encoder)
+    chosen = select(records, cache, form, Limit(max_length, overlong, truncation_mode))
+    list_unread_columns(chosen.report, records, _used_columns)
     return Pairs(
-        used_sequences(selections, "chosen"),
-        used_sequences(selections, "rejected"),
-        used_values(selections, [rows.arrays["margin"] for rows in selections]),
-        used_values(selections, starts) if completions else None,
-        used_values(selections, [rows.shared for rows in selections if rows.shared is not None]),
-        digests,
-        report,
-        places,
+        chosen.sequences("chosen"),
+        chosen.sequences("rejected"),
+        chosen.values(lambda rows: rows.arrays["margin"]),
+        chosen.values(firsts) if completions else None,
+        chosen.values(lambda rows: rows.shared),
+        chosen.digests,
+        chosen.report,
+        chosen.places,
     )
+
+
+def _text_columns(source: Source) -> tuple[str, ...]:
+    named = tuple(name for name in ("prompt", *SIDES) if name in source.columns)
+    return named if "chosen" in named else ()
 
 
 def _used_columns(source: Source) -> tuple[str, ...]:
@@ -272,24 +237,6 @@ def _used_columns(source: Source) -> tuple[str, ...]:
     texts = ("prompt", *SIDES)
     chat = any(cells.is_chat(source, name) for name in texts)
     return ("margin", "subset", *texts, *(cells.FOR_TEMPLATES if chat else ()))
-
-
-def _have_completions(rows: Selection, firsts: NDArray[np.int64], completions: bool) -> NDArray[np.bool_]:
-    """Whether both sides have a token, and with `completions` a completion token that can be trained on."""
-    least = np.maximum(firsts, 1) if completions else firsts
-    lengths = np.stack([rows.lengths(name) for name in SIDES], 1)
-    return np.asarray((lengths > least).all(1))
-
-
-def _identical(rows: Selection) -> NDArray[np.bool_]:
-    """Whether both sides are the same tokens, bool [rows]."""
-    alike: NDArray[np.bool_] = rows.digests[:, 0] == rows.digests[:, 1]
-    return alike & (rows.lengths("chosen") == rows.lengths("rejected"))
-
-
-def _encode_with_facts(source: Source, encoder: Encoder | None, completions: bool) -> Arrays:
-    arrays = _encode(source, encoder, completions)
-    return arrays | sequence_facts(arrays, SIDES, unknown_id(None if encoder is None else encoder.tokenizer))
 
 
 def _encode(source: Source, encoder: Encoder | None, completions: bool) -> Arrays:

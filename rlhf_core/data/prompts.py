@@ -12,12 +12,18 @@ from numpy.typing import NDArray
 
 from rlhf_core.contracts import REWARD
 from rlhf_core.data import conversations
-from rlhf_core.data.cache import Arrays, TokenCache, flatten
-from rlhf_core.data.ragged_arrays import Ragged
+from rlhf_core.data.cache import (
+    Arrays,
+    Ragged,
+    TokenCache,
+    combine_digests,
+    fingerprint_of,
+    flatten,
+    row_digest,
+)
 from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import Notes, Selection, check_options, finish, used_sequences, used_values
-from rlhf_core.data.source import Places, Records, Source, cells, digest, json_text, mapped
-from rlhf_core.data.token_ids import combine_digests, digest64, fingerprint_of, sequence_facts, unknown_id
+from rlhf_core.data.row_selection import Form, Limit, Notes, select
+from rlhf_core.data.source import Places, Records, Source, cells, digest, mapped
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer.encoding import Encoder, TextOptions, Turns
 
@@ -91,7 +97,6 @@ def encode_prompts(
     max_prompt_length: tokens; longer prompts are dropped ("filter") or cut by `truncation_mode` ("truncate").
     Raises InputError naming file and row of the first few problems, and if no prompt is left.
     """
-    check_options(overlong, truncation_mode)
     records = as_prompts(records)
     encoder = Encoder(tokenizer, chat_template)
     reserved = [name for name in REWARD.arguments if name in records.columns]
@@ -104,49 +109,21 @@ def encode_prompts(
         raise InputError(
             f"the prompts of {names[0]} are conversations and those of {names[1]} texts: use one kind"
         )
-    report = Report("prompts", max_prompt_length, read_as=records.remarks)
-    cache, unknown = TokenCache("prompts", encoder), unknown_id(tokenizer)
-    selections: list[Selection] = []
-    lengths: list[NDArray[np.int64]] = []
-    for source, offset in zip(records.sources, records.offsets(), strict=True):
-        encode = partial(_encode_with_facts, encoder=encoder, chat=chat[0])
-        rows = Selection(source, offset, cache.encode(source, encode), ("ids",), report)
-        rows.drop(rows.longest == 0, report.empty)
-        lengths.append(rows.longest[rows.used])
-        over = rows.overlong(max_prompt_length)
-        if max_prompt_length is not None and overlong == "truncate":
-            rows.cut(max_prompt_length, truncation_mode)
-            rows.update_facts(over, unknown)
-            rows.record(over, report.truncated)
-        else:
-            rows.drop(over, report.filtered)
-        rows.record_notes(NOTES)
-        if conversations.skips_template(source, encoder, "prompt"):
-            rows.record(rows.used, report.untemplated)
-        selections.append(rows)
-    places, digests = finish(records, selections, lengths, "max_prompt_length")
-    row_digests = used_values(selections, [rows.arrays["row_digest"] for rows in selections])
+    encode = partial(_encode, encoder=encoder, chat=chat[0])
+    form = Form("prompts", ("ids",), NOTES, encode, lambda rows: rows.longest > 0, lambda source: ("prompt",))
+    limit = Limit(max_prompt_length, overlong, truncation_mode, "max_prompt_length")
+    chosen = select(records, TokenCache("prompts", encoder), form, limit)
+    rows = chosen.places.rows
+    row_digests = chosen.values(lambda rows: rows.arrays["row_digest"])
     return Prompts(
-        used_sequences(selections, "ids"),
-        cells(records, places.rows, "prompt"),
+        chosen.sequences("ids"),
+        cells(records, rows, "prompt"),
         chat[0],
-        {name: cells(records, places.rows, name) for name in records.columns if name != "prompt"},
-        np.concatenate([digests, row_digests[:, None]], 1),
-        report,
-        places,
+        {name: cells(records, rows, name) for name in records.columns if name != "prompt"},
+        np.concatenate([chosen.digests, row_digests[:, None]], 1),
+        chosen.report,
+        chosen.places,
     )
-
-
-def _encode_with_facts(source: Source, encoder: Encoder, chat: bool) -> Arrays:
-    """Add `sequence_facts` and a digest of each row's non-null columns to what `_encode` returns."""
-    arrays = _encode(source, encoder, chat)
-    rows = (
-        json_text({name: row[name] for name in sorted(row) if row[name] is not None}).encode()
-        for row in source.rows
-    )
-    row_digests = np.fromiter(map(digest64, rows), np.uint64, len(source.rows))
-    facts = sequence_facts(arrays, ("ids",), unknown_id(encoder.tokenizer))
-    return {**arrays, **facts, "row_digest": row_digests}
 
 
 def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
@@ -170,7 +147,8 @@ def _encode(source: Source, encoder: Encoder, chat: bool) -> Arrays:
         except InputError as error:
             problems.add(f"{source.where(i)}: {error}")
     problems.raise_if_any()
-    return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays()}
+    row_digests = np.fromiter((row_digest(row) for row in source.rows), np.uint64, len(source.rows))
+    return {**flatten("ids", encoder.tokenize_open(texts)), **notes.arrays(), "row_digest": row_digests}
 
 
 def as_prompts(records: Records) -> Records:

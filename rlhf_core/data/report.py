@@ -16,7 +16,8 @@ from rlhf_core.errors import SHOWN, InputError
 class Report:
     """Counts of rows by outcome; each list holds names of rows such as "prefs.jsonl row 17".
 
-    `total` is kept + filtered + empty. Rows in the other lists are kept and may be in several of them.
+    `total` is kept + filtered + empty + identical + alike_once_cut. Rows in the other lists are kept, and may be in
+    several of them.
     """
 
     unit: str
@@ -32,9 +33,9 @@ class Report:
     empty: list[str] = field(default_factory=list)
     """Dropped because there is nothing to train on."""
     identical: list[str] = field(default_factory=list)
-    """Chosen and rejected are the same tokens, so the pair teaches nothing."""
+    """Dropped because chosen and rejected are the same tokens, so that the pair teaches nothing."""
     alike_once_cut: list[str] = field(default_factory=list)
-    """Chosen and rejected became the same tokens when they were cut to the limit."""
+    """Dropped because chosen and rejected became the same tokens when they were cut to the limit."""
     doubled: list[str] = field(default_factory=list)
     """A completion repeats the prompt at its start, in a file where most do not."""
     after_reply: list[str] = field(default_factory=list)
@@ -109,8 +110,8 @@ class Report:
             (f"{over} filtered", self.filtered, True),
             (f"{over} cut", self.truncated, True),
             ("empty dropped", self.empty, False),
-            ("with chosen and rejected alike", self.identical, False),
-            ("with chosen and rejected alike once cut", self.alike_once_cut, False),
+            ("with chosen and rejected alike dropped", self.identical, False),
+            ("with chosen and rejected alike once cut dropped", self.alike_once_cut, False),
             ("with the prompt again in a completion", self.doubled, False),
             ("that go on after the last reply", self.after_reply, False),
             ("that lose something in the chat template", self.left_out, False),
@@ -147,23 +148,20 @@ class Report:
                 f"{name}: all {self.total:,} {self.unit} are empty ({shorten(self.empty)})"
                 f"{learned if self.unit == 'texts' else ''}"
             )
+        alike = len(self.identical) + len(self.alike_once_cut)
+        if alike and alike + len(self.empty) == self.total:
+            remedy = "are the right columns, and the right chat template, read?"
+            if self.alike_once_cut:
+                remedy = 'set a larger max_sequence_length, or truncation_mode = "keep_end"'
+            raise InputError(
+                f"{name}: chosen and rejected are the same tokens in all {alike:,} {self.unit} "
+                f"({shorten(self.identical or self.alike_once_cut)}), so that there is nothing to learn: {remedy}"
+            )
         longest = int(lengths.max())
         spread = f"shortest {lengths.min():,}, median {int(np.median(lengths)):,}, longest {longest:,}"
         raise InputError(
             f"{name}: all {self.total:,} {self.unit} are over {self.limit:,} tokens ({spread}): set "
             f'{setting} = {longest}, or overlong = "truncate"'
-        )
-
-    def require_differences(self, name: str) -> None:
-        """Raise InputError if chosen and rejected are the same tokens in every row kept."""
-        if len(self.identical) + len(self.alike_once_cut) < self.kept:
-            return
-        remedy = "are the right columns, and the right chat template, read?"
-        if self.alike_once_cut:
-            remedy = 'set a larger max_sequence_length, or truncation_mode = "keep_end"'
-        raise InputError(
-            f"{name}: chosen and rejected are the same tokens in all {self.kept:,} {self.unit} "
-            f"({shorten(self.identical or self.alike_once_cut)}), so that there is nothing to learn: {remedy}"
         )
 
 

@@ -10,22 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.data import conversations as cells
-from rlhf_core.data.cache import ROWS, Arrays, TokenCache, flatten
+from rlhf_core.data.cache import Arrays, TokenCache, flatten
 from rlhf_core.data.encoded import Text as Text
 from rlhf_core.data.encoded import Texts as Texts
-from rlhf_core.data.preferences import parse_pairs, read_number, refuse_repeats, repeats_prompt, strip_prompts
-from rlhf_core.data.report import Problems, Report
-from rlhf_core.data.row_selection import (
-    Notes,
-    Selection,
-    check_options,
-    finish,
-    list_unread_columns,
-    used_sequences,
-    used_values,
-)
+from rlhf_core.data.preferences import parse_pairs, read_number, repeats_prompt, strip_prompts
+from rlhf_core.data.report import Problems
+from rlhf_core.data.row_selection import Form, Limit, Notes, Selection, list_unread_columns, select
 from rlhf_core.data.source import Records, Source
-from rlhf_core.data.token_ids import sequence_facts, unknown_id
 from rlhf_core.errors import InputError
 from rlhf_core.packing.rows import shared_prefix
 from rlhf_core.tokenizer.chat_template import Rendered
@@ -71,72 +62,42 @@ def encode_texts(
     values: columns of numbers, one per text, which an objective reads as `batch.sequence_values[column]`.
     Raises InputError naming file and row of the first few problems, and if no text is left.
     """
-    check_options(overlong, truncation_mode)
-    problems = Problems()
     encoder = Encoder(tokenizer, chat_template)
-    report = Report("texts", max_length, read_as=records.remarks)
-    cache, unknown = TokenCache("texts", encoder), unknown_id(tokenizer)
-    selections: list[Selection] = []
-    lengths: list[NDArray[np.int64]] = []
-    trained: list[NDArray[np.int64]] = []
-    numbers: dict[str, list[float]] = {column: [] for column in values}
-    for source, offset in zip(records.sources, records.offsets(), strict=True):
-        rows = Selection(
-            source,
-            offset,
-            cache.encode(source, partial(_encode_with_facts, encoder=encoder)),
-            ("tokens",),
-            report,
-        )
-        refuse_repeats(source, rows.arrays[f"doubled{ROWS}"].tolist(), encoder.options.prompt_repeated)
-        counts = np.array(rows.arrays["trained"], np.int64)
-        rows.drop(counts == 0, report.empty)
-        lengths.append(rows.longest[rows.used])
-        over = rows.overlong(max_length)
-        if max_length is not None and overlong == "truncate":
-            rows.cut(max_length, truncation_mode)
-            rows.update_facts(over, unknown)
-            for i in np.flatnonzero(over).tolist():
-                learned = rows.arrays["learned"][rows.starts["tokens"][i] : rows.stops["tokens"][i]]
-                counts[i] = np.count_nonzero(learned[1:])
-            rows.drop(counts == 0, report.filtered)
-            rows.record(over & rows.used, report.truncated)
-        else:
-            rows.drop(over, report.filtered)
-        rows.record_notes(NOTES)
-        columns = read_columns(source)
-        if len(columns) > 1 and cells.skips_template(source, encoder, *columns):
-            rows.record(rows.used, report.untemplated)
-        for column, column_values in numbers.items():
-            column_values += [
-                read_number(source.rows[i], column, source.where(i), problems) for i in rows.index.tolist()
-            ]
-        selections.append(rows)
-        trained.append(counts)
+
+    def trained(rows: Selection) -> NDArray[np.int64]:
+        """Count the learned tokens of each row, int64 [rows]; the first token never counts."""
+        counts = np.concatenate([[0], np.cumsum(rows.arrays["learned"])])
+        starts, stops = rows.starts["tokens"], rows.stops["tokens"]
+        return np.asarray(counts[stops] - counts[np.minimum(starts + 1, stops)])
+
+    encode = partial(_encode, encoder=encoder)
+    form = Form("texts", ("tokens",), NOTES, encode, lambda rows: trained(rows) > 0, _text_columns)
+    chosen = select(records, TokenCache("texts", encoder), form, Limit(max_length, overlong, truncation_mode))
+    problems = Problems()
+    numbers = {
+        column: [
+            read_number(rows.source.rows[i], column, rows.source.where(i), problems)
+            for rows in chosen.parts
+            for i in np.flatnonzero(rows.used).tolist()
+        ]
+        for column in values
+    }
     problems.raise_if_any()
-    list_unread_columns(report, records, lambda source: (*used_columns(source), *values))
-    places, digests = finish(records, selections, lengths, "max_sequence_length")
+    list_unread_columns(chosen.report, records, lambda source: (*used_columns(source), *values))
     return Texts(
-        used_sequences(selections, "tokens"),
-        used_sequences(selections, "tokens", "learned"),
-        used_values(selections, trained),
-        digests,
-        report,
-        places,
+        chosen.sequences("tokens"),
+        chosen.sequences("tokens", "learned"),
+        chosen.values(trained),
+        chosen.digests,
+        chosen.report,
+        chosen.places,
         {name: np.array(column, np.float32) for name, column in numbers.items()},
     )
 
 
-def _encode_with_facts(source: Source, encoder: Encoder) -> Arrays:
-    """Add `sequence_facts` and each row's number of trained tokens to what `_encode` returns."""
-    arrays = _encode(source, encoder)
-    starts = np.concatenate([[0], arrays["tokens_ends"][:-1]]).tolist()
-    trained = [
-        np.count_nonzero(arrays["learned"][start + 1 : stop])
-        for start, stop in zip(starts, arrays["tokens_ends"].tolist(), strict=True)
-    ]
-    facts = sequence_facts(arrays, ("tokens",), unknown_id(encoder.tokenizer))
-    return {**arrays, **facts, "trained": np.array(trained, np.int64)}
+def _text_columns(source: Source) -> tuple[str, ...]:
+    columns = read_columns(source)
+    return columns if len(columns) > 1 else ()
 
 
 def _encode(source: Source, encoder: Encoder) -> Arrays:

@@ -381,8 +381,6 @@ def open_pairs(
             completions=completions,
             **_encoding(config, stage, read_at),
         )
-        if field == "train_data":
-            encoded.report.require_differences(records.name)
     if not margins:
         encoded.report.unread += [encoded.where(i) for i in np.flatnonzero(encoded.margins).tolist()]
     _warn_of_opened(encoded.report, config, stage, tokenizer, field)

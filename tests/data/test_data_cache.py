@@ -82,7 +82,7 @@ def test_sources_are_kept_apart_and_names_are_not_kept(tokenizer, tiny, tmp_path
 def test_whatever_decides_the_ids_is_part_of_the_key(tokenizer, tiny, directory, monkeypatch):
     talk = [{"chosen": [{"role": "assistant", "content": c}], "rejected": "b"} for c in "ab"]
     for row in talk:
-        row["rejected"] = talk[0]["chosen"]
+        row["rejected"] = [{"role": "assistant", "content": "c d e"}]
     other = tiny.make_tokenizer()
     other.add_special_tokens({"eos_token": "a"})
     dated = "{{ strftime_now('%d') }}{{ messages[0].content }}"
@@ -135,7 +135,7 @@ def test_an_entry_in_the_place_of_another_is_built_anew(directory):
 
 
 def damage(path, how):
-    target = path / ("manifest.json" if how.startswith("manifest") else "ids.npy")
+    target = path / ("manifest.json" if how.startswith("manifest") else "ids")
     content = target.read_bytes()
     if how.endswith("missing"):
         target.unlink()

@@ -58,7 +58,7 @@ def same(trees):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("completions", [False, True])
 def test_arrays_of_pairs_say_what_their_trees_are(tiny, tokenizer, way, completions):
-    rows = [*tiny.pairs(60), {"chosen": "a b c", "rejected": "a b c"}, {"chosen": "a", "rejected": "a b"}]
+    rows = [*tiny.pairs(60), {"chosen": "a b c", "rejected": "a c c"}, {"chosen": "a", "rejected": "a b"}]
     same(data.encode_pairs(data.load(rows[:60]), tokenizer, completions=completions, **way).trees())
     same(data.encode_pairs(data.load(rows[60:] * 5), tokenizer, **way).trees())
 

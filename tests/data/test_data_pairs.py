@@ -130,7 +130,7 @@ def test_over_long_pairs(tokenizer):
     assert decoded(cut, tokenizer)[1] == ("pppgood</s>", "ppppbad</s>")
     assert cut.report.truncated == ["dataset row 2"]
     start = pairs(rows, tokenizer, max_length=8, overlong="truncate", truncation_mode="keep_start")
-    assert decoded(start, tokenizer)[1] == ("<s>ppppppp", "<s>ppppppp")
+    assert len(start) == 2
     assert (start.report.identical, start.report.alike_once_cut) == ([], ["dataset row 2"])
     message = (
         r"all 3 pairs are over 3 tokens \(shortest 7, median 8, longest 26\): set max_sequence_length = 26"
@@ -148,12 +148,16 @@ def test_empty_and_identical_pairs_are_counted(tokenizer):
         {"prompt": "p", "chosen": "same", "rejected": "same"},
     ]
     report = pairs(rows, tokenizer).report
-    assert (report.empty, report.identical, report.kept) == (["dataset row 2"], ["dataset row 3"], 2)
+    assert (report.empty, report.identical, report.kept) == (["dataset row 2"], ["dataset row 3"], 1)
     assert str(report) == (
-        "3 pairs: 2 kept, 1 empty dropped (dataset row 2), 1 with chosen and rejected alike (dataset row 3)"
+        "3 pairs: 1 kept, 1 empty dropped (dataset row 2), 1 with chosen and rejected alike dropped (dataset row 3)"
     )
     with pytest.raises(InputError, match=r"all 1 pairs are empty \(dataset row 1\)"):
         pairs(rows[1:2], tokenizer)
+    with pytest.raises(
+        InputError, match=r"the same tokens in all 1 pairs \(dataset row 2\), so that there is"
+    ):
+        pairs(rows[1:], tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,18 @@ def test_every_kind_of_row_is_counted_and_named(tokenizer):
     ]
     report = pairs(rows, tokenizer, max_length=6).report
     assert report.lines() == [
-        "8 pairs: 6 kept",
+        "8 pairs: 5 kept",
         "1 over 6 tokens filtered: dataset row 6",
         "1 empty dropped: dataset row 5",
-        "1 with chosen and rejected alike: dataset row 4",
+        "1 with chosen and rejected alike dropped: dataset row 4",
         "2 with the prompt again in a completion: dataset rows 7, 8",
         "1 that reverse an earlier row: dataset row 3",
         "1 with words that the tokenizer does not know: dataset row 7",
         "1 the same as an earlier row: dataset row 2",
     ]
-    assert report.total == report.kept + len(report.filtered) + len(report.empty)
+    assert report.total == report.kept + len(report.filtered) + len(report.empty) + len(report.identical)
     cut = pairs(rows, tokenizer, max_length=6, overlong="truncate").report
-    assert (cut.kept, cut.truncated, cut.filtered) == (7, ["dataset row 6"], [])
+    assert (cut.kept, cut.truncated, cut.filtered) == (6, ["dataset row 6"], [])
     assert not report.all_as_given
     # Repeated rows are used whole and teach something.
     assert pairs(rows[:2], tokenizer).report.all_as_given

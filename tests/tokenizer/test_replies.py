@@ -205,7 +205,7 @@ def test_messages_and_tools_that_a_template_leaves_out_are_told():
             assert texts(case, row).report.left_out == told
             row = {
                 "chosen": row["messages"],
-                "rejected": row["messages"],
+                "rejected": [*row["messages"][:-1], chat.assistant("b")],
                 **{k: row[k] for k in row if k == "tools"},
             }
             pairs = data.encode_pairs(data.load([row]), case.tokenizer, max_length=None)

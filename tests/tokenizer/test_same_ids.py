@@ -249,11 +249,11 @@ def test_what_stands_after_the_last_reply_is_read_nowhere(scorer):
     judge.score_completions([None], [longer])
     with pytest.warns(UserWarning, match="dataset: 1 that go on after the last reply: dataset row 1"):
         judge.score_rows(data.load([{"messages": longer}]))
-    records = data.load([{"chosen": longer, "rejected": turns}])
+    records = data.load([{"chosen": longer, "rejected": [*case.prompt, chat.assistant("b")]}])
     pairs = data.encode_pairs(records, case.tokenizer, max_length=None)
     texts = data.encode_texts(data.load([{"messages": longer}]), case.tokenizer, max_length=None)
     assert read == [wanted] * 2
-    assert [ids.tolist() for ids in (*pairs.pairs[0][:2], texts.texts[0].tokens)] == [wanted] * 3
+    assert [ids.tolist() for ids in (pairs.pairs[0].chosen, texts.texts[0].tokens)] == [wanted] * 2
     assert pairs.report.after_reply == texts.report.after_reply == ["dataset row 1"]
 
 
